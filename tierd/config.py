@@ -1,0 +1,228 @@
+"""The configuration: one TOML file into one tree of structs, every default and every limit with its unit.
+
+Looked for in `--config FILE`, else `$TIERD_CONFIG`, else `./tierd.toml`, else defaults with everything under
+`./.tierd`. Scalar keys also come as `TIERD_SECTION_KEY`. Unknown keys and contradictions are errors.
+Relative paths are relative to the config file. Secrets are never here: S3 credentials come from boto3's chain.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tierd.errors import BadConfig
+
+DEFAULT_FILE = "tierd.toml"
+DEFAULT_ROOT = ".tierd"
+_SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    socket: str = ".tierd/tierd.sock"
+    listen: str = "127.0.0.1:9464"  # host:port of metrics, probes and status; port 0 takes a free one
+    node: str = "auto"  # auto: the host's name
+    drain_timeout_s: float = 120.0  # on SIGTERM: how long sealed snapshots may take to reach the hot tier
+    memory_grace_s: float = 3600.0  # how long slots of a trainer that is gone are kept for its return
+
+
+class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trainers are told when they connect; arguments of connect() override it."""
+
+    every_steps: int = 100  # due() says yes at each multiple; 0: never by steps
+    every_s: float = 0.0  # and whenever so many seconds have passed; 0: never by time
+    slots: int = 2  # per rank: N + 1, where N snapshots may be under way while the newest is retained
+    slot_wait_s: float = 60.0  # snapshot() waits for a free slot at most so long
+    when_busy: Literal["wait", "skip"] = "wait"
+
+
+class HotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str = ".tierd/hot"
+
+
+class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "cold"
+    url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
+    region: str = ""
+    endpoint_url: str = ""
+    max_upload_mib_s: float = 0.0  # 0: no cap
+
+
+class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoints of a run a tier keeps: the union of what each key asks for."""
+
+    keep_last: int = 3
+    keep_every: int = 0  # every n-th checkpoint of the run (sequence divisible by n); 0: none by count
+    keep_every_steps: int = 0  # steps divisible by n; 0: none by steps
+    milestones: bool = False
+
+
+class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    hot: TierPolicy = TierPolicy()
+    cold: TierPolicy = TierPolicy(keep_every=10, milestones=True)
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on everything that could grow or wait. The defaults serve; change them with a reason."""
+
+    connections_max: int = 1024
+    hello_timeout_s: float = 10.0  # a peer that connects and says nothing is dropped
+    reconcile_interval_s: float = 10.0  # how often lifecycle looks again with nothing to wake it
+    cold_list_interval_s: float = 600.0  # how often a cold tier is listed afresh
+    retry_min_s: float = 1.0  # backoff of a failing worker: doubling, with jitter, between these
+    retry_max_s: float = 300.0
+    request_timeout_s: float = 60.0  # one S3 request with no progress
+    parts_in_flight: int = 4  # chunks under way at once for one copy: 64 MiB of memory each
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    daemon: DaemonConfig = DaemonConfig()
+    snapshot: SnapshotConfig = SnapshotConfig()
+    hot: HotConfig = HotConfig()
+    cold: list[ColdConfig] = []
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def socket_path(self) -> Path:
+        return Path(self.daemon.socket)
+
+    @property
+    def hot_path(self) -> Path:
+        return Path(self.hot.path)
+
+    @property
+    def listen_address(self) -> tuple[str, int]:
+        host, _, port = self.daemon.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
+    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
+    named = option or environ.get("TIERD_CONFIG")
+    if named:
+        path = cwd / named
+        if not path.is_file():
+            raise BadConfig(f"read config {path}: no such file", hint="check --config or $TIERD_CONFIG")
+        return path
+    default = cwd / DEFAULT_FILE
+    return default if default.is_file() else None
+
+
+def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
+    """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    path = find_file(option, environ, cwd)
+    where = str(path) if path else "the built-in defaults"
+    tree: dict[str, Any] = {"cold": [{}]}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise BadConfig(f"read config {path}: {error}", hint="deploy/tierd.toml is a commented example") from error
+    _apply_environment(tree, environ)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise BadConfig(
+            f"read config {where}: {error}", hint="deploy/tierd.toml lists every key with its default"
+        ) from error
+    return _check(_absolute(config, path.parent if path else cwd), where)
+
+
+def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on."""
+    for keys, kind in _scalars(Config, ()):
+        raw = environ.get("TIERD_" + "_".join(keys).upper())
+        if raw is None:
+            continue
+        section = tree
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+        try:
+            section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
+        except msgspec.ValidationError as error:
+            name = "TIERD_" + "_".join(keys).upper()
+            raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
+
+
+def _scalars(struct: Any, above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for field in msgspec.inspect.type_info(struct).fields:  # pyright: ignore[reportAttributeAccessIssue]
+        keys = (*above, field.encode_name)
+        if isinstance(field.type, msgspec.inspect.StructType):
+            found += _scalars(field.type.cls, keys)
+        elif not isinstance(field.type, msgspec.inspect.ListType):
+            kinds: dict[type, Any] = {
+                msgspec.inspect.StrType: str,
+                msgspec.inspect.IntType: int,
+                msgspec.inspect.FloatType: float,
+                msgspec.inspect.BoolType: bool,
+            }
+            found.append((keys, kinds.get(type(field.type), str)))
+    return found
+
+
+def _absolute(config: Config, base: Path) -> Config:
+    replace = msgspec.structs.replace
+    node = socket.gethostname() if config.daemon.node == "auto" else config.daemon.node
+    cold = [
+        replace(one, url="file://" + str(base / one.url.removeprefix("file://")))
+        if one.url.startswith("file://")
+        else one
+        for one in config.cold
+    ]
+    return replace(
+        config,
+        daemon=replace(config.daemon, socket=str(base / config.daemon.socket), node=node),
+        hot=replace(config.hot, path=str(base / config.hot.path)),
+        cold=cold,
+    )
+
+
+def _check(config: Config, where: str) -> Config:
+    def refuse(key: str, found: object, expected: str) -> BadConfig:
+        return BadConfig(f"read config {where}: {key} is {found!r}, expected {expected}")
+
+    if len(os.fsencode(config.daemon.socket)) > _SOCKET_PATH_MAX:
+        raise BadConfig(
+            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {config.daemon.socket}",
+            hint="Unix socket paths are short; use one under /run or /tmp",
+        )
+    try:
+        _, port = config.listen_address
+    except ValueError:
+        raise refuse("daemon.listen", config.daemon.listen, "host:port") from None
+    if not 0 <= port <= 65535 or not config.listen_address[0]:
+        raise refuse("daemon.listen", config.daemon.listen, "host:port")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", config.daemon.node):
+        raise refuse("daemon.node", config.daemon.node, "a host name")
+    if not 2 <= config.snapshot.slots <= 16:
+        raise refuse("snapshot.slots", config.snapshot.slots, "2 to 16")
+    names = [one.name for one in config.cold]
+    for one in config.cold:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", one.name) or one.name in ("auto", "memory", "hot"):
+            raise refuse("cold.name", one.name, "a short word of a-z, 0-9 and -, and not auto, memory or hot")
+        if names.count(one.name) > 1:
+            raise refuse("cold.name", one.name, "a name of its own for each cold tier")
+        parts = urlsplit(one.url)
+        is_s3 = parts.scheme == "s3" and parts.netloc
+        is_file = parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
+        if not is_s3 and not is_file:
+            raise refuse(f"cold.url of {one.name}", one.url, "s3://bucket/prefix or file://directory")
+        if is_file and Path(one.url.removeprefix("file://")) == config.hot_path:
+            raise refuse(f"cold.url of {one.name}", one.url, "another directory than hot.path")
+    for tier, policy in (("hot", config.lifecycle.hot), ("cold", config.lifecycle.cold)):
+        if policy.keep_last < 1:
+            raise refuse(f"lifecycle.{tier}.keep_last", policy.keep_last, "1 or more")
+        if policy.keep_every < 0 or policy.keep_every_steps < 0:
+            raise refuse(f"lifecycle.{tier}.keep_every", policy, "0 or more")
+    return config

@@ -1,0 +1,80 @@
+"""Names of runs, checkpoints and ranks, with the one order that says which checkpoint is newest.
+
+A generation is a timeline: after going back to step 500 and training on, the newest checkpoint is the
+newest step of the newest generation, so recency is (generation, step), never step alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+import msgspec
+
+from tierd.errors import BadRequest
+
+Run = NewType("Run", str)
+Step = NewType("Step", int)
+Generation = NewType("Generation", int)
+Rank = NewType("Rank", int)
+
+# A run is one path component and one S3 key component on every system: no separators, no leading dot.
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"(\d{12})-g(\d{4,8})")
+
+STEP_MAX = 10**12 - 1
+GENERATION_MAX = 10**8 - 1
+WORLD_SIZE_MAX = 1 << 20
+
+
+class CheckpointId(msgspec.Struct, frozen=True, order=False):
+    """One step of one generation of one run. Sortable by `recency` within a run."""
+
+    run: Run
+    step: Step
+    generation: Generation
+
+    @property
+    def name(self) -> str:
+        """The folder name: `000000018000-g0003`."""
+        return f"{self.step:012d}-g{self.generation:04d}"
+
+    @property
+    def recency(self) -> tuple[int, int]:
+        """Compare by this: a higher one is newer."""
+        return (self.generation, self.step)
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.name}"
+
+
+def checkpoint_id(run: str, step: int, generation: int) -> CheckpointId:
+    """A checked id. Raises BadRequest when a part is out of range."""
+    if not 0 <= step <= STEP_MAX:
+        raise BadRequest(f"step {step} is not between 0 and {STEP_MAX}")
+    if not 1 <= generation <= GENERATION_MAX:
+        raise BadRequest(f"generation {generation} is not between 1 and {GENERATION_MAX}")
+    return CheckpointId(check_run(run), Step(step), Generation(generation))
+
+
+def check_run(run: str) -> Run:
+    """Raises BadRequest unless `run` is 1 to 128 letters, digits, dots, dashes or underscores."""
+    if not _RUN.fullmatch(run):
+        raise BadRequest(
+            f"{run!r} cannot name a run",
+            hint="use 1 to 128 letters, digits, '.', '-' or '_', beginning with a letter or digit",
+        )
+    return Run(run)
+
+
+def is_run(text: str) -> bool:
+    return _RUN.fullmatch(text) is not None
+
+
+def parse_name(run: Run, name: str) -> CheckpointId | None:
+    """The id whose folder name this is, or None: foreign folders are nobody's checkpoint."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    found = CheckpointId(run, Step(int(match[1])), Generation(int(match[2])))
+    return found if found.name == name and found.generation >= 1 else None

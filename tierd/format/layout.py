@@ -1,0 +1,86 @@
+"""Every path and object key, nowhere else. Keys use '/', are relative to a tier's root, and are never overwritten.
+
+    <run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
+    <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
+    <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
+    <run>/generation-0003.json                                            a marker: generation 3 is taken
+"""
+
+from __future__ import annotations
+
+import re
+
+from tierd.errors import BadRequest
+from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
+
+MANIFEST = "manifest.json"
+PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
+LOCK = ".tierd.lock"
+
+_MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+_GENERATION = re.compile(r"generation-(\d{4,8})\.json")
+# One path component, no leading dot: nothing that a manifest names can leave its own folder.
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+def shard_name(rank: Rank, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def checkpoint_prefix(checkpoint: CheckpointId) -> str:
+    return f"{checkpoint.run}/{checkpoint.name}/"
+
+
+def file_key(checkpoint: CheckpointId, name: str) -> str:
+    return checkpoint_prefix(checkpoint) + name
+
+
+def manifest_key(checkpoint: CheckpointId) -> str:
+    return file_key(checkpoint, MANIFEST)
+
+
+def milestone_key(checkpoint: CheckpointId, milestone: str) -> str:
+    """Raises BadRequest when the milestone's name cannot be part of a file name."""
+    name = f"milestone-{milestone}.json"
+    if not _MILESTONE.fullmatch(name):
+        raise BadRequest(
+            f"{milestone!r} cannot name a milestone",
+            hint="use 1 to 64 letters, digits, '.', '-' or '_', beginning with a letter or digit",
+        )
+    return file_key(checkpoint, name)
+
+
+def milestone_of(file_name: str) -> str | None:
+    match = _MILESTONE.fullmatch(file_name)
+    return match[1] if match else None
+
+
+def generation_key(run: Run, generation: Generation) -> str:
+    return f"{run}/generation-{generation:04d}.json"
+
+
+def generation_of(file_name: str) -> Generation | None:
+    match = _GENERATION.fullmatch(file_name)
+    return Generation(int(match[1])) if match else None
+
+
+def is_safe_file_name(name: str) -> bool:
+    return _FILE.fullmatch(name) is not None and not name.endswith(PARTIAL_SUFFIX)
+
+
+def parse_key(key: str) -> tuple[CheckpointId, str] | None:
+    """(checkpoint, file name) of a key below a tier's root, or None when it is none of ours."""
+    parts = key.split("/")
+    if len(parts) != 3 or not is_run(parts[0]):
+        return None
+    checkpoint = parse_name(Run(parts[0]), parts[1])
+    return None if checkpoint is None else (checkpoint, parts[2])
+
+
+def parse_generation_key(key: str) -> tuple[Run, Generation] | None:
+    """(run, generation) of a generation marker's key, or None."""
+    parts = key.split("/")
+    if len(parts) != 2 or not is_run(parts[0]):
+        return None
+    generation = generation_of(parts[1])
+    return None if generation is None else (Run(parts[0]), generation)

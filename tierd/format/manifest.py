@@ -1,0 +1,158 @@
+"""The manifest: the list of a checkpoint's shards with sizes and checksums. Its presence is the commit.
+
+Written once, never changed. Decoding trusts nothing: names stay inside their folder, sizes and chunk counts
+agree, chunk checksums combine to the file's, numbers are bounded, and a newer version is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from tierd.errors import Corrupt, NewerFormat, TierdError
+from tierd.format import checksum, layout
+from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
+
+FORMAT_VERSION = 1
+MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks; a larger one is hostile, not large
+FILES_MAX = WORLD_SIZE_MAX
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint. `crc64nvme` is of the whole file; `chunks` holds one per `chunk_bytes`."""
+
+    name: str
+    size_bytes: int
+    crc64nvme: str
+    chunk_bytes: int
+    chunks: list[str]
+
+
+class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that another one came from: of the same run, or of the run it was forked from."""
+
+    run: str
+    step: int
+    generation: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one checkpoint is. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted."""
+
+    format_version: int
+    run: str
+    step: int
+    generation: int
+    sequence: int
+    parent: CheckpointRef | None
+    world_size: int
+    created_at: str
+    kind: str
+    metrics: dict[str, float | str]
+    architecture_hash: str
+    versions: dict[str, str]
+    files: list[FileEntry]
+
+    @property
+    def id(self) -> CheckpointId:
+        return checkpoint_id(self.run, self.step, self.generation)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files)
+
+    def encode(self) -> bytes:
+        """The exact bytes of manifest.json: readable JSON, in field order, ending in a newline."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def file_entry(name: str, size_bytes: int, chunk_bytes: int, chunks: list[int]) -> FileEntry:
+    """The entry of a file from its chunks' checksums, in order."""
+    lengths = [length for _, length in checksum.chunk_ranges(size_bytes, chunk_bytes)]
+    return FileEntry(
+        name=name,
+        size_bytes=size_bytes,
+        crc64nvme=checksum.encode(checksum.combine(zip(chunks, lengths, strict=True))),
+        chunk_bytes=chunk_bytes,
+        chunks=[checksum.encode(one) for one in chunks],
+    )
+
+
+def plain_metrics(metrics: dict[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON can hold them: what is not finite becomes "nan", "inf" or "-inf"."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Manifest:
+    """The manifest in `raw`, checked.
+
+    `where` names it in messages; `expect` is the checkpoint whose folder it was found in.
+    Raises NewerFormat for a later version, Corrupt for anything else that does not hold.
+    """
+    reading = f"read the manifest {where}"
+    hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise Corrupt(f"{reading}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
+    try:
+        version = msgspec.json.decode(raw, type=_Version).format_version
+        if version > FORMAT_VERSION:
+            raise NewerFormat(
+                f"{reading}: format version {version}, this tierd reads up to {FORMAT_VERSION}",
+                hint="upgrade tierd",
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+        _check(manifest, expect)
+    except TierdError:
+        raise
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Corrupt(f"{reading}: {error}", hint=hint) from error
+    return manifest
+
+
+def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
+    """Raises ValueError at the first rule that does not hold."""
+    if manifest.format_version < 1:
+        raise ValueError(f"format version {manifest.format_version}")
+    try:
+        found = manifest.id
+    except TierdError as error:
+        raise ValueError(error.message) from error
+    if expect is not None and found != expect:
+        raise ValueError(f"it says {found}, but lies in the folder of {expect}")
+    if manifest.sequence < 1:
+        raise ValueError(f"sequence {manifest.sequence}, expected 1 or more")
+    if not 1 <= manifest.world_size <= WORLD_SIZE_MAX:
+        raise ValueError(f"world size {manifest.world_size}")
+    if not manifest.files or len(manifest.files) > FILES_MAX:
+        raise ValueError(f"{len(manifest.files)} files")
+    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        raise ValueError("a file is named twice")
+    for entry in manifest.files:
+        _check_file(entry)
+
+
+def _check_file(entry: FileEntry) -> None:
+    if not layout.is_safe_file_name(entry.name) or entry.name == layout.MANIFEST:
+        raise ValueError(f"file name {entry.name!r}")
+    if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
+        raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
+    # Counted before any list is made from the sizes: a hostile size must not cost memory.
+    expected = -(-entry.size_bytes // entry.chunk_bytes)
+    if len(entry.chunks) != expected:
+        raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
+    chunks = [checksum.decode(one) for one in entry.chunks]
+    lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
+    whole = checksum.combine(zip(chunks, lengths, strict=True))
+    if whole != checksum.decode(entry.crc64nvme):
+        raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's")
+
+
+def encode_marker(content: dict[str, Any]) -> bytes:
+    """The bytes of a marker file: a small JSON object."""
+    return msgspec.json.encode(content) + b"\n"

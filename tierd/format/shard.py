@@ -1,0 +1,218 @@
+"""One rank's file: a valid safetensors file whose payload begins at a multiple of 4096.
+
+    u64 little-endian header length | JSON header, padded with spaces | tensors back to back, no holes
+
+Tensors lie by descending element size, then by name, so each is aligned to its element. The header area is
+planned once with slack, so payload offsets stay put from snapshot to snapshot while the metadata changes.
+Format: https://github.com/huggingface/safetensors#format. Parsing trusts nothing in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.errors import Corrupt, NewerFormat, Unsupported
+
+FORMAT_VERSION = 1
+ALIGN_BYTES = 4096  # a page, and what O_DIRECT wants
+HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
+NDIM_MAX = 64
+_LENGTH = struct.Struct("<Q")
+
+DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""The safetensors dtypes that tierd writes and reads, with their element size in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor to be laid out: shape of the local part, and its offset in the global tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    saved_offsets: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor in a shard: its bytes are `[offset, offset + size_bytes)` of the file, C-contiguous, little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    saved_offsets: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything lies in a shard. `header_bytes` counts the 8 length bytes too."""
+
+    tensors: tuple[TensorEntry, ...]
+    header_bytes: int
+    size_bytes: int
+    _table: str
+    _sharding: str
+
+    def encode_header(self, tierd: dict[str, Any]) -> bytes:
+        """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata has outgrown its area."""
+        metadata = json.dumps(
+            {"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":")
+        )
+        body = f'{{"__metadata__":{metadata}{self._table}}}'.encode()
+        room = self.header_bytes - _LENGTH.size
+        if len(body) > room:
+            raise HeaderOverflow(len(body))
+        return _LENGTH.pack(room) + body.ljust(room, b" ")
+
+
+class HeaderOverflow(Exception):
+    """The header no longer fits its area: plan a new layout for `needed_bytes`."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(needed_bytes)
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A parsed header: the tensors by name, and the `tierd` metadata."""
+
+    tensors: dict[str, TensorEntry]
+    header_bytes: int
+    tierd: dict[str, Any]
+
+
+def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
+    """Lay tensors out, with a header area that fits `tierd` twice over and some more.
+
+    Raises Unsupported for a dtype without a safetensors name, or when the header would pass 100 MB.
+    """
+    ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
+    sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
+    table: list[str] = []
+    begin = 0
+    for spec in ordered:
+        end = begin + spec.size_bytes
+        entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        table.append(f",{json.dumps(spec.name)}:{_dump(entry)}")
+        begin = end
+    fixed = len("".join(table).encode()) + len(json.dumps(sharding))
+    changing = len(json.dumps(_dump(tierd)))
+    header_bytes = _align(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
+    if header_bytes > HEADER_BYTES_MAX:
+        raise Unsupported(
+            f"lay out a shard: its header would take {header_bytes} bytes of at most {HEADER_BYTES_MAX}",
+            hint="large lists in the dataloader's or extra state belong into a tensor or an array",
+        )
+    entries: list[TensorEntry] = []
+    offset = header_bytes
+    for spec in ordered:
+        entries.append(
+            TensorEntry(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                saved_offsets=spec.saved_offsets,
+                offset=offset,
+                size_bytes=spec.size_bytes,
+            )
+        )
+        offset += spec.size_bytes
+    return Layout(tuple(entries), header_bytes, offset, "".join(table), sharding)
+
+
+def _element_bytes(spec: TensorSpec) -> int:
+    try:
+        return DTYPE_BYTES[spec.dtype]
+    except KeyError:
+        raise Unsupported(f"lay out {spec.name}: dtype {spec.dtype} has no place in a safetensors file") from None
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def header_length(first_bytes: bytes, file_bytes: int, *, where: str) -> int:
+    """How many bytes the header area takes, from the first 8 of a file of `file_bytes`."""
+    if len(first_bytes) < _LENGTH.size:
+        raise Corrupt(f"read {where}: {len(first_bytes)} bytes, too short for a shard")
+    (length,) = _LENGTH.unpack_from(first_bytes)
+    if length > HEADER_BYTES_MAX or _LENGTH.size + length > file_bytes:
+        raise Corrupt(f"read {where}: header of {length} bytes in a file of {file_bytes}")
+    return _LENGTH.size + length
+
+
+def parse_header(header: bytes | memoryview, file_bytes: int, *, where: str) -> Shard:
+    """The shard whose first bytes are `header` (the whole header area, or more) and whose file has `file_bytes`.
+
+    Raises Corrupt when any rule of the format is broken, NewerFormat for a later version of ours.
+    """
+    end = header_length(bytes(header[: _LENGTH.size]), file_bytes, where=where)
+    try:
+        table = json.loads(bytes(header[_LENGTH.size : end]), object_pairs_hook=_no_duplicates)
+        return _parse(table, end, file_bytes, where)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"read the header of {where}: {error!r}") from error
+
+
+def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
+    metadata = table.pop("__metadata__")
+    tierd = json.loads(metadata["tierd"], object_pairs_hook=_no_duplicates)
+    if tierd["format_version"] > FORMAT_VERSION:
+        raise NewerFormat(
+            f"read {where}: shard format version {tierd['format_version']}, this tierd reads up to {FORMAT_VERSION}",
+            hint="upgrade tierd",
+        )
+    sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_no_duplicates)
+    tensors: dict[str, TensorEntry] = {}
+    expected = 0
+    for name, raw in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = raw["data_offsets"]
+        shape = tuple(raw["shape"])
+        offsets = tuple(sharding[name]["saved_offsets"])
+        numbers = (begin, end, *shape, *offsets)
+        if any(type(number) is not int or number < 0 for number in numbers) or len(shape) > NDIM_MAX:
+            raise ValueError(f"{name}: sizes and offsets must be whole numbers, not {numbers}")
+        if len(offsets) != len(shape):
+            raise ValueError(f"{name}: {len(offsets)} saved offsets for {len(shape)} dimensions")
+        if begin != expected or end - begin != math.prod(shape) * DTYPE_BYTES[raw["dtype"]]:
+            raise ValueError(f"{name}: bytes {begin}..{end} leave a hole, overlap, or do not fit {raw}")
+        tensors[name] = TensorEntry(
+            name=name,
+            dtype=raw["dtype"],
+            shape=shape,
+            saved_offsets=offsets,
+            offset=header_bytes + begin,
+            size_bytes=end - begin,
+        )
+        expected = end
+    if header_bytes + expected != file_bytes:
+        raise ValueError(f"the tensors end at byte {header_bytes + expected} of {file_bytes}")
+    return Shard(tensors, header_bytes, tierd)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found

@@ -1,0 +1,236 @@
+"""Messages between client and daemon. Bytes in, messages out; no socket here.
+
+One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 64 file
+descriptors beside it (SCM_RIGHTS). Whatever is larger travels as a descriptor. The first message names the
+protocol version; a peer that speaks another one is refused by name. Spec: docs/FORMAT.md#wire.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tierd.errors import BadRequest
+from tierd.format.manifest import CheckpointRef
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 64 << 10
+DESCRIPTORS_MAX = 64
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=False):
+    pass
+
+
+# ── client to daemon ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hello(_Message):
+    """The first message. `generation` None: a trainer's rank 0 claims a new one; a number: this rank joins or
+    re-attaches to it. `rank` None: no trainer, only `Find` will follow."""
+
+    protocol: int
+    version: str
+    run: str
+    rank: int | None
+    world_size: int
+    generation: int | None
+
+
+class AttachSlot(_Message):
+    """A memfd (the one descriptor) that holds one snapshot; sealed against shrinking."""
+
+    slot: int
+    capacity_bytes: int
+
+
+class Filling(_Message):
+    """The rank begins to stage `step` into the slot."""
+
+    slot: int
+    step: int
+
+
+class Abandon(_Message):
+    """Staging did not finish: the slot is free again."""
+
+    slot: int
+
+
+class Sealed(_Message):
+    """The slot holds the whole shard of this rank for `step`: its first `size_bytes` bytes."""
+
+    slot: int
+    step: int
+    size_bytes: int
+    created_at: str
+    stall_s: float
+    metrics: dict[str, float | str]
+    milestone: str | None
+    parent: CheckpointRef | None
+    architecture_hash: str
+    versions: dict[str, str]
+    resent: bool
+
+
+class Find(_Message):
+    """Asks for a checkpoint's files as descriptors. `step` None: the newest. `tier` auto, memory, hot or a cold
+    tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad."""
+
+    request: int
+    step: int | None
+    generation: int | None
+    milestone: str | None
+    tier: str
+    exclude: list[str]
+
+
+class Report(_Message):
+    """Something the daemon cannot see: outcome is skipped, failed, restored or corrupt."""
+
+    outcome: str
+    step: int
+    tier: str
+    seconds: float
+    detail: str
+
+
+class Goodbye(_Message):
+    """The trainer ends in good order."""
+
+
+# ── daemon to client ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that outlived its trainer. `is_free` False: it holds the newest snapshot until a newer is sealed."""
+
+    slot: int
+    capacity_bytes: int
+    is_free: bool
+
+
+class Welcome(_Message):
+    """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm."""
+
+    protocol: int
+    version: str
+    node: str
+    generation: int
+    slots: list[KeptSlot]
+    every_steps: int
+    every_s: float
+    slots_per_rank: int
+    slot_wait_s: float
+    when_busy: str
+
+
+class Accepted(_Message):
+    """The snapshot is in the memory tier: it outlives the trainer from here on."""
+
+    slot: int
+    step: int
+
+
+class Released(_Message):
+    """The slot is free again."""
+
+    slot: int
+
+
+class Persisted(_Message):
+    """The checkpoint is committed in the hot tier: durable."""
+
+    step: int
+    generation: int
+    seconds: float
+
+
+class Replicated(_Message):
+    """The checkpoint is committed in a cold tier."""
+
+    step: int
+    generation: int
+    tier: str
+
+
+class Failed(_Message):
+    """A stage of a checkpoint went wrong. `is_final` False: it is being retried."""
+
+    step: int
+    generation: int
+    stage: str
+    kind: str
+    message: str
+    hint: str
+    is_final: bool
+
+
+class Fenced(_Message):
+    """A newer generation has taken over the run. Nothing of the old one is accepted any more."""
+
+    generation: int
+
+
+class Found(_Message):
+    """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order."""
+
+    request: int
+    tier: str
+
+
+class Progress(_Message):
+    """A Find is under way: bytes come from a cold tier."""
+
+    request: int
+    done_bytes: int
+    total_bytes: int
+
+
+class Refused(_Message):
+    """The answer to what cannot be done. `request` is 0 for a refused Hello or message."""
+
+    request: int
+    kind: str
+    message: str
+    hint: str
+
+
+ToDaemon = Hello | AttachSlot | Filling | Abandon | Sealed | Find | Report | Goodbye
+ToClient = Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Found | Progress | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode(message: ToDaemon | ToClient) -> bytes:
+    """Raises BadRequest when the message would pass 64 KiB."""
+    raw = _encoder.encode(message)
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise BadRequest(
+            f"send {type(message).__name__}: {len(raw)} bytes, more than {MESSAGE_BYTES_MAX}",
+            hint="are the metrics of the snapshot very many?",
+        )
+    return raw
+
+
+def decode_to_daemon(raw: bytes) -> ToDaemon:
+    """Raises BadRequest for anything that is no message of ours."""
+    try:
+        return _to_daemon.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _not_ours(raw, error) from error
+
+
+def decode_to_client(raw: bytes) -> ToClient:
+    """Raises BadRequest for anything that is no message of ours."""
+    try:
+        return _to_client.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _not_ours(raw, error) from error
+
+
+def _not_ours(raw: bytes, error: Exception) -> BadRequest:
+    return BadRequest(
+        f"read a message of {len(raw)} bytes: {error}", hint="do client and daemon have the same version?"
+    )

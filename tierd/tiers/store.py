@@ -1,0 +1,79 @@
+"""What a tier sits on: flat keys with whole objects. A directory or a bucket; nothing here knows checkpoints.
+
+Objects appear whole or not at all, are durable when a put returns, and are never overwritten with other bytes.
+Every call raises NotFound, Full, Corrupt or TierUnreachable; nothing else of the outside world gets through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tierd.format.manifest import FileEntry
+
+Progress = Callable[[int], None]
+"""Told after every chunk how many bytes it had."""
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    key: str
+    size_bytes: int
+
+
+class Source(Protocol):
+    """Where the bytes of a put come from when they are not already in memory."""
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset`. Raises Corrupt when the source ends early."""
+        ...
+
+
+class Store(Protocol):
+    url: str
+
+    async def put(
+        self,
+        key: str,
+        source: memoryview | Source,
+        *,
+        size_bytes: int,
+        chunk_bytes: int,
+        expect: FileEntry | None = None,
+        progress: Progress | None = None,
+    ) -> FileEntry:
+        """Write `size_bytes` bytes as `key`, one checksum per `chunk_bytes`, computed from the very buffer that is
+        written. Returns the file's entry (its name is the last component of the key).
+
+        `expect`: raises Corrupt at the first chunk whose checksum differs; nothing becomes visible then.
+        Repeating a put of the same bytes is harmless. A memoryview source may be read up to the next multiple
+        of 4096 past `size_bytes` where it is that long.
+        """
+        ...
+
+    async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
+        """Write a small object at once. `if_absent`: leave an existing one alone and return False."""
+        ...
+
+    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        """A small object whole. Raises NotFound, or Corrupt when it is larger than `size_max`."""
+        ...
+
+    async def read(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset` of the object. Raises NotFound, or Corrupt when it ends early."""
+        ...
+
+    async def list(self, prefix: str = "") -> list[StoredObject]:
+        """Every object whose key begins with `prefix`, in any order. Half-written ones are never among them."""
+        ...
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; absent ones are fine. Durable on return, in the order given."""
+        ...
+
+    async def free_bytes(self) -> int | None:
+        """Room left, or None where there is no such limit."""
+        ...
+
+    async def close(self) -> None: ...
