@@ -7,11 +7,12 @@ Relative paths are relative to the config file. Secrets are never here: S3 crede
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from tierd.errors import BadConfig
 DEFAULT_FILE = "tierd.toml"
 DEFAULT_ROOT = ".tierd"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
+_TIER_WORDS = ("auto", "memory", "hot")
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,9 +66,16 @@ class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     milestones: bool = False
 
 
+class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A struct of its own, so that a file which sets only `keep_last` does not lose the milestones."""
+
+    keep_every: int = 10
+    milestones: bool = True
+
+
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hot: TierPolicy = TierPolicy()
-    cold: TierPolicy = TierPolicy(keep_every=10, milestones=True)
+    cold: ColdPolicy = ColdPolicy()
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +144,7 @@ def load(option: str | None = None, *, environ: Mapping[str, str] | None = None,
         raise BadConfig(
             f"read config {where}: {error}", hint="deploy/tierd.toml lists every key with its default"
         ) from error
-    return _check(_absolute(config, path.parent if path else cwd), where)
+    return _check(_absolute(config, path.parent if path else cwd, where), where)
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -144,9 +153,11 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
         raw = environ.get("TIERD_" + "_".join(keys).upper())
         if raw is None:
             continue
-        section = tree
+        section: Any = tree
         for key in keys[:-1]:
-            section = section.setdefault(key, {})
+            section = section.setdefault(key, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            continue  # the file has something else than a table there, which is refused by name in a moment
         try:
             section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -171,58 +182,109 @@ def _scalars(struct: Any, above: tuple[str, ...]) -> list[tuple[tuple[str, ...],
     return found
 
 
-def _absolute(config: Config, base: Path) -> Config:
-    replace = msgspec.structs.replace
-    node = socket.gethostname() if config.daemon.node == "auto" else config.daemon.node
-    cold = [
-        replace(one, url="file://" + str(base / one.url.removeprefix("file://")))
-        if one.url.startswith("file://")
-        else one
-        for one in config.cold
-    ]
-    return replace(
-        config,
-        daemon=replace(config.daemon, socket=str(base / config.daemon.socket), node=node),
-        hot=replace(config.hot, path=str(base / config.hot.path)),
-        cold=cold,
+def _absolute(config: Config, base: Path, where: str) -> Config:
+    def absolute(key: str, path: str) -> str:
+        if not path:
+            raise _refusal(where, key, path, "a path")
+        return os.path.normpath(base / path)
+
+    def at(one: ColdConfig) -> ColdConfig:
+        if not one.url.startswith("file://"):
+            return one
+        path = absolute(f"cold.url of {one.name}", one.url.removeprefix("file://"))
+        return msgspec.structs.replace(one, url=f"file://{path}")
+
+    daemon = msgspec.structs.replace(
+        config.daemon,
+        socket=absolute("daemon.socket", config.daemon.socket),
+        node=socket.gethostname() if config.daemon.node == "auto" else config.daemon.node,
     )
+    hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
+    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=[at(one) for one in config.cold])
 
 
 def _check(config: Config, where: str) -> Config:
-    def refuse(key: str, found: object, expected: str) -> BadConfig:
-        return BadConfig(f"read config {where}: {key} is {found!r}, expected {expected}")
+    _check_numbers(config, where)
+    _check_daemon(config.daemon, where)
+    if not 2 <= config.snapshot.slots <= 16:
+        raise _refusal(where, "snapshot.slots", config.snapshot.slots, "2 to 16")
+    if config.limits.retry_max_s < config.limits.retry_min_s:
+        raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
+    for one in config.cold:
+        _check_cold(one, where)
+    _check_apart(config, where)
+    return config
 
-    if len(os.fsencode(config.daemon.socket)) > _SOCKET_PATH_MAX:
+
+def _check_numbers(config: Config, where: str) -> None:
+    """Every number is finite and not negative; a limit or a keep_last of 0 would stop the daemon or empty a tier."""
+    for keys, value in _values(config, ()):
+        key = ".".join(keys)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value) or value < 0:
+            raise _refusal(where, key, value, "0 or more")
+        if value == 0 and keys[0] == "limits":
+            raise _refusal(where, key, value, "more than 0")
+        if value == 0 and keys[-1] == "keep_last":
+            raise _refusal(where, key, value, "1 or more")
+
+
+def _check_daemon(daemon: DaemonConfig, where: str) -> None:
+    if len(os.fsencode(daemon.socket)) > _SOCKET_PATH_MAX:
         raise BadConfig(
-            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {config.daemon.socket}",
+            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {daemon.socket}",
             hint="Unix socket paths are short; use one under /run or /tmp",
         )
-    try:
-        _, port = config.listen_address
-    except ValueError:
-        raise refuse("daemon.listen", config.daemon.listen, "host:port") from None
-    if not 0 <= port <= 65535 or not config.listen_address[0]:
-        raise refuse("daemon.listen", config.daemon.listen, "host:port")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", config.daemon.node):
-        raise refuse("daemon.node", config.daemon.node, "a host name")
-    if not 2 <= config.snapshot.slots <= 16:
-        raise refuse("snapshot.slots", config.snapshot.slots, "2 to 16")
-    names = [one.name for one in config.cold]
-    for one in config.cold:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", one.name) or one.name in ("auto", "memory", "hot"):
-            raise refuse("cold.name", one.name, "a short word of a-z, 0-9 and -, and not auto, memory or hot")
-        if names.count(one.name) > 1:
-            raise refuse("cold.name", one.name, "a name of its own for each cold tier")
+    host, _, port = daemon.listen.rpartition(":")
+    if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise _refusal(where, "daemon.listen", daemon.listen, "host:port")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
+        raise _refusal(where, "daemon.node", daemon.node, "a host name")
+
+
+def _check_cold(one: ColdConfig, where: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", one.name) or one.name in _TIER_WORDS:
+        raise _refusal(where, "cold.name", one.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}")
+    if not one.url.startswith("file:///"):
         parts = urlsplit(one.url)
-        is_s3 = parts.scheme == "s3" and parts.netloc
-        is_file = parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
-        if not is_s3 and not is_file:
-            raise refuse(f"cold.url of {one.name}", one.url, "s3://bucket/prefix or file://directory")
-        if is_file and Path(one.url.removeprefix("file://")) == config.hot_path:
-            raise refuse(f"cold.url of {one.name}", one.url, "another directory than hot.path")
-    for tier, policy in (("hot", config.lifecycle.hot), ("cold", config.lifecycle.cold)):
-        if policy.keep_last < 1:
-            raise refuse(f"lifecycle.{tier}.keep_last", policy.keep_last, "1 or more")
-        if policy.keep_every < 0 or policy.keep_every_steps < 0:
-            raise refuse(f"lifecycle.{tier}.keep_every", policy, "0 or more")
-    return config
+        # Only a bucket: credentials in a URL would end up in logs.
+        is_bucket = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parts.netloc)
+        if parts.scheme != "s3" or not is_bucket or parts.query or parts.fragment:
+            raise _refusal(where, f"cold.url of {one.name}", one.url, "s3://bucket/prefix or file://directory")
+    if one.endpoint_url:
+        endpoint = urlsplit(one.endpoint_url)
+        if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
+            raise _refusal(where, f"cold.endpoint_url of {one.name}", one.endpoint_url, "http://host or https://host")
+
+
+def _check_apart(config: Config, where: str) -> None:
+    """Each tier has a place of its own: two names for one place would make one replica look like two."""
+    directories = {"hot": config.hot_path}
+    buckets: dict[tuple[str, str], str] = {}
+    for one in config.cold:
+        if [other.name for other in config.cold].count(one.name) > 1:
+            raise _refusal(where, "cold.name", one.name, "a name of its own for each cold tier")
+        if not one.url.startswith("file://"):
+            other = buckets.setdefault((one.url.rstrip("/"), one.endpoint_url), one.name)
+            if other != one.name:
+                raise _refusal(where, f"cold.url of {one.name}", one.url, f"another place than that of {other}")
+            continue
+        path = Path(one.url.removeprefix("file://"))
+        for other, taken in directories.items():
+            if path.is_relative_to(taken) or taken.is_relative_to(path):
+                raise _refusal(where, f"cold.url of {one.name}", one.url, f"a directory apart from that of {other}")
+        directories[one.name] = path
+
+
+def _values(struct: msgspec.Struct, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+    for name, value in msgspec.structs.asdict(struct).items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, msgspec.Struct):
+                yield from _values(one, (*above, name))
+            else:
+                yield (*above, name), one
+
+
+def _refusal(where: str, key: str, found: object, expected: str) -> BadConfig:
+    return BadConfig(f"read config {where}: {key} is {found!r}, expected {expected}")

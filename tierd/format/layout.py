@@ -1,9 +1,9 @@
 """Every path and object key, nowhere else. Keys use '/', are relative to a tier's root, and are never overwritten.
 
-    <run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
-    <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
-    <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
-    <run>/generation-0003.json                                            a marker: generation 3 is taken
+<run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
+<run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
+<run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
+<run>/generation-0003.json                                            a marker: generation 3 is taken
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ class Layout:
 
     def encode_header(self, tierd: dict[str, Any]) -> bytes:
         """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata has outgrown its area."""
-        metadata = json.dumps(
-            {"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":")
-        )
+        metadata = json.dumps({"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":"))
         body = f'{{"__metadata__":{metadata}{self._table}}}'.encode()
         room = self.header_bytes - _LENGTH.size
         if len(body) > room:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import collections
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from tierd.errors import Corrupt, Unsupported
 
@@ -51,11 +51,13 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
     if type(value) is complex:
         return {"$complex": [repr(value.real), repr(value.imag)]}
     kind = type(value)
-    if kind in _LISTS or (isinstance(value, tuple) and not hasattr(value, "_fields")):
+    is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields")
+    if is_tuple or (kind in _LISTS and isinstance(value, list | set | frozenset)):
         # sorted, so that the same set always gives the same bytes
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)  # pyright: ignore
+        elements = cast("Iterable[object]", value)
+        items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else list(elements)
         encoded = [_encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
-        tag = _LISTS.get(kind, "$tuple")
+        tag = _LISTS.get(kind, "$tuple")  # torch.Size comes back as the tuple that it is
         return encoded if tag is None else {tag: encoded}
     if kind in _DICTS and isinstance(value, dict):
         return _encode_dict(value, path, leaf, depth)
@@ -71,7 +73,10 @@ def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Js
     if is_plain:
         return {key: _encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
     pairs = [
-        [_encode(key, f"{path}.<key {key!r}>", leaf, depth + 1), _encode(item, f"{path}[{key!r}]", leaf, depth + 1)]
+        [
+            _encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
+            _encode(item, f"{path}[{key!r}]", leaf, depth + 1),
+        ]
         for key, item in value.items()
     ]
     return {_DICTS[type(value)]: pairs}

@@ -1,6 +1,6 @@
 """Messages between client and daemon. Bytes in, messages out; no socket here.
 
-One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 64 file
+One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 253 file
 descriptors beside it (SCM_RIGHTS). Whatever is larger travels as a descriptor. The first message names the
 protocol version; a peer that speaks another one is refused by name. Spec: docs/FORMAT.md#wire.
 """
@@ -14,17 +14,17 @@ from tierd.format.manifest import CheckpointRef
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
-DESCRIPTORS_MAX = 64
+DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=False):
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
 # ── client to daemon ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: a trainer's rank 0 claims a new one; a number: this rank joins or
     re-attaches to it. `rank` None: no trainer, only `Find` will follow."""
 
@@ -36,27 +36,27 @@ class Hello(_Message):
     generation: int | None
 
 
-class AttachSlot(_Message):
+class AttachSlot(_Message, frozen=True, kw_only=True):
     """A memfd (the one descriptor) that holds one snapshot; sealed against shrinking."""
 
     slot: int
     capacity_bytes: int
 
 
-class Filling(_Message):
+class Filling(_Message, frozen=True, kw_only=True):
     """The rank begins to stage `step` into the slot."""
 
     slot: int
     step: int
 
 
-class Abandon(_Message):
+class Abandon(_Message, frozen=True, kw_only=True):
     """Staging did not finish: the slot is free again."""
 
     slot: int
 
 
-class Sealed(_Message):
+class Sealed(_Message, frozen=True, kw_only=True):
     """The slot holds the whole shard of this rank for `step`: its first `size_bytes` bytes."""
 
     slot: int
@@ -72,7 +72,7 @@ class Sealed(_Message):
     resent: bool
 
 
-class Find(_Message):
+class Find(_Message, frozen=True, kw_only=True):
     """Asks for a checkpoint's files as descriptors. `step` None: the newest. `tier` auto, memory, hot or a cold
     tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad."""
 
@@ -84,7 +84,14 @@ class Find(_Message):
     exclude: list[str]
 
 
-class Report(_Message):
+class Ask(_Message, frozen=True, kw_only=True):
+    """Where is this checkpoint? Answered by Persisted and Replicated for each tier that has it, else by nothing."""
+
+    step: int
+    generation: int
+
+
+class Report(_Message, frozen=True, kw_only=True):
     """Something the daemon cannot see: outcome is skipped, failed, restored or corrupt."""
 
     outcome: str
@@ -94,7 +101,7 @@ class Report(_Message):
     detail: str
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True, kw_only=True):
     """The trainer ends in good order."""
 
 
@@ -109,12 +116,14 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
     is_free: bool
 
 
-class Welcome(_Message):
-    """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm."""
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm.
+    `boot` names this start of the daemon: another one has no memory of what the former held."""
 
     protocol: int
     version: str
     node: str
+    boot: str
     generation: int
     slots: list[KeptSlot]
     every_steps: int
@@ -124,20 +133,20 @@ class Welcome(_Message):
     when_busy: str
 
 
-class Accepted(_Message):
+class Accepted(_Message, frozen=True, kw_only=True):
     """The snapshot is in the memory tier: it outlives the trainer from here on."""
 
     slot: int
     step: int
 
 
-class Released(_Message):
+class Released(_Message, frozen=True, kw_only=True):
     """The slot is free again."""
 
     slot: int
 
 
-class Persisted(_Message):
+class Persisted(_Message, frozen=True, kw_only=True):
     """The checkpoint is committed in the hot tier: durable."""
 
     step: int
@@ -145,7 +154,7 @@ class Persisted(_Message):
     seconds: float
 
 
-class Replicated(_Message):
+class Replicated(_Message, frozen=True, kw_only=True):
     """The checkpoint is committed in a cold tier."""
 
     step: int
@@ -153,7 +162,7 @@ class Replicated(_Message):
     tier: str
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True, kw_only=True):
     """A stage of a checkpoint went wrong. `is_final` False: it is being retried."""
 
     step: int
@@ -165,20 +174,20 @@ class Failed(_Message):
     is_final: bool
 
 
-class Fenced(_Message):
+class Fenced(_Message, frozen=True, kw_only=True):
     """A newer generation has taken over the run. Nothing of the old one is accepted any more."""
 
     generation: int
 
 
-class Found(_Message):
+class Found(_Message, frozen=True, kw_only=True):
     """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order."""
 
     request: int
     tier: str
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True, kw_only=True):
     """A Find is under way: bytes come from a cold tier."""
 
     request: int
@@ -186,7 +195,7 @@ class Progress(_Message):
     total_bytes: int
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True, kw_only=True):
     """The answer to what cannot be done. `request` is 0 for a refused Hello or message."""
 
     request: int
@@ -195,7 +204,7 @@ class Refused(_Message):
     hint: str
 
 
-ToDaemon = Hello | AttachSlot | Filling | Abandon | Sealed | Find | Report | Goodbye
+ToDaemon = Hello | AttachSlot | Filling | Abandon | Sealed | Find | Ask | Report | Goodbye
 ToClient = Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Found | Progress | Refused
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,11 +7,12 @@ unknown loses nothing, and nothing is deleted on the strength of what it might h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from tierd.config import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, Run
 
 HOT = "hot"
 
@@ -57,9 +58,45 @@ class Expire:
 Action = Replicate | Evict | Expire
 
 
+class Verdict(Enum):
+    KEEP = "keep"
+    REPLICATE = "replicate"
+    WAIT = "wait"  # it should be copied there, but that tier cannot be listed now
+    EVICT = "evict"
+    EXPIRE = "expire"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one checkpoint in one tier, and why."""
+
+    checkpoint: CheckpointView
+    tier: str
+    verdict: Verdict
+    reason: str
+
+
 def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
-    """What a tier with this policy keeps of one run, and why ("last 3", "every 10th", "milestone best")."""
-    raise RuntimeError
+    """What a tier with this policy keeps of one run, and why ("last 3", "every 10th", "milestone best").
+
+    An unhealthy checkpoint is none of the last ones. The newest healthy one is always kept, and the newest of
+    all when none is healthy: a verdict never empties a run.
+    """
+    newest_first = sorted(checkpoints, key=lambda one: one.id.recency, reverse=True)
+    healthy = [one for one in newest_first if one.healthy is not False]
+    keep_last = max(policy.keep_last, 1)
+    found = {one.id: f"last {keep_last}" for one in healthy[:keep_last]}
+    if newest_first and not healthy:
+        found[newest_first[0].id] = "newest, though none is healthy"
+    for one in newest_first:
+        # The longest-lived reason is the one that is told.
+        if policy.milestones and one.milestones:
+            found[one.id] = "milestone " + ", ".join(sorted(one.milestones))
+        elif policy.keep_every and one.sequence % policy.keep_every == 0:
+            found[one.id] = f"every {_ordinal(policy.keep_every)}"
+        elif policy.keep_every_steps and one.id.step % policy.keep_every_steps == 0:
+            found[one.id] = f"every {policy.keep_every_steps} steps"
+    return found
 
 
 def plan(
@@ -69,5 +106,111 @@ def plan(
     cold: Mapping[str, bool],
     hot_known: bool,
 ) -> list[Action]:
-    """What to do. `cold`: each cold tier's name, and whether its contents are known right now."""
-    raise RuntimeError
+    """What to do. `cold`: each cold tier's name, and whether its contents are known right now.
+
+    Copies come first: milestones, then the newest. Then deletions, oldest first.
+    """
+    decisions = explain(checkpoints, policy, cold=cold, hot_known=hot_known)
+    copies = [one for one in decisions if one.verdict is Verdict.REPLICATE]
+    copies.sort(key=lambda one: one.checkpoint.id.recency, reverse=True)
+    copies.sort(key=lambda one: not one.checkpoint.milestones)
+    deletions = [one for one in decisions if one.verdict in (Verdict.EVICT, Verdict.EXPIRE)]
+    deletions.sort(key=lambda one: one.checkpoint.id.recency)
+    action = {Verdict.REPLICATE: Replicate, Verdict.EVICT: Evict, Verdict.EXPIRE: Expire}
+    return [action[one.verdict](one.checkpoint.id, one.tier, one.reason) for one in copies + deletions]
+
+
+def explain(
+    checkpoints: Iterable[CheckpointView],
+    policy: LifecycleConfig,
+    *,
+    cold: Mapping[str, bool],
+    hot_known: bool,
+) -> list[Decision]:
+    """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name."""
+    runs: dict[Run, list[CheckpointView]] = {}
+    for one in checkpoints:
+        runs.setdefault(one.id.run, []).append(one)
+    found: list[Decision] = []
+    for run in sorted(runs):
+        run_policy = _RunPolicy(runs[run], policy, cold=cold, hot_known=hot_known)
+        for one in sorted(runs[run], key=lambda one: one.id.recency, reverse=True):
+            found += run_policy.decide(one)
+    return found
+
+
+class _RunPolicy:
+    """What each tier keeps of one run, from confirmed replicas only: a tier that is unknown counts as empty.
+
+    That never deletes too much: fewer checkpoints to choose from only makes each one likelier to be kept.
+    """
+
+    def __init__(
+        self, views: list[CheckpointView], policy: LifecycleConfig, *, cold: Mapping[str, bool], hot_known: bool
+    ) -> None:
+        self._cold = cold
+        self._hot_known = hot_known
+        self._known = {HOT, *(name for name, is_known in cold.items() if is_known)}
+        present = [one for one in views if one.tiers & self._known]
+        self._cold_keeps = kept(present, policy.cold)
+        self._any_keeps = kept(present, policy.hot) | self._cold_keeps
+        # A tier keeps what its policy keeps of its own contents, which is never less than its part of the whole.
+        # Else a cold tier that lags would drop its newest because newer ones exist that have not arrived yet.
+        self._own_keeps = {
+            tier: kept((one for one in present if tier in one.tiers), policy.hot if tier == HOT else policy.cold)
+            for tier in self._known
+        }
+
+    def decide(self, one: CheckpointView) -> Iterator[Decision]:
+        left = set(one.tiers & self._known)
+        for tier in (HOT, *self._cold):
+            if tier not in one.tiers & self._known:
+                yield from self._missing(one, tier)
+                continue
+            reason = self._keeps_in(one, tier, left)
+            if reason:
+                yield Decision(one, tier, Verdict.KEEP, reason)
+                continue
+            left.discard(tier)
+            if left:
+                reason = f"not kept in {tier}; still in {', '.join(sorted(left))}"
+                yield Decision(one, tier, Verdict.EVICT, reason)
+            else:
+                yield Decision(one, tier, Verdict.EXPIRE, "no policy keeps it")
+
+    def _missing(self, one: CheckpointView, tier: str) -> Iterator[Decision]:
+        """Of a checkpoint with no confirmed replica in `tier`."""
+        selected = self._cold_keeps.get(one.id)
+        if tier == HOT or HOT not in one.tiers or selected is None:
+            return
+        if self._cold[tier]:
+            yield Decision(one, tier, Verdict.REPLICATE, selected)
+        else:
+            yield Decision(one, tier, Verdict.WAIT, f"{selected}; {tier} cannot be listed now")
+
+    def _keeps_in(self, one: CheckpointView, tier: str, left: set[str]) -> str | None:
+        """Why the replica in `tier` stays, or None. `left`: where a replica remains, `tier` included."""
+        if one.id in self._own_keeps[tier]:
+            return self._own_keeps[tier][one.id]
+        if not self._hot_known:
+            return "nothing is deleted while hot cannot be listed"
+        selected = self._cold_keeps.get(one.id)
+        if tier == HOT and selected:
+            pending = [name for name in self._cold if name not in one.tiers or not self._cold[name]]
+            if pending:
+                return f"{selected}; not yet known to be in {', '.join(pending)}"
+            if not self._cold:
+                return f"{selected}; there is no cold tier to hold it"
+        if left == {tier}:
+            if one.id in self._any_keeps:
+                return f"last replica of what hot keeps: {self._any_keeps[one.id]}"
+            unknown = [name for name, is_known in self._cold.items() if not is_known]
+            # Hot goes on: its disk is finite, and no policy keeps this one whatever the unknown tier holds.
+            if unknown and tier != HOT:
+                return f"last replica known while {', '.join(unknown)} cannot be listed"
+        return None
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"

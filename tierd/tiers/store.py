@@ -11,10 +11,31 @@ from typing import Protocol
 
 import msgspec
 
+from tierd.errors import BadRequest
+from tierd.format import layout
 from tierd.format.manifest import FileEntry
 
 Progress = Callable[[int], None]
 """Told after every chunk how many bytes it had."""
+
+
+KEY_BYTES_MAX = 900
+"""S3 allows 1024 with the bucket's prefix, a path 4096."""
+
+
+def is_key(text: str) -> bool:
+    """Whether every component is a plain name: no leading dot or slash, no '..', no NUL, nothing half-written."""
+    return len(text) <= KEY_BYTES_MAX and all(layout.is_safe_file_name(name) for name in text.split("/"))
+
+
+def check_key(key: str) -> str:
+    """Raises BadRequest for what is no key: nothing that a manifest names can leave its tier."""
+    if not is_key(key):
+        raise BadRequest(
+            f"{key[:80]!r} is no key of a tier",
+            hint="components of letters, digits, '.', '-' and '_', each beginning with a letter or digit",
+        )
+    return key
 
 
 class StoredObject(msgspec.Struct, frozen=True):

@@ -1,0 +1,187 @@
+"""What we know: checkpoints, and the tiers that hold a committed replica of each. Only a cache.
+
+Manifests and listings are the truth; delete this, look again, and it is the same. Knows no I/O: workers/recovery
+feeds it with what it saw. A tier that could not be listed is `unknown`, which stops deletion, never causes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.manifest import Manifest
+from tierd.lifecycle.policy import CheckpointView
+
+MEMORY = "memory"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One checkpoint. `milestones` by tier: a marker is copied like any other file of the checkpoint."""
+
+    manifest: Manifest
+    tiers: set[str] = field(default_factory=set)
+    milestones: dict[str, frozenset[str]] = field(default_factory=dict)
+    healthy: bool | None = None  # None: not judged
+
+    @property
+    def all_milestones(self) -> frozenset[str]:
+        return frozenset().union(*self.milestones.values())
+
+
+@dataclass(slots=True)
+class TierKnowledge:
+    """What the last look at a tier gave. `error` is why it is not known now."""
+
+    is_known: bool = False
+    error: str = "not looked at yet"
+    used_bytes: int = 0
+    unreadable: dict[CheckpointId, str] = field(default_factory=dict)
+
+
+class Catalog:
+    def __init__(self, tiers: Iterable[str]) -> None:
+        self._entries: dict[CheckpointId, Entry] = {}
+        self._generations: dict[Run, int] = {}
+        self._changes = 0
+        self._changed: dict[tuple[CheckpointId, str], int] = {}
+        self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
+
+    # ── what workers saw ──
+
+    def moment(self) -> int:
+        """To be taken before a look at a tier begins, and given to `saw_tier`."""
+        return self._changes
+
+    def add(self, manifest: Manifest, tier: str, milestones: Iterable[str] = ()) -> None:
+        """A committed replica in `tier`."""
+        self._touch(manifest.id, tier)
+        entry = self._entries.setdefault(manifest.id, Entry(manifest))
+        entry.manifest = manifest
+        entry.tiers.add(tier)
+        if found := frozenset(milestones):
+            entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | found
+        self.saw_generation(manifest.id.run, manifest.id.generation)
+
+    def drop(self, checkpoint: CheckpointId, tier: str) -> None:
+        """The replica in `tier` is gone."""
+        self._touch(checkpoint, tier)
+        entry = self._entries.get(checkpoint)
+        if entry is None:
+            return
+        entry.tiers.discard(tier)
+        entry.milestones.pop(tier, None)
+        if not entry.tiers:
+            del self._entries[checkpoint]
+
+    def saw_generation(self, run: Run, generation: int) -> None:
+        self._generations[run] = max(self._generations.get(run, 0), generation)
+
+    def saw_tier(
+        self,
+        tier: str,
+        found: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
+        unreadable: Mapping[CheckpointId, str],
+        used_bytes: int,
+        *,
+        since: int,
+    ) -> None:
+        """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile."""
+        held = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
+        settled = {c for c in held | found.keys() if self._changed.get((c, tier), 0) <= since}
+        for checkpoint in settled:
+            if checkpoint not in found:
+                self.drop(checkpoint, tier)
+            else:
+                manifest, milestones = found[checkpoint]
+                self.add(manifest, tier)
+                self._entries[checkpoint].milestones[tier] = milestones
+        self.tiers[tier] = TierKnowledge(True, "", used_bytes, dict(unreadable))
+
+    def lost_tier(self, tier: str, error: str) -> None:
+        """A look that gave no answer: what was known stays, but nothing may be deleted on the strength of it."""
+        self.tiers[tier].is_known = False
+        self.tiers[tier].error = error
+
+    # ── questions ──
+
+    def get(self, checkpoint: CheckpointId) -> Entry | None:
+        return self._entries.get(checkpoint)
+
+    def manifest(self, checkpoint: CheckpointId) -> Manifest | None:
+        entry = self._entries.get(checkpoint)
+        return entry.manifest if entry else None
+
+    def entries(self, run: Run | None = None) -> list[Entry]:
+        """Newest first within a run; runs by name."""
+        found = [entry for entry in self._entries.values() if run is None or entry.manifest.id.run == run]
+        found.sort(key=lambda entry: entry.manifest.id.recency, reverse=True)
+        found.sort(key=lambda entry: entry.manifest.run)
+        return found
+
+    def runs(self) -> list[Run]:
+        return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
+
+    def newest(self, run: Run, tier: str) -> Manifest | None:
+        found = [entry.manifest for entry in self.entries(run) if tier in entry.tiers]
+        return found[0] if found else None
+
+    def generation_max(self, run: Run) -> Generation:
+        """The highest generation ever seen of a run; 0 when there is none."""
+        return Generation(self._generations.get(run, 0))
+
+    def sequence_max(self, run: Run) -> int:
+        return max((entry.manifest.sequence for entry in self.entries(run)), default=0)
+
+    def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
+        """(tier, checkpoint) of every manifest that could not be read, and why."""
+        return {
+            (tier, checkpoint): why
+            for tier, knowledge in self.tiers.items()
+            for checkpoint, why in knowledge.unreadable.items()
+        }
+
+    def views(self) -> list[CheckpointView]:
+        """What the lifecycle plans with."""
+        return [
+            CheckpointView(
+                id=entry.manifest.id,
+                sequence=entry.manifest.sequence,
+                milestones=entry.all_milestones,
+                healthy=entry.healthy,
+                tiers=frozenset(entry.tiers),
+            )
+            for entry in self._entries.values()
+        ]
+
+    def facts(self, memory: Iterable[Manifest] = (), run: Run | None = None) -> list[dict[str, Any]]:
+        """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run."""
+        in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
+        listed = {entry.manifest.id: entry for entry in self.entries(run)}
+        order = ["memory", *self.tiers]
+        rows: list[dict[str, Any]] = []
+        for checkpoint in in_memory.keys() | listed.keys():
+            entry = listed.get(checkpoint) or Entry(in_memory[checkpoint])
+            tiers = entry.tiers | ({MEMORY} if checkpoint in in_memory else set())
+            rows.append(
+                {
+                    "run": checkpoint.run,
+                    "step": checkpoint.step,
+                    "generation": checkpoint.generation,
+                    "tiers": sorted(tiers, key=order.index),
+                    "milestone": min(entry.all_milestones, default=None),
+                    "healthy": entry.healthy,
+                    "size_bytes": entry.manifest.size_bytes,
+                    "created_at": entry.manifest.created_at,
+                    "metrics": entry.manifest.metrics,
+                }
+            )
+        rows.sort(key=lambda row: (row["generation"], row["step"]), reverse=True)
+        rows.sort(key=lambda row: row["run"])
+        return rows
+
+    def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
+        self._changes += 1
+        self._changed[checkpoint, tier] = self._changes

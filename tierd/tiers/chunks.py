@@ -1,0 +1,69 @@
+"""The checksums of a file whose pieces come in any order: combined to its chunks, and compared with the promise.
+
+Pieces need not fit the chunks: a piece that spans chunks is summed in parts, a chunk of several pieces is
+combined from theirs. Nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from tierd.errors import Corrupt
+from tierd.format import checksum
+from tierd.format.manifest import FileEntry, file_entry
+
+
+class ChunkSums:
+    """Fed by several threads at once, each piece exactly once; read when all are in."""
+
+    def __init__(self, size_bytes: int, chunk_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._chunk_bytes = chunk_bytes
+        self._parts: dict[int, tuple[int, int]] = {}  # offset → (checksum, length); none spans two chunks
+
+    def add(self, offset: int, piece: memoryview) -> int:
+        """Takes the checksum of the piece at `offset` and returns it."""
+        parts: list[tuple[int, int]] = []
+        done = 0
+        while done < len(piece):
+            room = self._chunk_bytes - (offset + done) % self._chunk_bytes
+            part = piece[done : done + room]
+            parts.append((checksum.crc64nvme(part), len(part)))
+            self._parts[offset + done] = parts[-1]
+            done += len(part)
+        return checksum.combine(parts)
+
+    def entry(self, name: str, expect: FileEntry | None, doing: str) -> FileEntry:
+        """The file's entry. Raises Corrupt when it is not what `expect` promises."""
+        chunks = self._chunks()
+        found = file_entry(name, self._size_bytes, self._chunk_bytes, chunks)
+        if expect is not None:
+            problems = differences(expect, found)
+            if problems:
+                raise Corrupt(
+                    f"{doing}: {problems[0]}",
+                    hint="these are not the bytes that were checkpointed; another replica may have them",
+                )
+        return found
+
+    def _chunks(self) -> list[int]:
+        chunks: list[int] = []
+        parts: list[tuple[int, int]] = []
+        for offset in sorted(self._parts):
+            if offset % self._chunk_bytes == 0 and parts:
+                chunks.append(checksum.combine(parts))
+                parts = []
+            parts.append(self._parts[offset])
+        return [*chunks, checksum.combine(parts)] if parts else chunks
+
+
+def differences(expect: FileEntry, found: FileEntry) -> list[str]:
+    """What differs between what was promised and what was found, one sentence each."""
+    if (expect.size_bytes, expect.chunk_bytes) != (found.size_bytes, found.chunk_bytes):
+        return [
+            f"{found.size_bytes} bytes in chunks of {found.chunk_bytes}, "
+            f"expected {expect.size_bytes} in chunks of {expect.chunk_bytes}"
+        ]
+    return [
+        f"chunk {index} of {len(expect.chunks)}: crc64nvme {got}, expected {promised}"
+        for index, (promised, got) in enumerate(zip(expect.chunks, found.chunks, strict=True))
+        if promised != got
+    ]

@@ -1,0 +1,138 @@
+"""A directory that appears whole or not at all: built in `<target>.partial` beside it, put in place by one rename.
+
+Killed at any instant it leaves at most `<target>.partial`, which nothing takes for a checkpoint and which the next
+attempt replaces. Refuses a target that holds anything, and a second attempt while the first one still runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
+from tierd.format.layout import PARTIAL_SUFFIX
+
+_MARK = ".tierd-restore"  # tells a leftover of ours from somebody's folder that happens to have this name
+_ROOM_MARGIN_BYTES = 8 << 20  # for directories, markers and the file system's own needs
+
+
+class Landing:
+    """`partial` is the folder to build in. Nothing is seen at `target` before `publish`."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.partial = target.with_name(target.name + PARTIAL_SUFFIX)
+        self.is_published = False
+
+    def publish(self, built: Path) -> None:
+        """Puts `built`, a durable folder below `partial`, at the target. Durable on return."""
+        os.rename(built, self.target)
+        self.is_published = True
+        descriptor = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)  # without it the rename itself may be lost on power failure
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def landing(target: Path, *, size_bytes: int) -> Generator[Landing, Any]:
+    """Claims `target` for the length of the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig."""
+    found = Landing(target)
+    made: list[Path] = []
+    try:
+        check_target(target)
+        made = _make_parents(target.parent)
+        with _claimed(found.partial):
+            _check_room(target, size_bytes)
+            yield found
+    except OSError as error:
+        raise _explained(error, target) from error
+    finally:
+        if not found.is_published:
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+
+
+def check_target(target: Path) -> None:
+    """Raises TargetNotEmpty when there is anything at the target but an empty directory."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if not target.is_dir():
+        raise TargetNotEmpty(f"restore into {target}: it is there and is no directory", hint="name a new directory")
+    if target.is_mount():
+        raise BadConfig(
+            f"restore into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}"
+        )
+    if entries := sorted(one.name for one in target.iterdir()):
+        shown = ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
+        raise TargetNotEmpty(f"restore into {target}: it holds {shown}", hint="name a new or empty directory")
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """The directories that had to be made, innermost first."""
+    missing = [one for one in (parent, *parent.parents) if not one.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+@contextmanager
+def _claimed(partial: Path) -> Generator[None, Any]:
+    """An empty `partial` that is ours alone, removed at the end. A dead process's claim ends with it."""
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
+        except BlockingIOError:
+            is_ours = False
+        if not is_ours:
+            raise LockHeld(f"restore into {partial}: another restore is at work there", hint="wait for it, or stop it")
+        entries = os.listdir(partial)
+        if entries and _MARK not in entries:
+            raise TargetNotEmpty(f"restore through {partial}: it is there and not ours", hint="move it out of the way")
+        try:
+            _empty(partial)
+            (partial / _MARK).touch()
+            yield
+        finally:
+            _empty(partial)
+            partial.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def _empty(partial: Path) -> None:
+    """The mark goes last: killed here, the rest is still known to be ours."""
+    for one in sorted(partial.iterdir(), key=lambda one: one.name == _MARK):
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one)
+        else:
+            one.unlink()
+
+
+def _check_room(target: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < size_bytes + _ROOM_MARGIN_BYTES:
+        raise Full(
+            f"restore into {target}: {size_bytes} bytes are needed, {free} are free",
+            hint="make room, or restore onto another disk",
+        )
+
+
+def _explained(error: OSError, target: Path) -> TierdError:
+    message = f"restore into {target}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Full(message, hint="make room, or restore onto another disk")
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return TargetNotEmpty(message, hint="something else wrote there meanwhile")
+    return TierdError(message, hint="check the path and its permissions")

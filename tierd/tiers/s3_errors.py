@@ -1,0 +1,81 @@
+"""What S3 and the network say, as what the caller can do about it. One table; credentials never show in a message.
+
+Everything that may pass is TierUnreachable: a wrong key or a missing bucket is put right outside, and the daemon
+goes on by itself then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tierd.errors import Corrupt, Full, NotFound, TierdError, TierUnreachable
+
+_CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
+_PERMISSION = "this identity needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload here"
+_NETWORK = "check endpoint_url and the network; it is tried again"
+
+_ABSENT = {"NoSuchKey", "404", "NotFound"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
+
+# S3's error codes, HTTP statuses (all that a HEAD gives), and the names of botocore's exceptions.
+_MEANING: dict[str, tuple[str, str]] = {
+    "NoSuchBucket": ("there is no such bucket", "create it, or correct the url of this tier"),
+    "InvalidBucketName": ("no bucket can have this name", "correct the url of this tier"),
+    "InvalidAccessKeyId": ("S3 does not know this access key", _CREDENTIALS),
+    "SignatureDoesNotMatch": ("the secret key does not belong to the access key", _CREDENTIALS),
+    "ExpiredToken": ("the credentials have expired", _CREDENTIALS),
+    "InvalidToken": ("the session token is not valid", _CREDENTIALS),
+    "TokenRefreshRequired": ("the credentials have expired", _CREDENTIALS),
+    "AccessDenied": ("access denied", _PERMISSION),
+    "AllAccessDisabled": ("access denied", _PERMISSION),
+    "403": ("access denied", f"{_CREDENTIALS}; {_PERMISSION}"),
+    "PermanentRedirect": ("the bucket is in another region", "correct the region of this tier"),
+    "AuthorizationHeaderMalformed": ("the bucket is in another region", "correct the region of this tier"),
+    "301": ("the bucket is in another region", "correct the region of this tier"),
+    "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it: S3 allows 15 minutes"),
+    "InvalidObjectState": (
+        "the object is in an archived storage class",
+        "restore it from GLACIER or DEEP_ARCHIVE first, and keep lifecycle transitions of the bucket to GLACIER_IR",
+    ),
+    "BadDigest": ("the bytes were altered on their way", "it is sent again"),
+    "XAmzContentChecksumMismatch": ("the bytes were altered on their way", "it is sent again"),
+    "SlowDown": ("S3 asks to slow down", "it is tried again, later each time"),
+    "NoCredentialsError": ("no S3 credentials found", _CREDENTIALS),
+    "PartialCredentialsError": ("half of the S3 credentials is missing", _CREDENTIALS),
+    "CredentialRetrievalError": ("the S3 credentials could not be fetched", _CREDENTIALS),
+    "TokenRetrievalError": ("the S3 credentials could not be fetched", _CREDENTIALS),
+    "ProfileNotFound": ("the AWS profile does not exist", "check AWS_PROFILE"),
+    "EndpointConnectionError": ("no connection", _NETWORK),
+    "ConnectTimeoutError": ("no connection within the deadline", _NETWORK),
+    "ReadTimeoutError": ("no answer within the deadline", _NETWORK),
+    "ConnectionClosedError": ("the server closed the connection", _NETWORK),
+    "ProxyConnectionError": ("no connection to the proxy", "check HTTPS_PROXY; it is tried again"),
+    "SSLError": ("no trusted TLS connection", "check endpoint_url and AWS_CA_BUNDLE"),
+    "IncompleteReadError": ("the answer was cut short", _NETWORK),
+    "ResponseStreamingError": ("the answer was cut short", _NETWORK),
+}
+
+
+def code_of(error: BaseException | None) -> str:
+    """S3's error code, or the HTTP status where it gives none, or the name of the exception."""
+    response: dict[str, Any] | None = getattr(error, "response", None)
+    if response is None:
+        return type(error).__name__
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    return str(response.get("Error", {}).get("Code") or status)
+
+
+def translate(error: Exception, doing: str) -> TierdError:
+    code = code_of(error)
+    if code in _ABSENT:
+        return NotFound(f"{doing}: no such object")
+    if code in _FULL:
+        return Full(f"{doing}: no room ({code})", hint="raise the quota, or keep fewer checkpoints")
+    if code == "InvalidRange":
+        return Corrupt(f"{doing}: the object ends before that")
+    if code in _MEANING:
+        meaning, hint = _MEANING[code]
+        return TierUnreachable(f"{doing}: {meaning} ({code})", hint=hint)
+    # The first line is the server's own words for what we have none for.
+    said = (str(error).splitlines() or [""])[0][:200]
+    return TierUnreachable(f"{doing}: {said}", hint=_NETWORK)

@@ -1,0 +1,241 @@
+"""A tier: a store with the commit protocol on top. The manifest is written last and deleted first.
+
+So a checkpoint is listed in a tier if and only if it is whole there, whoever was killed and when. Copying and
+deep verification between tiers live here too: every byte is checked against the manifest on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierd.config import ColdConfig, LimitsConfig
+from tierd.errors import Corrupt, NotFound, TierUnreachable
+from tierd.format import checksum, layout
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
+from tierd.tiers.chunks import ChunkSums, differences
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.pool import each
+from tierd.tiers.store import Progress, Source, Store
+
+READ_BYTES = 16 << 20  # what verification reads at once
+READS_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one look at a tier gave. `files` has the sizes by file name of every checkpoint, committed or not."""
+
+    committed: set[CheckpointId] = field(default_factory=set)
+    partial: set[CheckpointId] = field(default_factory=set)
+    files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
+    generations: dict[Run, Generation] = field(default_factory=dict)
+
+    def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
+        marked = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
+        return frozenset(name for name in marked if name is not None)
+
+
+class Tier:
+    def __init__(self, name: str, store: Store) -> None:
+        self.name = name
+        self.store = store
+
+    async def listing(self) -> Listing:
+        """Everything here, from one listing of the store and no manifest."""
+        found = Listing()
+        for stored in await self.store.list():
+            if parsed := layout.parse_key(stored.key):
+                checkpoint, name = parsed
+                found.files.setdefault(checkpoint, {})[name] = stored.size_bytes
+                _raise_generation(found, checkpoint.run, checkpoint.generation)
+            elif claimed := layout.parse_generation_key(stored.key):
+                _raise_generation(found, *claimed)
+        for checkpoint, files in found.files.items():
+            (found.committed if layout.MANIFEST in files else found.partial).add(checkpoint)
+        return found
+
+    async def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        """Raises NotFound when it is not committed here, Corrupt or NewerFormat when it cannot be used."""
+        raw = await self._manifest_bytes(checkpoint)
+        return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
+
+    async def commit(self, manifest: Manifest, *, raw: bytes | None = None) -> None:
+        """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes where they exist.
+
+        Raises Corrupt when another checkpoint is already committed under this id.
+        """
+        content = manifest.encode() if raw is None else raw
+        key = layout.manifest_key(manifest.id)
+        if await self.store.put_bytes(key, content, if_absent=True):
+            return
+        # Taken: by ourselves, when an answer was lost or a daemon was killed after the write, or by someone else.
+        try:
+            await self._check_committed(manifest.id, content)
+        except NotFound as error:
+            raise TierUnreachable(
+                f"commit {manifest.id} in {self.name}: the manifest was there, and is gone",
+                hint="someone is deleting it; it is tried again",
+            ) from error
+
+    async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
+        """Raises Corrupt when another checkpoint is committed under this id."""
+        try:
+            await self._check_committed(manifest.id, raw)
+        except NotFound:
+            return False
+        return True
+
+    async def delete(self, checkpoint: CheckpointId) -> None:
+        """Manifest first: killed at any instant, what is left is no checkpoint."""
+        manifest = layout.manifest_key(checkpoint)
+        keys = {stored.key for stored in await self.store.list(layout.checkpoint_prefix(checkpoint))}
+        if keys:
+            await self.store.delete([manifest, *sorted(keys - {manifest})])
+
+    async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
+        content = encode_marker({"milestone": milestone, "created_at": created_at})
+        await self.store.put_bytes(layout.milestone_key(checkpoint, milestone), content, if_absent=True)
+
+    async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
+        """False when someone else has claimed it already."""
+        key = layout.generation_key(run, generation)
+        return await self.store.put_bytes(key, encode_marker(dict(content)), if_absent=True)
+
+    def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
+        """The bytes of one file of a checkpoint here."""
+        return _StoredFile(self.store, layout.file_key(checkpoint, entry.name))
+
+    async def manifest_bytes(self, manifest: Manifest) -> bytes:
+        """The very bytes of the manifest here. Raises Corrupt when they say something else than `manifest`."""
+        raw = await self._manifest_bytes(manifest.id)
+        if decode(raw, where=f"{manifest.id} in {self.name}", expect=manifest.id) != manifest:
+            raise _conflict(manifest.id, self.name)
+        return raw
+
+    async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
+        return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
+
+    async def _check_committed(self, checkpoint: CheckpointId, content: bytes) -> None:
+        if await self._manifest_bytes(checkpoint) != content:
+            raise _conflict(checkpoint, self.name)
+
+
+async def copy_checkpoint(
+    manifest: Manifest,
+    source: Tier,
+    target: Tier,
+    *,
+    milestones: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Copies a committed checkpoint: files, then milestone markers, then the manifest's own bytes.
+
+    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
+    """
+    raw = await source.manifest_bytes(manifest)
+    is_committed = await target.is_committed(manifest, raw=raw)
+    if not is_committed:
+        for entry in manifest.files:
+            await target.store.put(
+                layout.file_key(manifest.id, entry.name),
+                source.source(manifest.id, entry),
+                size_bytes=entry.size_bytes,
+                chunk_bytes=entry.chunk_bytes,
+                expect=entry,
+                progress=progress,
+            )
+    for milestone in milestones:
+        await target.mark_milestone(manifest.id, milestone, manifest.created_at)
+    if not is_committed:
+        await target.commit(manifest, raw=raw)
+
+
+async def verify_checkpoint(tier: Tier, manifest: Manifest, *, progress: Progress | None = None) -> list[str]:
+    """Reads every byte and compares every chunk. Returns what is wrong, a sentence each; nothing when all is well.
+
+    Raises TierUnreachable when the tier does not let it find out.
+    """
+    stored = await tier.store.list(layout.checkpoint_prefix(manifest.id))
+    sizes = {one.key: one.size_bytes for one in stored}
+    problems: list[str] = []
+    for entry in manifest.files:
+        where = f"{manifest.id}/{entry.name} in {tier.name}"
+        size_bytes = sizes.get(layout.file_key(manifest.id, entry.name))
+        if size_bytes is None:
+            problems.append(f"{where}: the file is missing")
+        elif size_bytes != entry.size_bytes:
+            problems.append(f"{where}: {size_bytes} bytes, expected {entry.size_bytes}")
+        else:
+            try:
+                found = await _read_entry(tier.source(manifest.id, entry), entry, progress)
+            except (Corrupt, NotFound) as error:
+                problems.append(f"{where}: {error.message}")
+            else:
+                problems += [f"{where}: {difference}" for difference in differences(entry, found)]
+    return problems
+
+
+def open_cold_tier(
+    config: ColdConfig, limits: LimitsConfig, on_request: Callable[[str, str], None] | None = None
+) -> Tier:
+    """The tier that a [[cold]] section describes. `on_request`: told (operation, outcome) of every S3 request."""
+    if config.url.startswith("file://"):
+        return Tier(config.name, DirectoryStore(Path(config.url.removeprefix("file://"))))
+    # Here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
+    from tierd.tiers.s3 import S3Store
+
+    store = S3Store(
+        config.url,
+        region=config.region,
+        endpoint_url=config.endpoint_url,
+        name=config.name,
+        parts_in_flight=limits.parts_in_flight,
+        request_timeout_s=limits.request_timeout_s,
+        max_upload_mib_s=config.max_upload_mib_s,
+        on_request=on_request,
+    )
+    return Tier(config.name, store)
+
+
+class _StoredFile:
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        await self._store.read(self._key, offset, buffer)
+
+
+async def _read_entry(source: Source, entry: FileEntry, progress: Progress | None) -> FileEntry:
+    """What the file's entry is now."""
+    sums = ChunkSums(entry.size_bytes, entry.chunk_bytes)
+    buffers: list[bytearray] = []
+
+    async def read(piece: tuple[int, int]) -> None:
+        offset, length = piece
+        buffer = buffers.pop() if buffers else bytearray(min(READ_BYTES, entry.size_bytes))
+        view = memoryview(buffer)[:length]
+        await source.fill(offset, view)
+        await asyncio.to_thread(sums.add, offset, view)
+        buffers.append(buffer)
+        if progress is not None:
+            progress(length)
+
+    await each(READS_IN_FLIGHT, checksum.chunk_ranges(entry.size_bytes, READ_BYTES), read)
+    return sums.entry(entry.name, None, "")
+
+
+def _raise_generation(listing: Listing, run: Run, generation: Generation) -> None:
+    listing.generations[run] = max(generation, listing.generations.get(run, generation))
+
+
+def _conflict(checkpoint: CheckpointId, tier: str) -> Corrupt:
+    return Corrupt(
+        f"commit {checkpoint} in {tier}: another checkpoint is committed there under this name",
+        hint="do two jobs write one run into one place? Give one of them another run name; nothing was overwritten",
+    )
