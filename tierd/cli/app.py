@@ -1,0 +1,108 @@
+"""`tierd`: the verbs, what stands before them, and how an error becomes a message and an exit code.
+
+0 ok · 1 failed · 2 usage or config · 3 partial · 10 no such checkpoint · 11 lock held · 12 verification failed ·
+13 daemon unreachable · 14 cold tier unreachable · 15 target not empty · 16 no space · 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Annotated, Concatenate, ParamSpec
+
+import typer
+
+from tierd.cli import lifecycle, listing, milestone, restore, serve, show, status, verify, version
+from tierd.cli.console import say
+from tierd.cli.places import Settings, settings_of
+from tierd.errors import TierdError
+
+P = ParamSpec("P")
+
+_TRACEBACK = "TIERD_TRACEBACK"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, unwound as Ctrl-C is: whatever is half-written gets cleared away."""
+
+
+def _guarded(verb: Callable[Concatenate[typer.Context, P], None]) -> Callable[Concatenate[typer.Context, P], None]:
+    """The verb, with what it raises turned into one message and an exit code; a traceback is for bugs, on request."""
+
+    @functools.wraps(verb)
+    def run(context: typer.Context, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            verb(context, *args, **kwargs)
+        except typer.Exit:
+            raise
+        except _Terminated as error:
+            raise typer.Exit(128 + signal.SIGTERM) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(128 + signal.SIGINT) from error
+        except BrokenPipeError as error:
+            # Whoever read us has had enough. Nothing may be flushed into that pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(128 + signal.SIGPIPE) from error
+        except Exception as error:
+            if settings_of(context).wants_traceback:
+                traceback.print_exception(error)
+            raise typer.Exit(_tell(error)) from error
+
+    return run
+
+
+def _tell(error: Exception) -> int:
+    if isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        return _tell(error.exceptions[0])
+    if isinstance(error, TierdError):
+        say(f"tierd: {error.message}" + (f"\n  hint: {error.hint}" if error.hint else ""))
+        return error.exit_code
+    say(f"tierd: {type(error).__name__}: {error}\n  hint: this is a bug: {_TRACEBACK}=1 shows where, please report it")
+    return 1
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Checkpoints of PyTorch training: in memory, on local disk, in S3. JSON goes to stdout, the rest to stderr.",
+)
+
+app.command("serve")(_guarded(serve.serve))
+app.command("status")(_guarded(status.status))
+app.command("ls")(_guarded(listing.ls))
+app.command("show")(_guarded(show.show))
+app.command("restore")(_guarded(restore.restore))
+app.command("verify")(_guarded(verify.verify))
+app.command("milestone")(_guarded(milestone.milestone))
+app.command("lifecycle")(_guarded(lifecycle.lifecycle))
+app.command("demo")(_guarded(serve.demo))
+app.command("version")(_guarded(version.version))
+
+
+@app.callback()
+def settings(
+    context: typer.Context,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE", help="The config file; else $TIERD_CONFIG, else ./tierd.toml."),
+    ] = None,
+    wants_traceback: Annotated[
+        bool, typer.Option("--traceback", envvar=_TRACEBACK, help="Show where an error came from.")
+    ] = False,
+) -> None:
+    context.obj = Settings(config, wants_traceback)
+
+
+def main() -> None:
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    app()

@@ -1,0 +1,120 @@
+"""What goes where: the answer on stdout, everything else on stderr, a progress bar where stderr is a terminal.
+
+Text that came out of a manifest or a bucket is made harmless for a terminal here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import typer
+
+from tierd.tiers.store import Progress
+
+
+def answer(text: str) -> None:
+    typer.echo(printable(text))
+
+
+def answer_json(facts: Any) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2))
+
+
+def say(text: str) -> None:
+    """Tell the human something that is not the answer."""
+    typer.echo(printable(text), err=True)
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal replaced."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else "�" for one in text)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """Plain columns, for people and for awk; nothing is cut off. `right` names the columns aligned to the right."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
+    aligns = [str.rjust if heading in right else str.ljust for heading in headings]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (align(cell, width) for align, cell, width in zip(aligns, cells, widths, strict=True))
+        return "  ".join(padded).rstrip()
+
+    typer.secho(line(headings), bold=True)  # echo drops the escape codes where there is no terminal
+    if shown:
+        typer.echo("\n".join(line(row) for row in shown))
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int) -> Generator[Progress, Any]:
+    """A function to be told of bytes done; draws nothing unless stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda size_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import (
+        Progress as Bar,
+    )
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(title), total=total_bytes)
+        yield lambda size_bytes: bar.advance(task, size_bytes)
+
+
+# ── how facts read ──
+
+
+def size(size_bytes: float) -> str:
+    """Decimal units, as disks and buckets are sold: `6.24 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size_bytes) < 999.5:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:,.0f} PB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `3 min 12 s`."""
+    if seconds < 60:
+        return f"{max(seconds, 0):.3g} s" if seconds < 10 else f"{seconds:.0f} s"
+    for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
+    return f"{seconds:.0f} s"
+
+
+def age_s(created_at: str, now: datetime | None = None) -> float | None:
+    """Seconds since `created_at`; None where it is no time, since a manifest may say anything."""
+    try:
+        created = datetime.fromisoformat(created_at)
+    except ValueError:
+        return None
+    if created.tzinfo is None:
+        created = created.replace(tzinfo=UTC)
+    return max(0.0, ((now or datetime.now(UTC)) - created).total_seconds())
+
+
+def age(created_at: str) -> str:
+    seconds = age_s(created_at)
+    return "?" if seconds is None else duration(seconds)
+
+
+def metrics_line(metrics: dict[str, float | str]) -> str:
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
+    )

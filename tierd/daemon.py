@@ -1,0 +1,273 @@
+"""The daemon: builds the rooms, wires them, runs them in one TaskGroup, and drains on SIGTERM. Decides nothing else.
+
+Order at start: lock, recover the hot tier, then open the doors; the cold tiers are looked at afterwards, so that
+a dead S3 never keeps a trainer waiting. Order at the end: doors stay open while sealed snapshots reach the hot
+tier, then everything stops. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+import tierd
+from tierd.api.operator import Operator
+from tierd.api.trainer import TrainerDoor, open_listener
+from tierd.catalog import Catalog
+from tierd.config import ColdConfig, Config
+from tierd.errors import BadConfig
+from tierd.format import wire
+from tierd.format.ids import Run
+from tierd.incidents import Incidents
+from tierd.lifecycle.policy import HOT
+from tierd.memory import MemoryTier
+from tierd.metrics import Metrics
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.lock import lock
+from tierd.tiers.tier import Tier, open_cold_tier
+from tierd.tiers.watch import watch
+from tierd.workers.persister import Persister
+from tierd.workers.reaper import Reaper
+from tierd.workers.recovery import Lister, recover
+from tierd.workers.replicator import Replicator
+from tierd.workers.restorer import Restorer
+from tierd.workers.worker import Wake, Worker, run_forever
+
+log = logging.getLogger("tierd")
+
+DRAIN_LOOK_S = 1.0
+
+
+def serve(config: Config, ready: Callable[[str], None] | None = None) -> None:
+    """Run until SIGTERM or SIGINT. `ready` is told the address of the HTTP door once all doors are open.
+
+    Raises LockHeld, BadConfig or TierUnreachable when it cannot start; nothing has been changed then.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    about = {"node": config.daemon.node, "socket": config.daemon.socket}
+    with lock(config.hot_path, about) as held:
+        asyncio.run(_Daemon(config).run(lambda address: held.describe({**about, "listen": address}), ready))
+
+
+class _Daemon:
+    """All rooms of one daemon, built once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        limits = config.limits
+        names = [HOT, *(cold.name for cold in config.cold)]
+        self._metrics = Metrics(tiers=names)
+        self._incidents = Incidents(self._metrics, _timestamp)
+        self._catalog = Catalog(names)
+        self._memory = MemoryTier()
+        self._hot_store = DirectoryStore(config.hot_path)
+        self._hot = Tier(HOT, self._hot_store)
+        self._cold = {one.name: self._open_cold(one) for one in config.cold}
+        self._tiers = {HOT: self._hot, **self._cold}
+        self._wakes: dict[str, Wake] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._settled = Wake()
+
+        self._persister = Persister(
+            self._memory,
+            self._hot,
+            self._catalog,
+            metrics=self._metrics,
+            incidents=self._incidents,
+            tell=self._tell,
+            on_settled=self._on_settled,
+        )
+        self._listers = {name: Lister(self._catalog, tier, self._look_interval_s(name))
+                         for name, tier in self._tiers.items()}  # fmt: skip
+        self._replicators = {
+            name: Replicator(
+                self._catalog,
+                self._hot,
+                tier,
+                config,
+                metrics=self._metrics,
+                incidents=self._incidents,
+                tell=self._tell,
+                on_committed=lambda: self._wake("reap"),
+                now=_timestamp,
+            )
+            for name, tier in self._cold.items()
+        }
+        self._reaper = Reaper(self._catalog, self._memory, self._tiers, config)
+        restorer = Restorer(
+            self._memory,
+            self._catalog,
+            self._hot,
+            self._hot_store,
+            self._cold,
+            [self._listers[name].has_looked for name in self._cold],
+            metrics=self._metrics,
+            incidents=self._incidents,
+        )
+        self._door = TrainerDoor(
+            self._memory,
+            self._catalog,
+            self._hot,
+            restorer,
+            config,
+            metrics=self._metrics,
+            incidents=self._incidents,
+            wake_persister=lambda: self._wake("persist"),
+            spawn=self._spawn,
+        )
+        self._operator = Operator(
+            config,
+            self._catalog,
+            self._memory,
+            self._tiers,
+            self._incidents,
+            self._metrics,
+            now=lambda: datetime.now(UTC),
+            pid=os.getpid(),
+        )
+        self._limits = limits
+
+    # ── running ──
+
+    async def run(self, describe: Callable[[str], None], ready: Callable[[str], None] | None) -> None:
+        """`describe` and `ready` are told the HTTP door's address: before and after all doors are open."""
+        stop = self._catch_signals()
+        await recover(self._catalog, self._hot, self._hot_store)
+        Path(self._config.daemon.socket).parent.mkdir(parents=True, exist_ok=True)
+        listener = open_listener(self._config.daemon.socket)
+        runner = web.AppRunner(self._operator.app(), access_log=None)
+        try:
+            address = await self._open_http(runner)
+            describe(address)
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                tasks = [group.create_task(self._door.serve(listener)), *self._start_workers(group)]
+                with watch(self._config.hot_path, lambda: self._wake(f"list {HOT}")):
+                    self._operator.is_ready = True
+                    log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
+                    _notify_systemd("READY=1")
+                    if ready is not None:
+                        ready(address)
+                    await stop.wait()
+                    _notify_systemd("STOPPING=1")
+                    await self._drain()
+                for task in (*tasks, *self._conversations):
+                    task.cancel()
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(self._config.daemon.socket)
+            listener.close()
+            await runner.cleanup()
+            for tier in self._tiers.values():
+                await tier.store.close()
+
+    def _start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        workers: dict[str, Worker] = {"persist": self._persister, "reap": self._reaper}
+        workers |= {f"list {name}": lister for name, lister in self._listers.items()}
+        workers |= {f"replicate {name}": replicator for name, replicator in self._replicators.items()}
+        self._wakes = {name: Wake() for name in workers}
+        return [
+            group.create_task(run_forever(worker, self._wakes[name], self._limits, self._incidents.record))
+            for name, worker in workers.items()
+        ]
+
+    async def _open_http(self, runner: web.AppRunner) -> str:
+        host, port = self._config.listen_address
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise BadConfig(
+                f"listen on {self._config.daemon.listen}: {error.strerror}",
+                hint="set daemon.listen to a free port; port 0 takes any",
+            ) from error
+        found_host, found_port = runner.addresses[0][:2]
+        return f"{found_host}:{found_port}"
+
+    async def _drain(self) -> None:
+        """Wait until every sealed snapshot is in the hot tier, within the time that the config gives."""
+        log.info("draining: %d checkpoints on their way to the hot tier", len(self._memory.pending()))
+        try:
+            async with asyncio.timeout(self._config.daemon.drain_timeout_s):
+                while self._memory.pending():
+                    await self._settled.wait(DRAIN_LOOK_S)
+        except TimeoutError:
+            for one in self._memory.pending():
+                log.error("%s did not reach the hot tier within %.0f s; its trainer still has it", one.id,
+                          self._config.daemon.drain_timeout_s)  # fmt: skip
+
+    def _catch_signals(self) -> asyncio.Event:
+        stop = asyncio.Event()
+
+        def on_signal(number: signal.Signals) -> None:
+            if stop.is_set():
+                log.warning("second %s: ending at once", number.name)
+                os._exit(128 + number)
+            log.info("%s: draining, then ending", number.name)
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        return stop
+
+    # ── wiring ──
+
+    def _open_cold(self, cold: ColdConfig) -> Tier:
+        def on_request(operation: str, code: str) -> None:
+            self._metrics.cold_requests_total.labels(tier=cold.name, op=operation, code=code).inc()
+
+        return open_cold_tier(cold, self._config.limits, on_request)
+
+    def _look_interval_s(self, tier: str) -> float:
+        limits = self._config.limits
+        return limits.reconcile_interval_s if tier == HOT else limits.cold_list_interval_s
+
+    def _wake(self, worker: str) -> None:
+        if worker in self._wakes:
+            self._wakes[worker]()
+
+    def _tell(self, run: Run, message: wire.ToClient) -> None:
+        self._door.tell(run, message)
+
+    def _on_settled(self, run: Run) -> None:
+        """A checkpoint was persisted, or could not be."""
+        self._door.settle(run)
+        self._settled()
+        for name in self._wakes:
+            if name == "reap" or name.startswith("replicate"):
+                self._wake(name)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> object:
+        if self._group is None:
+            raise RuntimeError("the daemon is not running")
+        task = self._group.create_task(coroutine)
+        self._conversations.add(task)
+        task.add_done_callback(self._conversations.discard)
+        return task
+
+
+def _timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _notify_systemd(state: str) -> None:
+    """sd_notify(3): one datagram to $NOTIFY_SOCKET, if systemd started us."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        sock.connect("\0" + path[1:] if path.startswith("@") else path)
+        sock.send(state.encode())

@@ -1,0 +1,150 @@
+"""Writes whole snapshot sets from their slots to the hot tier, manifest last. Slot to hot: the first durable copy.
+
+durable: `persisted` is said only after fsync of file and directory and rename. A set that cannot be written is
+tried again until a newer one has made it needless; the trainer is told each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tierd.catalog import Catalog
+from tierd.errors import TierdError
+from tierd.format import checksum, layout, wire
+from tierd.format.ids import CheckpointId, Run
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from tierd.incidents import Incidents
+from tierd.lifecycle.states import SlotEvent
+from tierd.memory import MemoryTier, Snapshot, SnapshotSet
+from tierd.metrics import Metrics
+from tierd.tiers.pool import each
+from tierd.tiers.tier import Tier
+
+SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
+
+
+class Persister:
+    name = "persist"
+    interval_s = 3600.0  # it is woken by every seal
+    is_urgent = True
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        hot: Tier,
+        catalog: Catalog,
+        *,
+        metrics: Metrics,
+        incidents: Incidents,
+        tell: Callable[[Run, wire.ToClient], None],
+        on_settled: Callable[[Run], None],
+    ) -> None:
+        self._memory = memory
+        self._hot = hot
+        self._catalog = catalog
+        self._metrics = metrics
+        self._incidents = incidents
+        self._tell = tell
+        self._on_settled = on_settled
+
+    async def run_once(self) -> bool:
+        """Every pending set once, those that have gone wrong before last. False when one is still to be written."""
+        tried: set[CheckpointId] = set()
+        is_well = True
+        while untried := [one for one in self._memory.pending() if one.id not in tried]:
+            one = untried[0]
+            tried.add(one.id)
+            try:
+                manifest = await self._persist(one)
+            except TierdError as error:
+                is_well = False
+                one.failures += 1
+                self._incidents.record(self.name, error, one.id)
+                self._tell(one.id.run, _failed(one, error))
+            else:
+                seconds = time.monotonic() - one.sealed_at_s
+                one.manifest = manifest
+                self._metrics.persist_seconds.observe(seconds)
+                self._metrics.snapshots_total.labels(run=one.id.run, outcome="persisted").inc()
+                self._tell(one.id.run, wire.Persisted(step=one.id.step, generation=one.id.generation, seconds=seconds))
+            self._on_settled(one.id.run)
+        return is_well
+
+    async def _persist(self, one: SnapshotSet) -> Manifest:
+        one.move(SlotEvent.PERSIST)
+        try:
+            manifest = self._committed_before(one) or await self._write(one)
+        except BaseException:
+            one.move(SlotEvent.PERSIST_FAILED)
+            raise
+        one.move(SlotEvent.PERSISTED)
+        return manifest
+
+    def _committed_before(self, one: SnapshotSet) -> Manifest | None:
+        """A trainer sends again what a killed daemon did not acknowledge, and it may have been committed."""
+        known = self._catalog.get(one.id)
+        return known.manifest if known and self._hot.name in known.tiers else None
+
+    async def _write(self, one: SnapshotSet) -> Manifest:
+        # Sorted by rank: the manifest lists them so, and the same set gives the same manifest.
+        snapshots = [snapshot for _, snapshot in sorted(one.snapshots.items())]
+        entries: dict[int, FileEntry] = {}
+
+        async def put(snapshot: Snapshot) -> None:
+            entries[snapshot.rank] = await self._put(one, snapshot)
+
+        await each(SHARDS_IN_FLIGHT, snapshots, put)
+        files = [entries[snapshot.rank] for snapshot in snapshots]
+        manifest = manifest_of(one, files, sequence=self._catalog.sequence_max(one.id.run) + 1)
+        # The marker goes before the commit: a milestone that is committed is never without it.
+        milestone = one.head.milestone
+        if milestone is not None:
+            await self._hot.mark_milestone(one.id, milestone, manifest.created_at)
+        await self._hot.commit(manifest)
+        self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
+        self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
+        return manifest
+
+    async def _put(self, one: SnapshotSet, snapshot: Snapshot) -> FileEntry:
+        name = layout.shard_name(snapshot.rank, one.world_size)
+        snapshot.entry = await self._hot.store.put(
+            layout.file_key(one.id, name),
+            snapshot.slot.view,
+            size_bytes=snapshot.sealed.size_bytes,
+            chunk_bytes=checksum.CHUNK_BYTES,
+            expect=snapshot.entry,
+        )
+        return snapshot.entry
+
+
+def manifest_of(one: SnapshotSet, files: list[FileEntry], *, sequence: int) -> Manifest:
+    """The manifest of a whole set, from what rank 0 said when it sealed."""
+    head = one.head
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        run=one.id.run,
+        step=one.id.step,
+        generation=one.id.generation,
+        sequence=sequence,
+        parent=head.parent,
+        world_size=one.world_size,
+        created_at=head.created_at,
+        kind="snapshot",
+        metrics=head.metrics,
+        architecture_hash=head.architecture_hash,
+        versions=head.versions,
+        files=files,
+    )
+
+
+def _failed(one: SnapshotSet, error: TierdError) -> wire.Failed:
+    return wire.Failed(
+        step=one.id.step,
+        generation=one.id.generation,
+        stage="persist",
+        kind=error.kind,
+        message=error.message,
+        hint=error.hint,
+        is_final=False,
+    )
