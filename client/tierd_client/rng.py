@@ -1,0 +1,77 @@
+"""Random number generators: Python, numpy's global one, torch on CPU and on the CUDA devices in use.
+
+Captured as bytes, restored last of all. Never initialises CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierd.errors import Corrupt, Unsupported
+
+_TWISTER = struct.Struct("<625I")  # 624 words of Mersenne Twister and the position in them
+
+
+def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """All generators' states, as bytes, numbers and dicts. `devices`: where the state lives."""
+    version, words, gauss = random.getstate()
+    saved: dict[str, Any] = {
+        "python": {"version": version, "words": _TWISTER.pack(*words), "gauss": gauss},
+        "numpy": _capture_numpy(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "cuda": [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _cuda_devices(devices)],
+    }
+    return saved
+
+
+def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None:
+    """Puts every generator where `capture` found it. Raises Corrupt when `saved` is not what `capture` writes."""
+    try:
+        python = saved["python"]
+        random.setstate((python["version"], _TWISTER.unpack(python["words"]), python["gauss"]))
+        _restore_numpy(saved["numpy"])
+        torch.set_rng_state(_as_tensor(saved["torch"]))
+        for device, state in zip(_cuda_devices(devices), saved["cuda"], strict=False):
+            torch.cuda.set_rng_state(_as_tensor(state), device)
+    except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
+        raise Corrupt(f"restore rng: {error!r}") from error
+
+
+def _capture_numpy() -> dict[str, Any]:
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
+    if state["bit_generator"] != "MT19937":
+        raise Unsupported(f"capture rng.numpy: bit generator {state['bit_generator']}, only MT19937 is supported")
+    return {
+        "key": state["state"]["key"].astype("<u4").tobytes(),
+        "pos": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
+
+
+def _restore_numpy(saved: dict[str, Any]) -> None:
+    key = np.frombuffer(saved["key"], dtype="<u4")
+    np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))
+
+
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
+    """The CUDA devices of `devices` and the current one, in order; none before the program uses CUDA."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return []
+    current = torch.cuda.current_device()
+    indexes = {_index(device, current) for device in devices if device.type == "cuda"}
+    return [torch.device("cuda", index) for index in sorted(indexes | {current})]
+
+
+def _index(device: torch.device, current: int) -> int:
+    return current if str(device) == "cuda" else device.index

@@ -1,0 +1,211 @@
+"""A slot: one memfd that holds one snapshot, mapped shared, faulted in beforehand, pinned where there is a GPU.
+
+The daemon gets the same memory by its descriptor, so the bytes outlive the trainer. Sealed against shrinking:
+a daemon would die of a truncated mapping. A mapping lives until its last tensor is gone, never shorter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from typing import Any
+
+import torch
+
+from tierd.errors import Corrupt, Full
+
+logger = logging.getLogger(__name__)
+
+PREFAULT_BYTES = 64 << 20  # one step: how much lies between two looks at the clock, or at a request to stop
+_PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Slot:
+    """Use `create` or `adopt`. `tensor` is the mapping as uint8, `fd` what the daemon is given."""
+
+    def __init__(self, fd: int, capacity_bytes: int) -> None:
+        """Takes over `fd`, a sealed memfd of at least `capacity_bytes`."""
+        self.fd = fd
+        self.capacity_bytes = capacity_bytes
+        self.tensor = _map(fd, capacity_bytes)
+        self._pinned_address = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._trouble: Full | None = None
+
+    @classmethod
+    def create(cls, capacity_bytes: int) -> Slot:
+        """A new slot, faulted in from now on in the background. Raises Full when the kernel refuses the size."""
+        capacity_bytes = _round_up(capacity_bytes)
+        fd = os.memfd_create("tierd-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, capacity_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            slot = cls(fd, capacity_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise _full(capacity_bytes, error) from error
+        slot._prefault(0)
+        return slot
+
+    @classmethod
+    def adopt(cls, fd: int, capacity_bytes: int) -> Slot:
+        """Maps a slot that outlived its trainer, pages warm. Takes over `fd`. Raises Corrupt when it is no slot."""
+        try:
+            found_bytes = os.fstat(fd).st_size
+            if not is_sealed(fd) or found_bytes < capacity_bytes:
+                raise Corrupt(
+                    f"adopt a slot of {capacity_bytes} bytes: the descriptor has {found_bytes} bytes, "
+                    f"sealed against shrinking: {is_sealed(fd)}"
+                )
+            slot = cls(fd, capacity_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        slot._prefault(0)
+        return slot
+
+    @property
+    def view(self) -> memoryview:
+        """The mapping as bytes. Do not keep it beyond a `grow` or `close`."""
+        return self.tensor.numpy().data
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Makes room for `capacity_bytes`. What it held stays; `tensor` is a new one. Raises Full without memory."""
+        capacity_bytes = _round_up(capacity_bytes)
+        if capacity_bytes <= self.capacity_bytes:
+            return
+        self._end_prefault()
+        self._unpin()
+        try:
+            os.ftruncate(self.fd, capacity_bytes)
+            self.tensor = _map(self.fd, capacity_bytes)
+        except OSError as error:
+            raise _full(capacity_bytes, error) from error
+        self.capacity_bytes = capacity_bytes
+        self._prefault(0)
+
+    def wait_prefaulted(self, timeout_s: float) -> bool:
+        """True when all pages are there, False when they are not within the time. Raises Full when memory ran short."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
+        if self._trouble is not None:
+            raise self._trouble
+        return True
+
+    def pin(self) -> bool:
+        """Page-locks the mapping for fast copies from a GPU. False where none is in use, or where it is refused."""
+        if self._pinned_address:
+            return True
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            return False
+        address = self.tensor.data_ptr()
+        status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, 0))
+        if status != 0:
+            logger.warning(
+                "pin a slot of %d bytes: cudaHostRegister says %d, copies are slower", self.capacity_bytes, status
+            )
+            return False
+        self._pinned_address = address
+        return True
+
+    def close(self) -> None:
+        """Gives the descriptor back. The memory goes with the last tensor on it, and the daemon's descriptor."""
+        if self.fd < 0:
+            return
+        self._end_prefault()
+        self._unpin()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        os.close(self.fd)
+        self.fd = -1
+
+    def _unpin(self) -> None:
+        if self._pinned_address:
+            _cudart().cudaHostUnregister(self._pinned_address)
+            self._pinned_address = 0
+
+    def _prefault(self, begin: int) -> None:
+        self._trouble = None
+        self._stop.clear()
+        self._thread = threading.Thread(
+            target=self._prefault_from, args=(begin, self.tensor), name="tierd-prefault", daemon=True
+        )
+        self._thread.start()
+
+    def _prefault_from(self, begin: int, mapping: torch.Tensor) -> None:
+        """Runs in a thread; both calls let go of the GIL. `mapping` keeps the memory mapped while it runs."""
+        address, capacity_bytes = mapping.data_ptr(), mapping.numel()
+        for offset in range(begin, capacity_bytes, PREFAULT_BYTES):
+            if self._stop.is_set():
+                return
+            length = min(PREFAULT_BYTES, capacity_bytes - offset)
+            try:
+                # Allocating by a call turns a lack of memory into an error; by a touch it would be a SIGBUS.
+                os.posix_fallocate(self.fd, offset, length)
+            except OSError as error:
+                self._trouble = _full(capacity_bytes, error)
+                return
+            populate(address + offset, length, is_written=True)
+
+    def _end_prefault(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether `fd` is memory that nobody can shrink: safe to map."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # EINVAL: a file of a disk has no seals
+        return False
+
+
+def map_to_read(fd: int, size_bytes: int) -> torch.Tensor:
+    """The first `size_bytes` of a sealed memfd, as uint8. Private: a write to it would reach nobody."""
+    mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def populate(address: int, length: int, *, is_written: bool) -> None:
+    """Maps pages by one call instead of one fault each. A kernel that does not know how leaves it to the faults."""
+    begin = address & -_PAGE_BYTES
+    _libc.madvise(begin, address + length - begin, _MADV_POPULATE_WRITE if is_written else _MADV_POPULATE_READ)
+
+
+def _map(fd: int, capacity_bytes: int) -> torch.Tensor:
+    """A shared mapping, alive as long as any tensor on it. Never unmapped by hand: that would leave them dangling."""
+    mapping = mmap.mmap(fd, capacity_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping.madvise(mmap.MADV_DONTFORK)  # a forked data loader must not hold, or copy, what a GPU has page-locked
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _round_up(size_bytes: int) -> int:
+    return max(-(-size_bytes // _HUGE_PAGE_BYTES), 1) * _HUGE_PAGE_BYTES
+
+
+def _full(capacity_bytes: int, error: OSError) -> Full:
+    return Full(
+        f"allocate a slot of {capacity_bytes} bytes of shared memory: {errno.errorcode.get(error.errno or 0, error)}",
+        hint="is the memory limit of the container at least slots_per_rank times the state size, per rank, higher?",
+    )

@@ -1,0 +1,199 @@
+"""The whole state of a training: model, optimizer, scheduler, scaler, EMA, data loader, RNG and whatever else.
+
+`capture` is a cheap walk that gives names to tensors and turns the rest into tagged JSON, copying nothing.
+`plan_restore` fits a checkpoint to the live objects and changes nothing; its plan then restores them in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from tierd.errors import BadConfig, Corrupt
+from tierd_client.optimizers import OptimizersSection
+from tierd_client.restore_plan import Available, RestorePlan
+from tierd_client.sections import (
+    ModuleSection,
+    RngSection,
+    Section,
+    Stateful,
+    StatefulSection,
+    TensorsSection,
+    ValueSection,
+    is_stateful,
+)
+from tierd_client.tensors import CapturedTensor
+from tierd_client.tree import Collector, Json
+
+logger = logging.getLogger(__name__)
+
+PER_RANK = ("dataloader", "extra", "rng")
+"""Sections that differ between ranks: their tensors' names end in @<rank> when there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One rank's state at one instant: live tensors under their names, and the rest as JSON."""
+
+    tensors: list[CapturedTensor]
+    tree: Json
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """(key, size in bytes) of every tensor: what `ownership.owner_of` wants from each rank."""
+        return [(tensor.key, tensor.size_bytes) for tensor in self.tensors]
+
+
+class SectionTree(msgspec.Struct):
+    """One section in the state tree. `suffix` ends the names of its tensors."""
+
+    kind: str
+    suffix: str
+    value: Json
+
+
+class TrainingState:
+    """What a checkpoint holds, and what a restore changes.
+
+    `optimizer` may be a list. `scheduler`, `scaler`, `dataloader`: anything with state_dict and load_state_dict.
+    `ema`: a module, a stateful object, or a dict of tensors (restored in place). `extra`: a dict of modules,
+    stateful objects and plain values; values are restored by assigning into the same dict, tensors in place.
+    Raises BadConfig when an argument cannot hold state.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        ema: torch.nn.Module | Stateful | dict[str, Any] | None = None,
+        dataloader: Stateful | None = None,
+        extra: dict[str, Any] | None = None,
+        rng: bool = True,
+    ) -> None:
+        for name, owner in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
+            if owner is not None and not is_stateful(owner):
+                raise BadConfig(
+                    f"TrainingState({name}=…): {type(owner).__qualname__} has no state_dict and load_state_dict",
+                    hint="torchdata.stateful_dataloader.StatefulDataLoader has them" if name == "dataloader" else "",
+                )
+        if ema is not None and not isinstance(ema, dict) and not is_stateful(ema):
+            raise BadConfig(f"TrainingState(ema=…): {type(ema).__qualname__} is no module, stateful object or dict")
+        if extra is not None and not all(isinstance(key, str) for key in extra):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadConfig("TrainingState(extra=…): its keys must be strings: they name entries of the checkpoint")
+        self._model = model
+        self._optimizer = optimizer
+        self._stateful = {"scheduler": scheduler, "scaler": scaler}
+        self._ema = ema
+        self._dataloader = dataloader
+        self._extra = extra
+        self._rng = rng
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether every optimizer has its state: before the first step there are no moments to make room for."""
+        if self._optimizer is None:
+            return True
+        several = [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else self._optimizer
+        return all(len(one.state) > 0 for one in several)
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        """The state as it is now, without copying a byte. Raises Unsupported, naming what has no safe form."""
+        into = Collector()
+        tree: dict[str, Json] = {}
+        for name, section in self._sections().items():
+            is_per_rank = name.split(".")[0] in PER_RANK and world_size > 1
+            into.suffix = f"@{rank:05d}" if is_per_rank else ""
+            tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": section.capture(into)}
+        return Captured(into.tensors, tree)
+
+    def plan_restore(self, tree: Json, available: Available) -> RestorePlan:
+        """How the checkpoint with this rank's `tree` and all shards' tensors goes into the live objects.
+
+        Changes nothing. Raises Mismatch, listing what differs; Corrupt when `tree` is none of ours. Afterwards
+        the caller reads the bytes into `destinations`, then calls `finish`.
+        """
+        try:
+            saved = msgspec.convert(tree, dict[str, SectionTree])
+        except msgspec.ValidationError as error:
+            raise Corrupt(f"read the state tree: {error}") from error
+        plan = RestorePlan(available, self._accelerator())
+        sections = self._sections() | self._values_only_in(saved)
+        for name, section in sections.items():
+            if name not in saved:
+                logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
+            elif saved[name].kind != section.kind:
+                plan.differ(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
+            else:
+                section.plan(saved[name].value, saved[name].suffix, plan)
+        for name in saved.keys() - sections.keys():
+            logger.warning("restore: the checkpoint has %s, which this state lacks: left out", name)
+        plan.check()
+        return plan
+
+    def _sections(self) -> dict[str, Section]:
+        """All sections by name, in the order in which they are captured and restored: the RNG last."""
+        found: dict[str, Section] = {"model": ModuleSection(self._model, "model")}
+        if self._optimizer is not None:
+            found["optimizer"] = OptimizersSection(self._optimizer, self._model)
+        for name, owner in self._stateful.items():
+            if owner is not None:
+                found[name] = StatefulSection(owner, name)
+        if isinstance(self._ema, dict):
+            found["ema"] = TensorsSection(self._ema, "ema")
+        elif self._ema is not None:
+            found["ema"] = _section(self._ema, "ema")
+        if self._dataloader is not None:
+            found["dataloader"] = StatefulSection(self._dataloader, "dataloader")
+        for key, value in (self._extra or {}).items():
+            name = f"extra.{key}"
+            if is_stateful(value):
+                found[name] = _section(value, name)
+            else:
+                found[name] = ValueSection(self._extra or {}, key, name)
+        if self._rng:
+            found["rng"] = RngSection(self._devices())
+        return found
+
+    def _values_only_in(self, saved: dict[str, SectionTree]) -> dict[str, Section]:
+        """Plain values of the checkpoint that `extra` does not hold yet: they can be restored nonetheless."""
+        if self._extra is None:
+            return {}
+        keys = [name.removeprefix("extra.") for name in saved if name.startswith("extra.")]
+        return {
+            f"extra.{key}": ValueSection(self._extra, key, f"extra.{key}")
+            for key in keys
+            if key not in self._extra and saved[f"extra.{key}"].kind == ValueSection.kind
+        }
+
+    def _devices(self) -> set[torch.device]:
+        return {parameter.device for parameter in self._model.parameters()}
+
+    def _accelerator(self) -> torch.device:
+        """Where a tensor that lived on an accelerator goes when nothing else says it."""
+        found = sorted((device for device in self._devices() if device.type != "cpu"), key=str)
+        return found[0] if found else torch.device("cpu")
+
+
+def _section(owner: torch.nn.Module | Stateful, prefix: str) -> Section:
+    if isinstance(owner, torch.nn.Module):
+        return ModuleSection(owner, prefix)
+    return StatefulSection(owner, prefix)
+
+
+def architecture_hash(captured: Captured) -> str:
+    """sha256, in hex, of the names, dtypes and global shapes of the model's tensors: the same model, the same hash."""
+    model = sorted(
+        (tensor.name, tensor.dtype, tensor.global_shape)
+        for tensor in captured.tensors
+        if tensor.name.startswith("model.")
+    )
+    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
