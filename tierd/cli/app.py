@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Annotated, Concatenate, ParamSpec
 
@@ -105,4 +105,17 @@ def main() -> None:
         raise _Terminated
 
     signal.signal(signal.SIGTERM, terminate)
-    app()
+    app(config_first(sys.argv[1:]))
+
+
+def config_first(arguments: Sequence[str]) -> list[str]:
+    """`tierd serve --config FILE` means `tierd --config FILE serve`: where people look for it, and where it is."""
+    rest = list(arguments)
+    for index, argument in enumerate(rest):
+        if argument == "--":
+            break
+        if argument == "--config" and index + 1 < len(rest):
+            return [*rest[index : index + 2], *rest[:index], *rest[index + 2 :]]
+        if argument.startswith("--config="):
+            return [argument, *rest[:index], *rest[index + 1 :]]
+    return rest

@@ -1,0 +1,57 @@
+# Everything starts here: `make demo` to see it work, `make test` to check it. Needs Python >= 3.11 and nothing else.
+# pip takes its usual settings from the environment, for example an index of CPU-only torch wheels (a far smaller
+# download on Linux) in PIP_EXTRA_INDEX_URL.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+PYTEST := $(VENV)/bin/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-long lint format bench prometheus clean
+
+help: ## say what there is to make
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+venv: $(STAMP) ## set up .venv with the daemon, the client and the tests
+
+# Last line last: an interrupted install leaves no stamp and is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierd needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[test,client]'
+	@touch $@
+
+demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and see it recover
+	$(VENV)/bin/tierd demo
+
+test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
+	$(PYTEST) -m "not long"
+
+test-long: $(STAMP) prometheus ## the batteries that take minutes
+	$(PYTEST) -m long
+
+lint: $(STAMP) ## style, types and import floors
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+
+format: $(STAMP) ## put the code in order
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+bench: $(STAMP) ## stall and durable rate of a snapshot beside the limits of this machine
+	$(VENV)/bin/python bench/snapshot.py
+
+# The tests against a real Prometheus skip without it, so this may not go wrong: root on Debian installs it, others go on.
+prometheus:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v promtool >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } </dev/null >/dev/null 2>&1 \
+		|| echo "prometheus could not be installed: the tests that need it will skip"; \
+	fi
+
+clean: ## remove .venv, caches and what the demo left
+	rm -rf $(VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
