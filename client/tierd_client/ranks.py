@@ -6,13 +6,17 @@ training's NCCL streams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from tierd.errors import BadConfig, Unsupported
+from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kind
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -21,12 +25,27 @@ class Ranks:
         self.world_size = world_size
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if world_size > 1 else None
 
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns here, once it has gone well on every rank. Else all raise: the own error, or the one
+        of the lowest rank that has one. So no rank goes on alone into an exchange that the others never join."""
+        result: T | None = None
+        error: TierdError | None = None
+        try:
+            result = work()
+        except TierdError as raised:
+            if self._group is None:
+                raise
+            error = raised
+        self.agree(error)
+        return cast("T", result)
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Element by element the highest that any rank gave."""
         if self._group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        with _exchanging():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor]
 
     def from_first(self, content: bytes | None) -> bytes | None:
@@ -34,13 +53,14 @@ class Ranks:
         if self._group is None:
             return content
         length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._group)
-        if int(length) < 0:
-            return None
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == 0 and content:
-            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(buffer, 0, group=self._group)
+        with _exchanging():
+            dist.broadcast(length, 0, group=self._group)
+            if int(length) < 0:
+                return None
+            buffer = torch.empty(int(length), dtype=torch.uint8)
+            if self.rank == 0 and content:
+                buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            dist.broadcast(buffer, 0, group=self._group)
         return bytes(buffer.numpy())
 
     def gather(self, content: bytes) -> list[bytes]:
@@ -48,14 +68,45 @@ class Ranks:
         if self._group is None:
             return [content]
         longest = self.maximum([len(content)])[0]
-        # Two of the same shape for all: the lengths, then the contents padded to the longest.
+        # One shape for all: the length, then the content padded to the longest.
         mine = torch.zeros(8 + longest, dtype=torch.uint8)
         framed = len(content).to_bytes(8, "little") + content
         mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._group)
+        with _exchanging():
+            dist.all_gather(everyone, mine, group=self._group)
         raws = [bytes(one.numpy()) for one in everyone]
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in raws]
+
+    def close(self) -> None:
+        """Give the group back, unless the training has taken torch.distributed down before."""
+        if self._group is not None and dist.is_initialized():
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(self._group)
+        self._group = None
+
+    def agree(self, error: TierdError | None) -> None:
+        """All ranks return, or all raise: the own error, or the one of the lowest rank that has one."""
+        if not self.maximum([error is not None])[0]:
+            return
+        told = self.gather(b"" if error is None else msgspec.json.encode((error.kind, error.message, error.hint)))
+        if error is not None:
+            raise error
+        for rank, raw in enumerate(told):
+            if raw:
+                kind, message, hint = msgspec.json.decode(raw, type=tuple[str, str, str])
+                raise from_kind(kind, f"rank {rank}: {message}", hint)
+
+
+@contextlib.contextmanager
+def _exchanging() -> Generator[None]:
+    """Gloo says that a peer has gone by a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Transient(
+            f"exchange with the other ranks: {str(error).splitlines()[0]}", hint="has one of them died?"
+        ) from error
 
 
 def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Ranks:
@@ -63,20 +114,37 @@ def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, s
 
     Raises BadConfig when there are peers and no way to speak to them, Unsupported when they span nodes.
     """
-    initialized = dist.is_available() and dist.is_initialized()
-    if rank is None or world_size is None:
-        rank = dist.get_rank() if initialized else int(environ.get("RANK", "0"))
-        world_size = dist.get_world_size() if initialized else int(environ.get("WORLD_SIZE", "1"))
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if is_initialized else _number(environ, "RANK", 0)
+    if world_size is None:
+        world_size = dist.get_world_size() if is_initialized else _number(environ, "WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise BadConfig(f"connect as rank {rank} of {world_size}", hint="check rank and world_size, or $RANK")
-    if world_size > 1 and not initialized:
+    if world_size > 1 and not is_initialized:
         raise BadConfig(
             f"connect as rank {rank} of {world_size}: torch.distributed is not initialized",
             hint="call torch.distributed.init_process_group() before tierd_client.connect()",
         )
-    if int(environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
+    if world_size > 1 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise BadConfig(
+            f"connect as rank {rank} of {world_size}: torch.distributed says rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}",
+            hint="leave rank and world_size out",
+        )
+    if _number(environ, "LOCAL_WORLD_SIZE", world_size) < world_size:
         raise Unsupported(
             f"connect as rank {rank} of {world_size}: the ranks span several nodes",
             hint="this version commits the ranks of one node; run one tierd run per node, or wait for the next",
         )
     return Ranks(rank, world_size)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BadConfig(f"connect: ${name} is {text!r}, expected a number") from None

@@ -21,6 +21,7 @@ from tierd.errors import Corrupt
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
+from tierd_client.copying import has_plain_bytes
 from tierd_client.slots import is_sealed, map_to_read, populate
 from tierd_client.tensors import DTYPES, CapturedTensor, as_bytes, from_bytes, overlap
 
@@ -250,7 +251,7 @@ def _sink(entry: TensorEntry, wanted: CapturedTensor) -> _Sink | None:
     if overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape) is None:
         return None
     is_same_part = (entry.saved_offsets, entry.shape) == (wanted.saved_offsets, wanted.shape)
-    if is_same_part and wanted.tensor.is_contiguous():
+    if is_same_part and has_plain_bytes(wanted.tensor):
         return _Sink(entry, wanted.tensor)
     return _Detour(entry, wanted)
 

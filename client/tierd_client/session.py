@@ -1,11 +1,12 @@
 """The conversation with the daemon: one thread that reads, and re-attaches by itself when the daemon comes back.
 
 Sending never blocks and never raises: what was not sent is sent again at the next re-attach, by the owner's
-`on_attach`, under the lock that the owner and the session share. Asking waits for an answer, and the wait is bounded.
+`on_attach`, under the session's lock. Asking waits for an answer, and the wait is bounded.
 """
 
 from __future__ import annotations
 
+import array
 import itertools
 import logging
 import os
@@ -22,6 +23,7 @@ from tierd.format import wire
 log = logging.getLogger("tierd_client")
 
 ANSWER_TIMEOUT_S = 60.0  # silence for longer than this is a hung daemon
+ANSWER_LOOK_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
 
 
@@ -47,26 +49,19 @@ class _Question:
 
 
 class Session:
-    """Connected when constructed. `on_message` runs on the session's thread. So does `on_attach`, with `lock` held,
-    whenever the daemon has come back: it must offer the slots and send again what was not acknowledged.
+    """Connected when constructed; `start` begins to listen.
 
+    `lock` guards the connection, and whatever its owner keeps in step with it.
     Raises DaemonUnreachable, or what the daemon answers to our Hello.
     """
 
-    def __init__(
-        self,
-        path: str,
-        identity: Identity,
-        *,
-        timeout_s: float,
-        lock: threading.RLock,
-        on_message: Callable[[wire.ToClient], None],
-        on_attach: Callable[[], None],
-    ) -> None:
+    def __init__(self, path: str, identity: Identity, *, timeout_s: float) -> None:
+        self.lock = threading.RLock()
+        self.ended_by: TierdError | None = None
+        """Why the conversation ended for good: this generation is fenced."""
+        self.has_successor = False
+        """Set while its owner opens the session that takes over from this one: being fenced is then no news."""
         self._path = path
-        self._on_message = on_message
-        self._on_attach = on_attach
-        self._lock = lock
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
@@ -78,21 +73,30 @@ class Session:
             generation=self.welcome.generation,
         )
         self._attached = True
-        self.ended_by: TierdError | None = None
-        """Why the conversation ended for good: this generation is fenced."""
-        self._thread = threading.Thread(target=self._listen, name="tierd-session", daemon=True)
+        self._attached_s = self._detached_s = time.monotonic()
+        self._retry_s = RETRY_MIN_S
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to listen: from here on the callbacks are called."""
+    def start(self, *, on_message: Callable[[wire.ToClient], None], on_attach: Callable[[], None]) -> None:
+        """Begin to listen. `on_message` runs on the session's thread. So does `on_attach`, with `lock` held, whenever
+        the daemon has come back: it must offer the slots and send again what was not acknowledged."""
+        self._thread = threading.Thread(
+            target=self._run, args=(on_message, on_attach), name="tierd-session", daemon=True
+        )
         self._thread.start()
 
     @property
     def is_attached(self) -> bool:
         return self._attached
 
+    @property
+    def absent_s(self) -> float:
+        """For how long the daemon has been gone; 0 while it is there."""
+        return 0.0 if self._attached else time.monotonic() - self._detached_s
+
     def send(self, message: wire.ToDaemon, descriptors: Sequence[int] = ()) -> None:
         """Send if the daemon is there; else the next re-attach sends what still matters."""
-        with self._lock:
+        with self.lock:
             if not self._attached:
                 return
             try:
@@ -102,29 +106,31 @@ class Session:
                 self._detach()
 
     def find(self, find: Callable[[int], wire.Find]) -> tuple[str, list[int]]:
-        """(tier, descriptors: the manifest, then its files). `find` makes the message from a request number.
-
-        Raises DaemonUnreachable after 60 s without a word, or what the daemon answers.
-        """
+        """(tier, descriptors: the manifest, then its files; the taker closes them). `find` makes the message from a
+        request number. Raises DaemonUnreachable after 60 s without a word, or what the daemon answers."""
         number = next(self._numbers)
-        question = self._questions[number] = _Question()
-        try:
+        question = _Question()
+        with self.lock:
+            if self.ended_by is not None:
+                raise self.ended_by
+            if not self._attached:
+                raise self.unreachable("it is gone")
+            self._questions[number] = question
             self.send(find(number))
-            while not question.answered.wait(0.25):
-                if self.ended_by is not None:
-                    raise self.ended_by
-                if not self._attached:
-                    raise self.unreachable("the connection broke while it was asked for a checkpoint")
+        try:
+            while not question.answered.wait(ANSWER_LOOK_S):
                 if time.monotonic() - question.heard_s > ANSWER_TIMEOUT_S:
                     raise self.unreachable(
                         f"it was asked for a checkpoint and said nothing for {ANSWER_TIMEOUT_S:.0f} s"
                     )
+            if question.error is not None:
+                raise question.error
+            descriptors, question.descriptors = question.descriptors, []
+            return question.tier, descriptors
         finally:
-            with self._lock:
+            with self.lock:
                 del self._questions[number]
-        if question.error is not None:
-            raise question.error
-        return question.tier, question.descriptors
+            _close_all(question.descriptors)  # of an answer that nobody waits for any more
 
     def unreachable(self, found: str) -> DaemonUnreachable:
         return DaemonUnreachable(
@@ -136,91 +142,132 @@ class Session:
         """Say goodbye, if anyone listens, and end the thread."""
         self.send(wire.Goodbye())
         self._closed.set()
-        with self._lock:
+        with self.lock:
             self._detach()
-        self._thread.join(timeout=5.0)
-        self._socket.close()
+        if self._thread is not None:
+            self._thread.join(timeout=3 * RETRY_MAX_S)  # it may be greeting a daemon that does not answer
+        with self.lock:
+            self._socket.close()
 
     # ── the listening thread ──
 
-    def _listen(self) -> None:
-        while not self._closed.is_set() and self.ended_by is None:
-            try:
-                raw, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, wire.MESSAGE_BYTES_MAX, wire.DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-                )
-            except OSError:
-                raw, descriptors, flags = b"", [], 0
-            if not raw or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                _close_all(descriptors)
-                self._reattach()
-                continue
-            try:
-                self._dispatch(wire.decode_to_client(raw), list(descriptors))
-            except BadRequest as error:
-                log.error("tierd: %s", error)
+    def _run(self, on_message: Callable[[wire.ToClient], None], on_attach: Callable[[], None]) -> None:
+        try:
+            while not self._closed.is_set() and self.ended_by is None:
+                self._listen(on_message)
+                self._reattach(on_attach)
+        except Exception as error:
+            # A bug here must be told: a thread that dies silently would be a daemon that never comes back.
+            log.exception("tierd: the session's thread ended")
+            with self.lock:
+                self._end(TierdError(f"talk to the daemon: {error!r}", hint="a bug in tierd: please report it"))
 
-    def _dispatch(self, message: wire.ToClient, descriptors: list[int]) -> None:
-        if isinstance(message, wire.Found | wire.Progress | wire.Refused) and message.request:
-            with self._lock:
-                question = self._questions.get(message.request)
-            if question is None:
+    def _listen(self, on_message: Callable[[wire.ToClient], None]) -> None:
+        """Until the connection ends."""
+        while self.ended_by is None:
+            try:
+                raw, descriptors, is_whole = _receive(self._socket)
+            except ConnectionResetError:
+                continue  # said once when it died with messages of ours unread; what it had said before is still here
+            except OSError:
+                return
+            if not raw or not is_whole:
+                _close_all(descriptors)
+                return
+            try:
+                message = wire.decode_to_client(raw)
+            except BadRequest as error:
+                _close_all(descriptors)
+                log.error("tierd: %s", error)
+                continue
+            if isinstance(message, wire.Found | wire.Progress | wire.Refused) and message.request:
+                self._answer(message, descriptors)
+            else:
+                _close_all(descriptors)
+                self._hear(message)
+                on_message(message)
+
+    def _answer(self, message: wire.Found | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
+        with self.lock:
+            question = self._questions.get(message.request)
+            if question is None or question.answered.is_set():
                 _close_all(descriptors)  # its asker has given up
                 return
             question.heard_s = time.monotonic()
-            if isinstance(message, wire.Found):
-                question.tier, question.descriptors = message.tier, descriptors
-                question.answered.set()
-            elif isinstance(message, wire.Refused):
-                question.error = from_kind(message.kind, message.message, message.hint)
-                question.answered.set()
-            return
-        _close_all(descriptors)
+            match message:
+                case wire.Found():
+                    question.tier, question.descriptors = message.tier, descriptors
+                    question.answered.set()
+                case wire.Refused():
+                    question.error = from_kind(message.kind, message.message, message.hint)
+                    question.answered.set()
+                case wire.Progress():
+                    pass
+
+    def _hear(self, message: wire.ToClient) -> None:
+        """What concerns the conversation itself."""
+        error: TierdError | None = None
         if isinstance(message, wire.Fenced):
-            self.ended_by = Stale(
+            error = Stale(
                 f"train {self._identity.run} as generation {self._identity.generation}: "
                 f"generation {message.generation} has taken over",
                 hint="another trainer of this run was started later; stop this one",
             )
-            log.error("tierd: %s", self.ended_by)
         elif isinstance(message, wire.Refused):
             error = from_kind(message.kind, message.message, message.hint)
             log.error("tierd: the daemon refused: %s", error)
-            if isinstance(error, Stale):
-                self.ended_by = error
-        self._on_message(message)
+        if isinstance(error, Stale):
+            with self.lock:
+                self._end(error)
 
-    def _reattach(self) -> None:
+    def _reattach(self, on_attach: Callable[[], None]) -> None:
         """Until the daemon is back, the session is closed, or a newer generation has taken over."""
-        with self._lock:
+        with self.lock:
             self._detach()
+            if self._detached_s - self._attached_s > RETRY_MAX_S:
+                self._retry_s = RETRY_MIN_S  # else it threw us out at once: no better than not being there
             if self.ended_by is not None or self._closed.is_set():
                 return
         log.warning("tierd: the daemon at %s is gone; training goes on, re-attaching when it is back", self._path)
-        delay_s = RETRY_MIN_S
-        while not self._closed.wait(delay_s):
-            delay_s = min(RETRY_MAX_S, delay_s * 2)
+        while not self._closed.wait(self._retry_s):
+            self._retry_s = min(RETRY_MAX_S, self._retry_s * 2)
             try:
-                sock, self.welcome, descriptors = _greet(self._path, self._identity, RETRY_MAX_S)
+                sock, welcome, descriptors = _greet(self._path, self._identity, RETRY_MAX_S)
             except Stale as error:
-                log.error("tierd: %s", error)
-                self.ended_by = error
+                with self.lock:
+                    self._end(error)
                 return
             except TierdError as error:
                 if not isinstance(error, DaemonUnreachable):
                     log.error("tierd: re-attach: %s", error)
                 continue
             _close_all(descriptors)  # our own slots are mapped already
-            with self._lock:
+            with self.lock:
+                if self._closed.is_set():
+                    sock.close()
+                    return
                 self._socket.close()
-                self._socket = sock
-                self._attached = True
-                self._on_attach()
+                self._socket, self.welcome = sock, welcome
+                self._attached, self._attached_s = True, time.monotonic()
+                on_attach()
             log.warning("tierd: re-attached to the daemon at %s", self._path)
             return
 
+    def _end(self, error: TierdError) -> None:
+        """For good. With the lock held."""
+        self.ended_by = error
+        if not self.has_successor:
+            log.error("tierd: %s", error)
+        self._detach()
+
     def _detach(self) -> None:
-        self._attached = False
+        """With the lock held."""
+        if self._attached:
+            self._attached, self._detached_s = False, time.monotonic()
+        for question in self._questions.values():
+            if not question.answered.is_set():
+                question.error = self.ended_by or self.unreachable("it went away while it was asked for a checkpoint")
+                question.answered.set()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -230,6 +277,7 @@ class Session:
 def _greet(path: str, identity: Identity, timeout_s: float) -> tuple[socket.socket, wire.Welcome, list[int]]:
     """A connected socket with the daemon's Welcome and the descriptors of the slots that it kept for us."""
     hint = "is `tierd serve` running? Give its socket as connect(socket=...) or $TIERD_SOCKET"
+    descriptors: list[int] = []
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
@@ -243,9 +291,7 @@ def _greet(path: str, identity: Identity, timeout_s: float) -> tuple[socket.sock
             generation=identity.generation,
         )
         _send(sock, hello, ())
-        raw, descriptors, _, _ = socket.recv_fds(
-            sock, wire.MESSAGE_BYTES_MAX, wire.DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-        )
+        raw, descriptors, is_whole = _receive(sock)
         if not raw:
             raise ConnectionResetError("it closed the connection")
         message = wire.decode_to_client(raw)
@@ -253,21 +299,43 @@ def _greet(path: str, identity: Identity, timeout_s: float) -> tuple[socket.sock
             raise from_kind(message.kind, message.message, message.hint)
         if not isinstance(message, wire.Welcome):
             raise BadRequest(f"greet the daemon at {path}: it answered {type(message).__name__}")
+        if not is_whole or len(descriptors) != len(message.slots):
+            raise BadRequest(
+                f"greet the daemon at {path}: {len(descriptors)} descriptors came of {len(message.slots)}",
+                hint="may this process open more files (ulimit -n)?",
+            )
         sock.settimeout(None)
-    except TimeoutError as error:
+    except BaseException as error:
+        _close_all(descriptors)
         sock.close()
-        raise DaemonUnreachable(f"greet the daemon at {path}: no answer within {timeout_s:g} s", hint=hint) from error
-    except OSError as error:
-        sock.close()
-        raise DaemonUnreachable(f"greet the daemon at {path}: {error.strerror or error}", hint=hint) from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, TimeoutError):
+            raise DaemonUnreachable(
+                f"greet the daemon at {path}: no answer within {timeout_s:g} s", hint=hint
+            ) from error
+        if isinstance(error, OSError):
+            raise DaemonUnreachable(f"greet the daemon at {path}: {error.strerror or error}", hint=hint) from error
         raise
-    return sock, message, list(descriptors)
+    return sock, message, descriptors
+
+
+# socket.send_fds and recv_fds drop the flags that they are given (seen in CPython 3.11): a send would block, and a
+# received descriptor would be inherited by every program that the training starts.
 
 
 def _send(sock: socket.socket, message: wire.ToDaemon, descriptors: Sequence[int]) -> None:
-    socket.send_fds(sock, [wire.encode(message)], descriptors, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    sock.sendmsg([wire.encode(message)], beside, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """A packet, its descriptors, and whether all of both has come. (b"", [], True): the peer has hung up."""
+    room = socket.CMSG_LEN(wire.DESCRIPTORS_MAX * array.array("i").itemsize)
+    raw, beside, flags, _ = sock.recvmsg(wire.MESSAGE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, content in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return raw, list(found), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tierd.format.shard import HeaderOverflow, Layout, TensorSpec, plan_layout
+from tierd_client.copying import Copier, copy_each
 from tierd_client.slots import Slot
 from tierd_client.state import Captured
 from tierd_client.tensors import DTYPES, CapturedTensor, from_bytes
@@ -28,6 +29,7 @@ class Stager:
         self._signature: list[object] = []
         self._order: list[int] = []
         self._views: weakref.WeakKeyDictionary[Slot, _Views] = weakref.WeakKeyDictionary()
+        self._copier = Copier()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def plan(self, captured: Captured, owned: Collection[str] | None, metadata: dict[str, Any]) -> Layout:
@@ -76,7 +78,7 @@ class Stager:
         return views.tensors
 
     def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], slot: Slot) -> None:
-        """One call per device: a loop in C++ that uses all of torch's threads, and no stream waits for another."""
+        """Device by device; the GPUs first, as their copies run by themselves."""
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for destination, source in zip(destinations, sources, strict=True):
             to, from_ = by_device.setdefault(source.device, ([], []))
@@ -86,8 +88,10 @@ class Stager:
             self._copy_from_cuda(device, *pairs, slot) for device, pairs in by_device.items() if device.type == "cuda"
         ]
         for device, (to, from_) in by_device.items():
-            if device.type != "cuda":
-                _copy_all(to, from_)
+            if device.type == "cpu":
+                self._copier.copy(to, from_)
+            elif device.type != "cuda":
+                copy_each(to, from_)
         for event in events:
             event.synchronize()
 
@@ -101,7 +105,7 @@ class Stager:
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            _copy_all(to, from_, non_blocking=True)
+            copy_each(to, from_, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         return event
@@ -121,8 +125,3 @@ class _Views:
 
 def _mine(captured: Captured, owned: Collection[str] | None) -> list[CapturedTensor]:
     return captured.tensors if owned is None else [tensor for tensor in captured.tensors if tensor.key in owned]
-
-
-def _copy_all(to: list[torch.Tensor], from_: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(to, from_, non_blocking=non_blocking)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]

@@ -7,6 +7,7 @@ agree, chunk checksums combine to the file's, numbers are bounded, and a newer v
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -80,9 +81,11 @@ def file_entry(name: str, size_bytes: int, chunk_bytes: int, chunks: list[int]) 
     )
 
 
-def plain_metrics(metrics: dict[str, float]) -> dict[str, float | str]:
+def plain_metrics(metrics: Mapping[str, float | str]) -> dict[str, float | str]:
     """Metrics as JSON can hold them: what is not finite becomes "nan", "inf" or "-inf"."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+    return {
+        name: value if isinstance(value, str) or math.isfinite(value) else str(value) for name, value in metrics.items()
+    }
 
 
 class _Version(msgspec.Struct):

@@ -93,7 +93,7 @@ def decode(value: Json, unleaf: Unleaf = _no_leaf) -> Any:
     """
     try:
         return _decode(value, unleaf, 0)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
         raise Corrupt(f"decode tagged JSON: {error}") from error
 
 

@@ -1,0 +1,160 @@
+"""A replica as a trainer gets it: a checkpoint's manifest and its open files, from one tier.
+
+Rank 0 chooses and all ranks take the same one; a damaged one is passed by, and the next one tried, by all together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from tierd.errors import Corrupt, Mismatch, NotFound, TierdError, TierUnreachable
+from tierd.format import layout, manifest, wire
+from tierd.format.ids import Rank
+from tierd.format.manifest import Manifest
+from tierd_client.ranks import Ranks
+from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
+from tierd_client.session import Session
+from tierd_client.state import TrainingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which checkpoint a trainer asks for. With nothing given: the newest, from the nearest tier."""
+
+    step: int | None = None
+    generation: int | None = None
+    milestone: str | None = None
+    tier: str = "auto"
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything would do. Only then does finding nothing mean to start fresh."""
+        return self == Wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Closes its files at the end of its `with` block."""
+
+    tier: str
+    manifest: Manifest
+    descriptors: list[int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.manifest.id.name}@{self.tier}"
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def load(self, state: TrainingState, rank: int, world_size: int) -> None:
+        """Read it into `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
+        found = self.manifest
+        if found.world_size != world_size:
+            raise Mismatch(
+                f"restore {found.id}: it has {found.world_size} ranks, this run has {world_size}",
+                hint="start with as many ranks, or load its directory with torch's HuggingFaceStorageReader",
+            )
+        files = [
+            SourceFile(f"{found.id}/{entry.name} in {self.tier}", descriptor, entry)
+            for entry, descriptor in zip(found.files, self.descriptors, strict=True)
+        ]
+        shards = read_headers(files)
+        name = layout.shard_name(Rank(rank), world_size)
+        mine = next((shards[file.name] for file in files if file.entry.name == name), None)
+        if mine is None or "state" not in mine.tierd:
+            raise Corrupt(f"restore {found.id} from {self.tier}: it has no state of rank {rank}")
+        plan = state.plan_restore(mine.tierd["state"], index_tensors(shards))
+        load(files, plan.destinations)
+        plan.finish()
+
+
+def restore(
+    session: Session,
+    ranks: Ranks,
+    state: TrainingState,
+    wanted: Wanted,
+    *,
+    on_corrupt: Callable[[Replica, Corrupt], None],
+) -> Replica:
+    """Puts the newest replica that every rank can read into `state`, and returns it, closed.
+
+    Raises what the daemon answers: NotFound when there is none, Corrupt when all have been tried.
+    """
+    bad: list[str] = []
+    while True:
+        first = _choose(session, ranks, wanted, bad)
+        name, exactly = _tell(ranks, first)
+        passed_by: TierdError | None = None
+        final: TierdError | None = None
+        replica = first
+        try:
+            replica = replica or _find(session, exactly, bad)
+            with replica:
+                replica.load(state, ranks.rank, ranks.world_size)
+        except Corrupt as error:
+            passed_by = error
+            if replica is not None:
+                on_corrupt(replica, error)
+        except (NotFound, TierUnreachable) as error:
+            passed_by = error  # what rank 0 has just seen is out of this rank's reach
+        except TierdError as error:
+            final = error
+        ranks.agree(final)
+        is_bad = ranks.maximum([passed_by is not None])[0]
+        if replica is not None and not is_bad:
+            return replica
+        bad.append(name)
+
+
+def _choose(session: Session, ranks: Ranks, wanted: Wanted, bad: Sequence[str]) -> Replica | None:
+    """On rank 0; None on the others."""
+    return ranks.together(lambda: _find(session, wanted, bad) if ranks.rank == 0 else None)
+
+
+def _tell(ranks: Ranks, first: Replica | None) -> tuple[str, Wanted]:
+    """The name of what rank 0 has chosen, and how to ask for it."""
+    raw = b""
+    if first is not None:
+        found = first.manifest
+        raw = msgspec.json.encode((first.name, found.step, found.generation, first.tier))
+    told = ranks.from_first(raw)
+    name, step, generation, tier = msgspec.json.decode(told or b"", type=tuple[str, int, int, str])
+    return name, Wanted(step=step, generation=generation, tier=tier)
+
+
+def _find(session: Session, wanted: Wanted, exclude: Sequence[str]) -> Replica:
+    """`exclude`: replicas found bad, as "<checkpoint name>@<tier>"."""
+
+    def message(number: int) -> wire.Find:
+        return wire.Find(
+            request=number,
+            step=wanted.step,
+            generation=wanted.generation,
+            milestone=wanted.milestone,
+            tier=wanted.tier,
+            exclude=list(exclude),
+        )
+
+    tier, descriptors = session.find(message)
+    try:
+        with open(descriptors.pop(0), "rb") as file:
+            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {tier}")
+        if len(found.files) != len(descriptors):
+            raise Corrupt(f"take over {found.id} from {tier}: {len(descriptors)} descriptors of {len(found.files)}")
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return Replica(tier, found, descriptors)

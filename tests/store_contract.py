@@ -1,0 +1,234 @@
+"""What every store must do, once: each store's test file subclasses StoreContract and gives the `store` fixture."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import cache
+
+import pytest
+
+from tierd.errors import BadRequest, Corrupt, NotFound
+from tierd.format import checksum
+from tierd.format.manifest import FileEntry, file_entry
+from tierd.tiers.store import Store
+
+CHUNK_BYTES = 16 << 20
+SIZES = [0, 1, 4095, 4096, (16 << 20) + 1, (64 << 20) + 12345]
+KEY = "run/000000000001-g0001/rank-00000-of-00001.safetensors"
+HOSTILE_KEYS = [
+    "",
+    "/etc/passwd",
+    "..",
+    "../outside",
+    "run/../../outside",
+    "run//x",
+    "run/",
+    "./x",
+    "run/.hidden",
+    "run/x\0y",
+    "run\\x",
+    "run/x.partial",
+    "run/x\n",
+    "a" * 5000,
+    "run/" + "a" * 300,
+    "run/é",
+]
+
+
+@cache
+def content(size_bytes: int) -> bytes:
+    return random.Random(size_bytes).randbytes(size_bytes)
+
+
+def entry_of(data: bytes, name: str = KEY.rpartition("/")[2], chunk_bytes: int = CHUNK_BYTES) -> FileEntry:
+    """The entry as computed without any store."""
+    ranges = checksum.chunk_ranges(len(data), chunk_bytes)
+    chunks = [checksum.crc64nvme(data[offset : offset + length]) for offset, length in ranges]
+    return file_entry(name, len(data), chunk_bytes, chunks)
+
+
+class BytesSource:
+    """Bytes that come piece by piece."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+
+class FailingSource(BytesSource):
+    """Ends early, as a damaged file does."""
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        if offset > 0:
+            raise Corrupt("the source ends early")
+        await super().fill(offset, buffer)
+
+
+async def read_whole(store: Store, key: str, size_bytes: int) -> bytes:
+    buffer = bytearray(size_bytes)
+    await store.read(key, 0, memoryview(buffer))
+    return bytes(buffer)
+
+
+class StoreContract:
+    """`is_atomic`: of several writers with `if_absent` at the same instant, exactly one wins."""
+
+    is_atomic = False
+
+    @pytest.mark.parametrize("size_bytes", SIZES)
+    @pytest.mark.parametrize("from_memory", [True, False], ids=["memory", "source"])
+    async def test_bytes_come_back_as_they_went(self, store: Store, size_bytes: int, from_memory: bool) -> None:
+        data = content(size_bytes)
+        told: list[int] = []
+        entry = await store.put(
+            KEY,
+            memoryview(data) if from_memory else BytesSource(data),
+            size_bytes=size_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            progress=told.append,
+        )
+        assert entry == entry_of(data)
+        assert sum(told) == size_bytes
+        assert await read_whole(store, KEY, size_bytes) == data
+        assert [(one.key, one.size_bytes) for one in await store.list()] == [(KEY, size_bytes)]
+
+    async def test_chunks_need_not_fit_pieces_or_parts(self, store: Store) -> None:
+        data = content((16 << 20) + 1)
+        odd = entry_of(data, chunk_bytes=(5 << 20) + 4097)
+        assert await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=odd.chunk_bytes) == odd
+        assert await read_whole(store, KEY, len(data)) == data
+
+    async def test_put_twice_is_harmless(self, store: Store) -> None:
+        data = content((16 << 20) + 1)
+        expect = entry_of(data)
+        for _ in range(2):
+            told: list[int] = []
+            found = await store.put(
+                KEY,
+                BytesSource(data),
+                size_bytes=len(data),
+                chunk_bytes=CHUNK_BYTES,
+                expect=expect,
+                progress=told.append,
+            )
+            assert found == expect
+            assert sum(told) == len(data)
+        assert await read_whole(store, KEY, len(data)) == data
+
+    @pytest.mark.parametrize("size_bytes", [1, 4096, (16 << 20) + 1])
+    async def test_one_flipped_bit_is_corrupt_and_nothing_is_seen(self, store: Store, size_bytes: int) -> None:
+        data = content(size_bytes)
+        damaged = bytearray(data)
+        damaged[-1] ^= 1
+        with pytest.raises(Corrupt, match=f"chunk {(size_bytes - 1) // CHUNK_BYTES} of"):
+            await store.put(
+                KEY, BytesSource(bytes(damaged)), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=entry_of(data)
+            )
+        assert await store.list() == []
+
+    async def test_a_source_that_ends_early_leaves_nothing(self, store: Store) -> None:
+        data = content((64 << 20) + 12345)
+        with pytest.raises(Corrupt, match="ends early"):
+            await store.put(KEY, FailingSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+        assert await store.list() == []
+
+    async def test_a_cancelled_put_leaves_nothing(self, store: Store) -> None:
+        begun = asyncio.Event()
+
+        class Endless:
+            async def fill(self, offset: int, buffer: memoryview) -> None:
+                begun.set()
+                await asyncio.Event().wait()
+
+        size_bytes = (64 << 20) + 12345
+        put = asyncio.ensure_future(store.put(KEY, Endless(), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES))
+        await begun.wait()
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        assert await store.list() == []
+
+    async def test_a_short_buffer_is_refused(self, store: Store) -> None:
+        with pytest.raises(BadRequest):
+            await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=CHUNK_BYTES)
+
+    async def test_any_range_can_be_read(self, store: Store) -> None:
+        data = content((16 << 20) + 1)
+        await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+        for offset, length in [(0, 1), (1, 4096), (4095, 3), (len(data) - 1, 1), (7, 0), (5, len(data) - 5)]:
+            buffer = bytearray(length)
+            await store.read(KEY, offset, memoryview(buffer))
+            assert buffer == data[offset : offset + length]
+
+    @pytest.mark.parametrize(("offset", "length"), [(0, 11), (5, 6), (10, 1), (4096, 1)])
+    async def test_reading_past_the_end_is_corrupt(self, store: Store, offset: int, length: int) -> None:
+        await store.put_bytes("run/x", b"0123456789")
+        with pytest.raises(Corrupt, match="ends"):
+            await store.read("run/x", offset, memoryview(bytearray(length)))
+
+    async def test_absent_objects_are_not_found(self, store: Store) -> None:
+        with pytest.raises(NotFound):
+            await store.get_bytes("run/absent", size_max=10)
+        with pytest.raises(NotFound):
+            await store.read("run/absent", 0, memoryview(bytearray(1)))
+        with pytest.raises(NotFound):
+            await store.read("run/absent", 0, memoryview(bytearray(0)))
+        assert await store.list() == []
+        assert await store.list("run/") == []
+
+    async def test_small_objects_are_read_up_to_their_limit(self, store: Store) -> None:
+        assert await store.put_bytes("run/x", b"0123456789")
+        assert await store.get_bytes("run/x", size_max=10) == b"0123456789"
+        with pytest.raises(Corrupt, match="more than 9"):
+            await store.get_bytes("run/x", size_max=9)
+        await store.put_bytes("run/empty", b"")
+        assert await store.get_bytes("run/empty", size_max=0) == b""
+
+    async def test_if_absent_leaves_an_existing_object_alone(self, store: Store) -> None:
+        assert await store.put_bytes("run/x", b"first", if_absent=True)
+        assert not await store.put_bytes("run/x", b"second", if_absent=True)
+        assert await store.get_bytes("run/x", size_max=10) == b"first"
+
+    async def test_of_many_writers_one_wins(self, store: Store) -> None:
+        if not self.is_atomic:
+            pytest.skip("this server does not decide between writers at the same instant")
+        answers = await asyncio.gather(
+            *(store.put_bytes("run/x", b"%d" % index, if_absent=True) for index in range(32))
+        )
+        assert answers.count(True) == 1
+        assert await store.get_bytes("run/x", size_max=10) == b"%d" % answers.index(True)
+
+    async def test_list_takes_any_prefix(self, store: Store) -> None:
+        keys = ["run/a/x", "run/a/y", "run/ab/x", "run2/a/x", "top"]
+        for key in keys:
+            await store.put_bytes(key, key.encode())
+        for prefix in ["", "r", "run", "run/", "run/a", "run/a/", "run/a/x", "t", "run/b", "run/a/x/"]:
+            found = await store.list(prefix)
+            assert sorted(one.key for one in found) == [key for key in keys if key.startswith(prefix)]
+            assert all(one.size_bytes == len(one.key) for one in found)
+
+    async def test_deleted_objects_are_gone_and_absent_ones_do_not_matter(self, store: Store) -> None:
+        keys = [f"run/a/{index}" for index in range(5)]
+        for key in keys:
+            await store.put_bytes(key, b"x")
+        await store.delete([keys[0], "run/a/absent", *keys[2:]])
+        assert [one.key for one in await store.list()] == [keys[1]]
+        await store.delete([keys[1]])
+        await store.delete([keys[1], "other/absent"])
+        await store.delete([])
+        assert await store.list() == []
+
+    @pytest.mark.parametrize("key", HOSTILE_KEYS)
+    async def test_a_hostile_key_is_refused_everywhere(self, store: Store, key: str) -> None:
+        for attempt in (
+            store.put(key, memoryview(b""), size_bytes=0, chunk_bytes=CHUNK_BYTES),
+            store.put_bytes(key, b""),
+            store.get_bytes(key, size_max=10),
+            store.read(key, 0, memoryview(bytearray(1))),
+            store.delete(["run/fine", key]),
+        ):
+            with pytest.raises(BadRequest):
+                await attempt

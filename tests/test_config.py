@@ -1,0 +1,318 @@
+"""The configuration: where it is looked for, what overrides what, and what each wrong value says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tierd import config
+from tierd.config import Config, TierPolicy, load
+from tierd.errors import BadConfig
+
+
+def write(folder: Path, text: str, name: str = "tierd.toml") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def loaded(folder: Path, text: str, **environ: str) -> Config:
+    write(folder, text)
+    return load(environ=environ, cwd=folder)
+
+
+def refusal(folder: Path, text: str, **environ: str) -> str:
+    with pytest.raises(BadConfig) as caught:
+        loaded(folder, text, **environ)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# ── where it is looked for ──
+
+
+def test_without_a_file_everything_lies_under_one_hidden_folder(tmp_path: Path) -> None:
+    found = load(environ={}, cwd=tmp_path)
+    assert found.socket_path == tmp_path / ".tierd/tierd.sock"
+    assert found.hot_path == tmp_path / ".tierd/hot"
+    assert [one.url for one in found.cold] == [f"file://{tmp_path}/.tierd/cold"]
+    assert found.lifecycle.hot == TierPolicy(keep_last=3)
+    assert (found.lifecycle.cold.keep_last, found.lifecycle.cold.keep_every) == (3, 10)
+    assert found.lifecycle.cold.milestones
+
+
+def test_option_wins_over_environment_wins_over_working_directory(tmp_path: Path) -> None:
+    for name in ("option", "environment", "tierd"):
+        write(tmp_path, f'[hot]\npath = "/{name}"', f"{name}.toml")
+    environ = {"TIERD_CONFIG": "environment.toml"}
+    assert load("option.toml", environ=environ, cwd=tmp_path).hot.path == "/option"
+    assert load(environ=environ, cwd=tmp_path).hot.path == "/environment"
+    assert load(environ={}, cwd=tmp_path).hot.path == "/tierd"
+
+
+@pytest.mark.parametrize("environ", [{}, {"TIERD_CONFIG": "absent.toml"}])
+def test_named_file_that_is_absent_is_an_error_and_never_the_defaults(tmp_path: Path, environ: dict[str, str]) -> None:
+    with pytest.raises(BadConfig, match=r"absent\.toml: no such file"):
+        load(None if environ else "absent.toml", environ=environ, cwd=tmp_path)
+
+
+def test_process_environment_and_working_directory_are_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIERD_HOT_PATH", "fast")
+    monkeypatch.delenv("TIERD_CONFIG", raising=False)
+    assert load().hot_path == Path(os.path.realpath(tmp_path)) / "fast"
+
+
+def test_a_file_without_cold_tiers_means_none(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "").cold == []
+
+
+# ── paths ──
+
+
+def test_relative_paths_are_relative_to_the_file_not_to_the_working_directory(tmp_path: Path) -> None:
+    text = '[daemon]\nsocket = "run/s"\n[hot]\npath = "../hot"\n[[cold]]\nurl = "file://cold/./deep"'
+    write(tmp_path / "etc", text)
+    found = load(str(tmp_path / "etc/tierd.toml"), environ={}, cwd=Path("/"))
+    assert found.daemon.socket == f"{tmp_path}/etc/run/s"
+    assert found.hot.path == f"{tmp_path}/hot"
+    assert found.cold[0].url == f"file://{tmp_path}/etc/cold/deep"
+
+
+def test_absolute_paths_and_buckets_stay_as_they_are(tmp_path: Path) -> None:
+    text = '[hot]\npath = "/nvme/tierd"\n[[cold]]\nurl = "s3://bucket/some/prefix"\n[[cold]]\nname = "nas"\nurl = "file:///nas"'
+    found = loaded(tmp_path, text)
+    assert found.hot.path == "/nvme/tierd"
+    assert [one.url for one in found.cold] == ["s3://bucket/some/prefix", "file:///nas"]
+
+
+def test_node_is_the_name_of_the_host_unless_given(tmp_path: Path) -> None:
+    assert load(environ={}, cwd=tmp_path).daemon.node == socket.gethostname()
+    assert loaded(tmp_path, '[daemon]\nnode = "gpu-017"').daemon.node == "gpu-017"
+
+
+@pytest.mark.parametrize(
+    ("listen", "address"),
+    [("127.0.0.1:9464", ("127.0.0.1", 9464)), ("[::1]:0", ("::1", 0)), ("localhost:65535", ("localhost", 65535))],
+)
+def test_listen_address_has_host_and_port(tmp_path: Path, listen: str, address: tuple[str, int]) -> None:
+    assert loaded(tmp_path, f'[daemon]\nlisten = "{listen}"').listen_address == address
+
+
+# ── the environment ──
+
+
+def test_every_scalar_key_can_come_from_the_environment(tmp_path: Path) -> None:
+    found = loaded(
+        tmp_path,
+        '[hot]\npath = "/file"\n[lifecycle.cold]\nkeep_every = 5',
+        TIERD_HOT_PATH="/env",
+        TIERD_SNAPSHOT_EVERY_STEPS="7",
+        TIERD_SNAPSHOT_SLOT_WAIT_S="0.5",
+        TIERD_SNAPSHOT_WHEN_BUSY="skip",
+        TIERD_LIFECYCLE_COLD_KEEP_LAST="9",
+        TIERD_LIFECYCLE_COLD_MILESTONES="false",
+        TIERD_LIMITS_PARTS_IN_FLIGHT="2",
+    )
+    assert found.hot.path == "/env"
+    assert (found.snapshot.every_steps, found.snapshot.slot_wait_s, found.snapshot.when_busy) == (7, 0.5, "skip")
+    cold = found.lifecycle.cold
+    assert (cold.keep_last, cold.keep_every, cold.milestones) == (9, 5, False)
+    assert found.limits.parts_in_flight == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TIERD_SNAPSHOT_EVERY_STEPS", "often"),
+        ("TIERD_SNAPSHOT_EVERY_STEPS", ""),
+        ("TIERD_LIFECYCLE_COLD_MILESTONES", "maybe"),
+        ("TIERD_LIMITS_RETRY_MIN_S", "1s"),
+    ],
+)
+def test_wrong_value_in_the_environment_is_refused_by_the_variables_name(tmp_path: Path, name: str, value: str) -> None:
+    assert f"${name}={value!r}" in refusal(tmp_path, "", **{name: value})
+
+
+def test_environment_does_not_hide_a_file_that_is_wrong_at_the_same_place(tmp_path: Path) -> None:
+    assert "$.hot" in refusal(tmp_path, 'hot = "x"', TIERD_HOT_PATH="/y")
+    assert "$.lifecycle" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")
+
+
+def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
+    load(environ={"TIERD_SOCKET": "/x", "TIERD_SERVICE_HOST": "10.0.0.1", "TIERD_HOT": "1"}, cwd=tmp_path)
+
+
+# ── what is refused ──
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[daemn]", "daemn"),
+        ("[hot]\npaht = '/x'", "paht"),
+        ("[lifecycle.warm]\nkeep_last = 3", "warm"),
+        ("[[cold]]\nsecret_key = 'x'", "secret_key"),
+        ("[hot]\npath = 3", "$.hot.path"),
+        ("[snapshot]\nevery_steps = true", "$.snapshot.every_steps"),
+        ("[snapshot]\nwhen_busy = 'panic'", "$.snapshot.when_busy"),
+        ("[cold]\nname = 'cold'", "$.cold"),
+        ("[hot", "Expected"),
+        ("[hot]\npath = '/a'\npath = '/b'", "Cannot overwrite"),
+    ],
+)
+def test_unknown_keys_wrong_types_and_broken_toml_are_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    message = refusal(tmp_path, text)
+    assert said in message
+    assert str(tmp_path / "tierd.toml") in message
+    assert "hint: deploy/tierd.toml" in message
+
+
+def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tierd.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadConfig, match=r"tierd\.toml"):
+        load(environ={}, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:x", "host:65536", "host:-1", "", "[]:1", "h:1_0"])
+def test_listen_must_be_host_and_port(tmp_path: Path, listen: str) -> None:
+    assert "daemon.listen" in refusal(tmp_path, f'[daemon]\nlisten = "{listen}"')
+
+
+@pytest.mark.parametrize("node", ["", "a b", "-x", "a/b", "../x", "n" * 65])
+def test_node_must_be_fit_for_a_file_name(tmp_path: Path, node: str) -> None:
+    assert "daemon.node" in refusal(tmp_path, f'[daemon]\nnode = "{node}"')
+
+
+def test_socket_path_that_no_kernel_takes_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    assert "use one under /run or /tmp" in refusal(tmp_path, f'[daemon]\nsocket = "/{"s" * 107}"')
+    assert loaded(tmp_path, f'[daemon]\nsocket = "/{"s" * 106}"').daemon.socket == "/" + "s" * 106
+
+
+@pytest.mark.parametrize("key", ["daemon.socket", "hot.path"])
+def test_empty_path_is_refused_rather_than_taken_for_the_folder_of_the_file(tmp_path: Path, key: str) -> None:
+    section, name = key.split(".")
+    assert key in refusal(tmp_path, f'[{section}]\n{name} = ""')
+
+
+@pytest.mark.parametrize("slots", [0, 1, 17])
+def test_slots_are_two_at_least(tmp_path: Path, slots: int) -> None:
+    assert "snapshot.slots" in refusal(tmp_path, f"[snapshot]\nslots = {slots}")
+
+
+@pytest.mark.parametrize("name", ["", "hot", "memory", "auto", "Cold", "a b", "-x", "x/y", "n" * 33])
+def test_cold_tiers_name_must_be_usable_in_commands_and_labels(tmp_path: Path, name: str) -> None:
+    assert "cold.name" in refusal(tmp_path, f'[[cold]]\nname = "{name}"')
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket/prefix",
+        "/data",
+        "s3://",
+        "s3:///prefix",
+        "http://host/x",
+        "file://",
+        "FILE:///x",
+        "s3://key:secret@bucket",
+        "s3://bucket/x?versionId=1",
+        "s3://bucket/x#y",
+    ],
+)
+def test_cold_url_must_be_a_bucket_or_a_directory(tmp_path: Path, url: str) -> None:
+    assert "cold.url of cold" in refusal(tmp_path, f'[[cold]]\nurl = "{url}"')
+
+
+@pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "https://", "https://key:secret@host"])
+def test_endpoint_must_be_http_and_carry_no_credentials(tmp_path: Path, endpoint: str) -> None:
+    text = f'[[cold]]\nurl = "s3://bucket"\nendpoint_url = "{endpoint}"'
+    assert "cold.endpoint_url of cold" in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("hot", "cold"), [("/d", "/d"), ("/d", "/d/"), ("/d", "/x/../d"), ("/d", "/d/cold"), ("/d/hot", "/d")]
+)
+def test_hot_and_cold_must_lie_apart(tmp_path: Path, hot: str, cold: str) -> None:
+    message = refusal(tmp_path, f'[hot]\npath = "{hot}"\n[[cold]]\nurl = "file://{cold}"')
+    assert "a directory apart from that of hot" in message
+
+
+def test_directories_with_a_common_beginning_are_still_apart(tmp_path: Path) -> None:
+    loaded(tmp_path, '[hot]\npath = "/data/tier"\n[[cold]]\nurl = "file:///data/tierd"')
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("file:///a", "file:///a"), ("file:///a", "file:///a/b"), ("s3://b/p", "s3://b/p/"), ("s3://b", "s3://b")],
+)
+def test_two_names_for_one_place_are_refused_since_one_replica_would_look_like_two(
+    tmp_path: Path, one: str, other: str
+) -> None:
+    text = f'[[cold]]\nname = "a"\nurl = "{one}"\n[[cold]]\nname = "b"\nurl = "{other}"'
+    assert "cold.url of b" in refusal(tmp_path, text)
+
+
+def test_same_bucket_name_at_two_providers_is_two_places(tmp_path: Path) -> None:
+    text = '[[cold]]\nurl = "s3://b"\n[[cold]]\nname = "dr"\nurl = "s3://b"\nendpoint_url = "https://other"'
+    assert len(loaded(tmp_path, text).cold) == 2
+
+
+def test_two_cold_tiers_of_one_name_are_refused(tmp_path: Path) -> None:
+    assert "a name of its own" in refusal(tmp_path, '[[cold]]\nurl = "s3://a"\n[[cold]]\nurl = "s3://b"')
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("daemon", "drain_timeout_s", "-1"),
+        ("daemon", "memory_grace_s", "inf"),
+        ("snapshot", "every_steps", "-1"),
+        ("snapshot", "every_s", "nan"),
+        ("snapshot", "slot_wait_s", "-0.1"),
+        ("lifecycle.hot", "keep_last", "0"),
+        ("lifecycle.cold", "keep_last", "-1"),
+        ("lifecycle.cold", "keep_every", "-1"),
+        ("lifecycle.hot", "keep_every_steps", "-1"),
+        ("limits", "connections_max", "0"),
+        ("limits", "request_timeout_s", "0"),
+        ("limits", "parts_in_flight", "0"),
+        ("limits", "retry_max_s", "0.5"),
+    ],
+)
+def test_numbers_that_would_stop_or_empty_something_are_refused_by_key(
+    tmp_path: Path, section: str, key: str, value: str
+) -> None:
+    assert f"{section}.{key} is {value}" in refusal(tmp_path, f"[{section}]\n{key} = {value}")
+
+
+def test_upload_cap_must_not_be_negative(tmp_path: Path) -> None:
+    assert "cold.max_upload_mib_s" in refusal(tmp_path, '[[cold]]\nurl = "s3://b"\nmax_upload_mib_s = -1')
+
+
+def test_zero_where_it_means_never_or_no_cap_is_fine(tmp_path: Path) -> None:
+    loaded(tmp_path, "[snapshot]\nevery_steps = 0\nevery_s = 0\nslot_wait_s = 0\n[daemon]\nmemory_grace_s = 0")
+
+
+# ── the lifecycle ──
+
+
+def test_setting_one_key_of_the_cold_policy_keeps_the_defaults_of_the_others(tmp_path: Path) -> None:
+    """Else `keep_last = 5` alone would silently give up every tenth and every milestone."""
+    for found in (
+        loaded(tmp_path, "[lifecycle.cold]\nkeep_last = 5"),
+        loaded(tmp_path, "", TIERD_LIFECYCLE_COLD_KEEP_LAST="5"),
+    ):
+        cold = found.lifecycle.cold
+        assert (cold.keep_last, cold.keep_every, cold.milestones) == (5, 10, True)
+
+
+def test_no_number_has_a_default_that_is_refused(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "").limits == config.LimitsConfig()

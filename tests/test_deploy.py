@@ -1,0 +1,277 @@
+"""What is shipped for installing: it loads, it validates, and its parts agree with the code and with each other."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from tierd import config
+from tierd.errors import BadConfig, LockHeld
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = "1.33"  # the release in which native sidecars became stable
+
+
+# ── tierd.toml ──
+
+
+def keys_of(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        items = value if isinstance(value, list) else [value]
+        for one in items:
+            if isinstance(one, dict):
+                yield from keys_of(one, f"{above}{name}.")
+            else:
+                yield f"{above}{name}", value
+
+
+def test_reference_configuration_is_exactly_the_defaults(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "tierd.toml", tmp_path / "given.toml")
+    assert config.load("given.toml", environ={}, cwd=tmp_path) == config.load(environ={}, cwd=tmp_path)
+
+
+def test_reference_configuration_shows_every_key_at_its_default() -> None:
+    text = (DEPLOY / "tierd.toml").read_text(encoding="utf-8")
+    shown = dict(keys_of(tomllib.loads(text)))
+    expected = dict(keys_of(as_tree(config.Config(cold=[config.ColdConfig()]))))
+    assert shown == expected
+
+
+def as_tree(struct: Any) -> dict[str, Any]:
+    return msgspec.to_builtins(struct)
+
+
+# ── tierd.service ──
+
+
+def unit() -> configparser.ConfigParser:
+    # systemd repeats keys and gives them no case; the first section that has a key is enough here.
+    parser = configparser.ConfigParser(strict=False, interpolation=None, comment_prefixes=("#",), delimiters=("=",))
+    parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
+    parser.read(DEPLOY / "tierd.service", encoding="utf-8")
+    return parser
+
+
+def test_unit_waits_for_the_daemons_word_and_gives_it_time_to_drain() -> None:
+    service = unit()["Service"]
+    assert service["Type"] == "notify"
+    assert "READY=1" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
+    assert float(service["TimeoutStopSec"]) > config.DaemonConfig().drain_timeout_s
+    assert service["KillMode"] == "mixed"
+
+
+def test_unit_asks_for_a_watchdog_only_if_the_daemon_feeds_it() -> None:
+    feeds = "WATCHDOG=1" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
+    assert ("WatchdogSec" in unit()["Service"]) == feeds
+
+
+def test_unit_does_not_start_again_what_a_start_cannot_mend() -> None:
+    service = unit()["Service"]
+    assert service["Restart"] == "on-failure"
+    assert set(service["RestartPreventExitStatus"].split()) == {str(BadConfig.exit_code), str(LockHeld.exit_code)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("NoNewPrivileges", "yes"),
+        ("CapabilityBoundingSet", ""),
+        ("ProtectSystem", "strict"),
+        ("PrivateTmp", "yes"),
+        ("RestrictAddressFamilies", "AF_UNIX AF_INET AF_INET6"),
+        ("SystemCallArchitectures", "native"),
+        ("UMask", "0077"),
+        ("RuntimeDirectory", "tierd"),
+        ("StateDirectory", "tierd"),
+    ],
+)
+def test_unit_is_hardened(key: str, value: str) -> None:
+    assert unit()["Service"][key] == value
+
+
+def test_unit_starts_our_command() -> None:
+    command = unit()["Service"]["ExecStart"].split()
+    assert [Path(command[0]).name, *command[1:]] == ["tierd", "serve"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """Against a copy that starts something which is there: verify wants the program to exist."""
+    text = (DEPLOY / "tierd.service").read_text(encoding="utf-8")
+    (tmp_path / "tierd.service").write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", text))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "tierd.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    complaints = [line for line in done.stderr.splitlines() if "tierd.service" in line]
+    assert done.returncode == 0, done.stderr
+    assert complaints == []
+
+
+# ── Dockerfile ──
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """(instruction, rest), with continued lines joined."""
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines()) if word
+    ]
+
+
+def test_every_path_that_the_image_copies_exists() -> None:
+    copied = [
+        path
+        for instruction, rest in dockerfile()
+        if instruction in ("COPY", "ADD") and "--from" not in rest
+        for path in rest.split()[:-1]
+    ]
+    assert "pyproject.toml" in copied
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+def test_image_copies_all_that_building_the_wheel_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "tierd", "client"}
+    copied = {path for instruction, rest in dockerfile() if instruction == "COPY" for path in rest.split()[:-1]}
+    assert needed <= copied
+
+
+def test_image_runs_our_command_and_not_as_root() -> None:
+    found = dict(dockerfile())
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert json.loads(found["ENTRYPOINT"])[0] in scripts
+    assert json.loads(found["CMD"]) == ["serve"]
+    assert not found["USER"].startswith(("0", "root"))
+
+
+def test_environment_of_the_image_is_a_configuration_that_loads(tmp_path: Path) -> None:
+    environ = dict(re.findall(r"(\w+)=(\S+)", dict(dockerfile())["ENV"]))
+    found = config.load(environ=environ, cwd=tmp_path)
+    assert found.listen_address[0] == "0.0.0.0", "else nothing outside the container reaches it"
+    assert found.hot.path == environ["TIERD_HOT_PATH"]
+    assert found.daemon.socket == environ["TIERD_DAEMON_SOCKET"]
+    assert dict(dockerfile())["EXPOSE"] == str(found.listen_address[1])
+
+
+# ── kubernetes.yaml ──
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    found = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    return {one["kind"]: one for one in found}
+
+
+def pod() -> dict[str, Any]:
+    return documents()["Job"]["spec"]["template"]["spec"]
+
+
+def sidecar() -> dict[str, Any]:
+    return pod()["initContainers"][0]
+
+
+def trainer() -> dict[str, Any]:
+    return pod()["containers"][0]
+
+
+def pod_config(tmp_path: Path) -> config.Config:
+    (tmp_path / "tierd.toml").write_text(documents()["ConfigMap"]["data"]["tierd.toml"], encoding="utf-8")
+    return config.load(environ={}, cwd=tmp_path)
+
+
+def test_every_document_is_what_the_kubernetes_schema_says() -> None:
+    found = list(documents().values())
+    assert len(found) == 3
+    for document in found:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_schema_check_would_notice_a_key_that_does_not_exist() -> None:
+    job = documents()["Job"]
+    job["spec"]["template"]["spec"]["initContainers"][0]["startupProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES, strict=True)
+
+
+def test_daemon_is_a_native_sidecar_that_the_trainer_waits_for() -> None:
+    assert sidecar()["restartPolicy"] == "Always"
+    assert sidecar()["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert sidecar()["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    routes = (ROOT / "tierd/api/operator.py").read_text(encoding="utf-8")
+    assert '"/readyz"' in routes
+    assert '"/healthz"' in routes
+
+
+def test_ports_of_probes_annotations_and_configuration_agree(tmp_path: Path) -> None:
+    ports = {one["name"]: one["containerPort"] for one in sidecar()["ports"]}
+    found = pod_config(tmp_path)
+    assert found.listen_address == ("0.0.0.0", ports["metrics"])
+    assert {sidecar()[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe")} == {"metrics"}
+    annotations = documents()["Job"]["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(ports["metrics"])
+    assert annotations["prometheus.io/scrape"] == "true"
+
+
+def test_both_containers_mount_the_volume_of_the_socket_and_name_the_same_one(tmp_path: Path) -> None:
+    found = pod_config(tmp_path)
+    assert {one["name"]: one["value"] for one in trainer()["env"]}["TIERD_SOCKET"] == found.daemon.socket
+    for container in (sidecar(), trainer()):
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        assert mounts["socket"] == str(found.socket_path.parent)
+    volumes = {one["name"]: one for one in pod()["volumes"]}
+    assert "emptyDir" in volumes["socket"]
+
+
+def test_daemons_configuration_and_hot_directory_lie_in_mounted_volumes(tmp_path: Path) -> None:
+    mounts = {one["mountPath"] for one in sidecar()["volumeMounts"]}
+    found = pod_config(tmp_path)
+    assert any(found.hot_path.is_relative_to(mount) for mount in mounts)
+    file = Path({one["name"]: one["value"] for one in sidecar()["env"]}["TIERD_CONFIG"])
+    assert str(file.parent) in mounts
+    assert file.name in documents()["ConfigMap"]["data"]
+
+
+def test_every_volume_is_mounted_and_every_mount_has_a_volume() -> None:
+    volumes = {one["name"] for one in pod()["volumes"]}
+    mounted = {one["name"] for container in (sidecar(), trainer()) for one in container["volumeMounts"]}
+    assert volumes == mounted
+    claims = {one["persistentVolumeClaim"]["claimName"] for one in pod()["volumes"] if "persistentVolumeClaim" in one}
+    assert claims == {documents()["PersistentVolumeClaim"]["metadata"]["name"]}
+
+
+def test_both_run_as_one_ordinary_user_without_privileges() -> None:
+    assert pod()["securityContext"]["runAsNonRoot"] is True
+    assert pod()["securityContext"]["runAsUser"] > 0
+    for container in (sidecar(), trainer()):
+        context = container["securityContext"]
+        assert "runAsUser" not in context, "the daemon serves its own user only"
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_grace_period_leaves_time_to_drain(tmp_path: Path) -> None:
+    assert pod()["terminationGracePeriodSeconds"] > pod_config(tmp_path).daemon.drain_timeout_s
+
+
+def test_memory_of_the_daemon_is_bounded_and_has_room() -> None:
+    assert sidecar()["resources"]["limits"]["memory"] == "1Gi"
+    assert trainer()["resources"]["limits"]["memory"]

@@ -1,0 +1,201 @@
+"""Dashboard and alerts: every metric that they name exists, every alert has its page and is tested both ways."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from tierd.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+GRAFANA = ROOT / "grafana"
+PROMTOOL = shutil.which("promtool")
+SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
+
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((GRAFANA / "tierd.json").read_text(encoding="utf-8"))
+
+
+def panels() -> list[dict[str, Any]]:
+    return [one for one in dashboard()["panels"] if one["type"] != "row"]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def scenarios() -> list[dict[str, Any]]:
+    return yaml.safe_load((GRAFANA / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+
+
+def anchors() -> set[str]:
+    """The anchors of the runbook's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def series_names() -> set[str]:
+    """Every name that a query can ask for, whether or not it has samples yet."""
+    names = {"up"}
+    for family in Metrics(CollectorRegistry()).registry.collect():
+        names |= {family.name + suffix for suffix in SUFFIXES[family.type]}
+    return names
+
+
+def names_in(query: str) -> set[str]:
+    without_labels = re.sub(r"\{[^}]*\}|\"[^\"]*\"|\b(?:by|on|ignoring)\s*\([^)]*\)", "", query)
+    return set(re.findall(r"\b(?:tierd|process|up)(?:_\w+)?\b", without_labels))
+
+
+def labels_in(query: str) -> Iterator[tuple[str, set[str]]]:
+    for name, inside in re.findall(r"\b(tierd_\w+)\{([^}]*)\}", query):
+        yield name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside))
+
+
+def promtool(*arguments: str) -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], cwd=GRAFANA, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── names ──
+
+
+def test_every_metric_that_a_panel_names_exists() -> None:
+    exist = series_names()
+    for panel in panels():
+        for target in panel["targets"]:
+            named = names_in(target["expr"])
+            assert named, f"{panel['title']} asks for nothing"
+            assert named <= exist, f"{panel['title']}: {named - exist}"
+
+
+def test_every_metric_that_an_alert_names_exists() -> None:
+    exist = series_names()
+    for rule in rules():
+        named = names_in(rule["expr"])
+        assert named, f"{rule['alert']} asks for nothing"
+        assert named <= exist, f"{rule['alert']}: {named - exist}"
+
+
+def test_every_metric_in_the_alerts_tests_exists() -> None:
+    for scenario in scenarios():
+        named = {name for one in scenario["input_series"] for name in names_in(one["series"])}
+        assert named <= series_names(), scenario["name"]
+
+
+def test_every_label_that_a_query_selects_by_is_one_that_the_metric_has() -> None:
+    """A selector on an absent label matches nothing, silently."""
+    metrics = Metrics(CollectorRegistry())
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]] + [one["expr"] for one in rules()]
+    for query in queries:
+        for name, labels in labels_in(query):
+            attribute = re.sub(r"_(bucket|count|sum)$", "", name).removeprefix("tierd_")
+            has = {*getattr(metrics, attribute)._labelnames, "job", "instance", "le"}
+            assert labels <= has, f"{query}: {name} has no {labels - has}"
+
+
+def test_every_metric_of_ours_is_on_the_dashboard() -> None:
+    shown = " ".join(target["expr"] for panel in panels() for target in panel["targets"])
+    for family in Metrics(CollectorRegistry()).registry.collect():
+        if family.name.startswith("tierd_"):
+            assert family.name in shown, f"{family.name} is on no panel"
+
+
+# ── the dashboard ──
+
+
+def test_dashboard_is_one_that_current_grafana_imports() -> None:
+    found = dashboard()
+    assert found["schemaVersion"] >= 39
+    assert found["uid"] == "tierd"
+    variables = {one["name"]: one for one in found["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "instance", "run"]
+    assert variables["datasource"]["type"] == "datasource"
+
+
+def test_every_panel_uses_the_chosen_data_source_and_has_a_place_of_its_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
+    ids = [one["id"] for one in dashboard()["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_rows_follow_the_way_of_the_data() -> None:
+    rows = [one["title"] for one in dashboard()["panels"] if one["type"] == "row"]
+    assert rows == [
+        "Safe now",
+        "Snapshots and stall",
+        "Persist: memory to hot",
+        "Replicate: hot to cold",
+        "Tiers",
+        "Restores",
+        "Failures",
+    ]
+
+
+# ── the alerts ──
+
+
+def test_every_alert_says_what_it_is_and_leads_to_its_page() -> None:
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning"), rule["alert"]
+        notes = rule["annotations"]
+        assert set(notes) == {"summary", "description", "runbook_url"}, rule["alert"]
+        page, _, anchor = notes["runbook_url"].partition("#")
+        assert page == "docs/RUNBOOK.md"
+        assert anchor in anchors(), f"{rule['alert']}: docs/RUNBOOK.md has no section {anchor}"
+
+
+def test_every_alert_has_a_scenario_in_which_it_fires_and_one_in_which_it_is_silent() -> None:
+    """Silent for a reason: the series are there, and still it does not fire."""
+    for rule in rules():
+        about = names_in(rule["expr"])
+        fires = silent = False
+        for scenario in scenarios():
+            has_series = about <= {name for one in scenario["input_series"] for name in names_in(one["series"])}
+            for check in scenario["promql_expr_test"]:
+                fired = any(f'"{rule["alert"]}"' in one["labels"] for one in check["exp_samples"])
+                fires |= fired
+                silent |= has_series and not fired
+        assert fires, f"{rule['alert']} fires in no test"
+        assert silent, f"{rule['alert']} is silent in no test"
+
+
+def test_pages_of_the_dashboard_exist() -> None:
+    for anchor in re.findall(r"docs/RUNBOOK\.md#([\w-]+)", (GRAFANA / "tierd.json").read_text(encoding="utf-8")):
+        assert anchor in anchors()
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules_and_the_example_configuration() -> None:
+    promtool("check", "rules", "alerts.yml")
+    promtool("check", "config", "prometheus.yml")
+
+
+@needs_promtool
+def test_promtool_sees_every_alert_fire_and_fall_silent() -> None:
+    promtool("test", "rules", "alerts_test.yml")

@@ -1,0 +1,401 @@
+"""The house itself: floors, one door per outside thing, names, and the promises that only the source can show.
+
+Each door says who may pass and why. To open one wider, add the file here with its reason; an allowance that
+nothing uses any more fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tierd import metrics
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in ("tierd", "client")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+TESTS = {path.name: path for path in sorted((ROOT / "tests").glob("test_*.py"))}
+LINES_MAX = 500  # near 400 a second noun has usually appeared
+
+
+# ── doors ──
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """`modules`: imports of them or of anything below. `names`: dotted names, or `.method` on any object."""
+
+    modules: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+DOORS = {
+    "S3": Door(
+        modules=frozenset({"boto3", "botocore", "s3transfer"}),
+        files={"tierd/tiers/s3.py": "the store"},
+    ),
+    "durable file system changes": Door(
+        names=frozenset({"os.fsync", "os.fdatasync", "os.sync", "os.rename", "os.renames", "os.replace", ".rename"}),
+        files={
+            "tierd/tiers/directory.py": "the store",
+            "tierd/tiers/publish.py": "a restored directory appears by one rename",
+        },
+    ),
+    "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares them all"}),
+    "HTTP server": Door(
+        modules=frozenset({"aiohttp"}),
+        files={"tierd/api/operator.py": "the routes", "tierd/daemon.py": "opens and closes it"},
+    ),
+    "sockets": Door(
+        modules=frozenset({"socket"}),
+        files={
+            "tierd/api/packets.py": "the trainers' socket",
+            "tierd/api/trainer.py": "accepts on it",
+            "tierd/api/asking.py": "the CLI's side of it",
+            "tierd/config.py": "gethostname only",
+            "tierd/daemon.py": "sd_notify",
+            "client/tierd_client/session.py": "the trainer's side",
+        },
+    ),
+    "memory that is mapped": Door(
+        modules=frozenset({"mmap"}),
+        names=frozenset({"os.memfd_create"}),
+        files={
+            "tierd/slots.py": "the slots of trainers",
+            "tierd/tiers/directory.py": "buffers aligned for O_DIRECT",
+            "tierd/api/finding.py": "a manifest's bytes travel as a descriptor",
+            "client/tierd_client/slots.py": "makes the slots",
+        },
+    ),
+    "the watch on a directory": Door(
+        modules=frozenset({"watchdog"}), files={"tierd/tiers/watch.py": "a hint from the kernel"}
+    ),
+    "signals": Door(
+        modules=frozenset({"signal"}),
+        files={
+            "tierd/daemon.py": "SIGTERM drains",
+            "tierd/cli/app.py": "SIGTERM ends a verb as Ctrl-C does",
+            "client/tierd_client/client.py": "a stop request becomes client.stopping",
+        },
+    ),
+    "tasks": Door(
+        names=frozenset({"asyncio.TaskGroup", "asyncio.ensure_future", ".create_task"}),
+        files={
+            "tierd/daemon.py": "the one TaskGroup that lasts",
+            "tierd/api/trainer.py": "what one conversation starts ends with it",
+            "tierd/tiers/pool.py": "the pieces of one copy end with it",
+        },
+    ),
+    "event loops": Door(
+        names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
+        files={
+            "tierd/daemon.py": "serve",
+            "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
+            "tierd/cli/listing.py": "a verb that looks at tiers itself",
+            "tierd/cli/milestone.py": "a verb that looks at tiers itself",
+            "tierd/cli/restore.py": "a verb that looks at tiers itself",
+            "tierd/cli/show.py": "a verb that looks at tiers itself",
+            "tierd/cli/status.py": "a verb that looks at tiers itself",
+            "tierd/cli/verify.py": "a verb that looks at tiers itself",
+        },
+    ),
+    "the environment": Door(
+        names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
+        files={
+            "tierd/config.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
+            "client/tierd_client/client.py": "TIERD_SOCKET, and what launchers set for a rank",
+        },
+    ),
+    "the wall clock": Door(
+        names=frozenset({"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow"}),
+        files={
+            "tierd/daemon.py": "hands `now` to the rooms",
+            "tierd/cli/console.py": "ages, for people",
+            "tierd/cli/milestone.py": "when a marker was set",
+            "client/tierd_client/client.py": "created_at of a snapshot",
+        },
+    ),
+    "other processes": Door(
+        modules=frozenset({"subprocess", "multiprocessing"}), files={"tierd/cli/demo.py": "it runs real ones"}
+    ),
+    "the terminal": Door(
+        modules=frozenset({"typer", "click", "rich"}),
+        files={path: "an operator's verb" for path in SOURCES if path.startswith("tierd/cli/")},
+    ),
+}
+LOOSE = {"the terminal"}  # a room, not a list: not every file of it must use it
+
+NEVER = {
+    "pickle": "runs code from bytes",
+    "_pickle": "runs code from bytes",
+    "cloudpickle": "runs code from bytes",
+    "dill": "runs code from bytes",
+    "marshal": "is a format of no one version",
+    "shelve": "is pickle in a file",
+    "torch.load": "unpickles",
+    "torch.save": "pickles",
+    "sqlite3": "manifests and listings are the truth",
+}
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse(SOURCES[path].read_text(encoding="utf-8"), path)
+
+
+@functools.cache
+def uses(path: str) -> tuple[tuple[str, int], ...]:
+    """(dotted name, line) of every import and of every attribute, import aliases resolved."""
+    return tuple(_uses(tree_of(path)))
+
+
+def _uses(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                known[one.asname or one.name.partition(".")[0]] = one.name if one.asname else one.name.partition(".")[0]
+                yield one.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for one in node.names:
+                known[one.asname or one.name] = f"{node.module}.{one.name}"
+                yield f"{node.module}.{one.name}", node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield _dotted(node, known), node.lineno
+
+
+def _dotted(node: ast.Attribute, known: Mapping[str, str]) -> str:
+    """`os.path.join` for what was imported; `.join` for a method of anything else."""
+    parts = [node.attr]
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    if isinstance(inner, ast.Name) and inner.id in known:
+        return ".".join([known[inner.id], *reversed(parts)])
+    return f".{node.attr}"
+
+
+def passes(door: Door, name: str) -> bool:
+    in_module = any(name == module or name.startswith(module + ".") for module in door.modules)
+    methods = {one for one in door.names if one.startswith(".")}
+    is_method = any(name.endswith(one) for one in methods)
+    return in_module or name in door.names or is_method
+
+
+def refuse(found: list[str], why: str) -> None:
+    """Fails with one finding a line, so that nothing of the list is cut off."""
+    if found:
+        pytest.fail("\n".join([why, *(f"  {one}" for one in found)]), pytrace=False)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_outside_thing_has_one_door(name: str) -> None:
+    door = DOORS[name]
+    found = [
+        f"{path}:{line} uses {used}"
+        for path in SOURCES
+        if path not in door.files
+        for used, line in uses(path)
+        if passes(door, used)
+    ]
+    refuse(found, f"the door for {name} is {', '.join(door.files)}, not:")
+
+
+@pytest.mark.parametrize("name", [name for name in DOORS if name not in LOOSE])
+def test_no_door_is_open_for_a_file_that_does_not_use_it(name: str) -> None:
+    door = DOORS[name]
+    unused = [
+        path for path in door.files if path not in SOURCES or not any(passes(door, used) for used, _ in uses(path))
+    ]
+    refuse(unused, f"take out of the door for {name}:")
+
+
+@pytest.mark.parametrize("banned", NEVER)
+def test_never_used_anywhere(banned: str) -> None:
+    door = Door(modules=frozenset({banned}))
+    found = [f"{path}:{line}" for path in SOURCES for used, line in uses(path) if passes(door, used)]
+    refuse(found, f"{banned} {NEVER[banned]}:")
+
+
+def test_checks_see_through_aliases() -> None:
+    source = (
+        "import os as o\nfrom datetime import datetime as d\nfrom os import replace\no.fsync(1)\nd.now()\nx.y.rename(z)"
+    )
+    found = {name for name, _ in _uses(ast.parse(source))}
+    assert {"os.fsync", "datetime.datetime.now", "os.replace", ".rename"} <= found
+
+
+# ── floors ──
+
+
+def test_imports_go_down_only() -> None:
+    """The contracts of [tool.importlinter] in pyproject.toml."""
+    linter = Path(sys.executable).with_name("lint-imports")
+    if not linter.exists():
+        pytest.skip("import-linter is not installed")
+    done = run([str(linter), "--no-cache"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("tierd.daemon", ["torch", "numpy", "typer", "tierd_client"]),
+        ("tierd.cli", ["torch", "numpy", "tierd_client", "boto3"]),
+        ("tierd.format.wire", ["torch", "boto3", "aiohttp", "asyncio"]),
+        ("tierd_client", ["boto3", "botocore", "aiohttp", "typer", "prometheus_client", "tierd.config", "tierd.tiers"]),
+    ],
+)
+def test_importing_brings_no_more_than_it_needs(module: str, unwanted: list[str]) -> None:
+    done = run([sys.executable, "-c", f"import {module}, sys; print(*sorted(set({unwanted!r}) & set(sys.modules)))"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+# ── names and shapes ──
+
+BANNED_FILES = {"utils", "common", "helpers", "core", "base", "misc", "manager", "handler", "data", "info", "process"}
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    named = {path: {*Path(path).parts[:-1], Path(path).stem} for path in SOURCES}
+    named |= {f"tests/{name}": {name.removeprefix("test_").removesuffix(".py")} for name in TESTS}
+    assert [path for path, words in named.items() if words & BANNED_FILES] == []
+
+
+def test_no_function_or_class_has_a_name_that_says_nothing() -> None:
+    found = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and re.match(r"_*do_|.*_impl$|.*(Manager|Handler|Helper|Utils?|Info)$", node.name)
+    ]
+    refuse(found, "names that say nothing:")
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_file_says_what_it_is_and_holds_one_noun(path: str) -> None:
+    docstring = ast.get_docstring(tree_of(path))
+    assert docstring, "a file opens with what it is, what it promises, what it leaves to others"
+    assert len(docstring.splitlines()) <= 12, "the docstring of a file is a few lines"
+    lines = len(SOURCES[path].read_text(encoding="utf-8").splitlines())
+    assert lines <= LINES_MAX, f"{lines} lines: is there a second noun in it?"
+
+
+def test_rooms_are_two_levels_deep_at_most() -> None:
+    assert [path for path in SOURCES if path.startswith("tierd/") and len(Path(path).parts) > 3] == []
+
+
+# ── tests mirror the code ──
+
+TESTED_THROUGH: dict[str, str] = {
+    # The verbs are run as people run them, in a process.
+    "tierd/cli/choice.py": "test_cli_restore.py",
+    "tierd/cli/console.py": "test_cli_listing.py",
+    "tierd/cli/descriptors.py": "test_cli_daemon.py",
+    "tierd/cli/lifecycle.py": "test_cli_verbs.py",
+    "tierd/cli/milestone.py": "test_cli_verbs.py",
+    "tierd/cli/options.py": "test_cli_verbs.py",
+    "tierd/cli/serve.py": "test_cli_daemon.py",
+    "tierd/cli/show.py": "test_cli_verbs.py",
+    "tierd/cli/status.py": "test_cli_listing.py",
+    "tierd/cli/verify.py": "test_cli_verbs.py",
+    "tierd/cli/version.py": "test_cli_verbs.py",
+}
+"""A module with no test of its own name that no test imports: the test file that exercises it all the same."""
+
+
+def imported_by_tests() -> set[str]:
+    found: set[str] = set()
+    for path in (ROOT / "tests").glob("*.py"):
+        for name, _ in _uses(ast.parse(path.read_text(encoding="utf-8"))):
+            found.add(name)
+            found.add(name.rpartition(".")[0])
+    return found
+
+
+def test_every_module_has_its_tests() -> None:
+    """A test file of its name, or a test that imports it, or a line in TESTED_THROUGH."""
+    imported = imported_by_tests()
+    missing: list[str] = []
+    for path in SOURCES:
+        parts = Path(path).with_suffix("").parts
+        stem, room = parts[-1], parts[-2]
+        module = ".".join(parts[1:] if parts[0] == "client" else parts)
+        names = {f"test_{stem}.py", f"test_{room}_{stem}.py", TESTED_THROUGH.get(path, "")}
+        if not (stem.startswith("__") or names & set(TESTS) or module in imported):
+            missing.append(path)
+    refuse(missing, "no test file of that name, and no test imports it:")
+
+
+def test_list_of_modules_tested_through_others_is_true() -> None:
+    assert [path for path, name in TESTED_THROUGH.items() if path not in SOURCES or name not in TESTS] == []
+
+
+# ── what the source promises elsewhere ──
+
+
+def test_every_page_of_the_runbook_that_a_message_names_exists() -> None:
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    missing = [
+        f"{path}: {anchor}"
+        for path, file in SOURCES.items()
+        for anchor in re.findall(r"RUNBOOK\.md#([\w-]+)", file.read_text(encoding="utf-8"))
+        if anchor not in anchors
+    ]
+    refuse(missing, "docs/RUNBOOK.md has no such section:")
+
+
+def test_links_inside_the_runbook_lead_somewhere() -> None:
+    text = (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", text)) - anchors == set()
+
+
+PRESET = {"outcome": metrics.SNAPSHOT_OUTCOMES, "direction": metrics.DIRECTIONS, "stage": metrics.STAGES}
+
+
+def test_every_label_value_that_the_code_writes_begins_at_zero() -> None:
+    """A series that appears with its first failure is one whose first failure no alert sees."""
+    strange: list[str] = []
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                for label, value in label_values(node):
+                    if value not in PRESET[label]:
+                        strange.append(f"{path}:{node.lineno} {label}={value!r}")
+    refuse(strange, "add it to the constants of tierd/metrics.py:")
+
+
+def label_values(call: ast.Call) -> Iterator[tuple[str, str]]:
+    """What `.labels(outcome="x")` and `incidents.record("stage", …)` write."""
+    assert isinstance(call.func, ast.Attribute)
+    if call.func.attr == "labels":
+        for keyword in call.keywords:
+            if keyword.arg in PRESET and isinstance(keyword.value, ast.Constant):
+                yield keyword.arg, str(keyword.value.value)
+    if call.func.attr == "record" and call.args and isinstance(call.args[0], ast.Constant):
+        yield "stage", str(call.args[0].value)

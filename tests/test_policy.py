@@ -1,0 +1,437 @@
+"""The lifecycle: plain cases, the forty snapshots of the default policy, and a world that fails at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
+from tierd.lifecycle.policy import (
+    HOT,
+    Action,
+    CheckpointView,
+    Decision,
+    Evict,
+    Expire,
+    Replicate,
+    Verdict,
+    explain,
+    kept,
+    plan,
+)
+
+DEFAULT = LifecycleConfig()
+Policy = TypeVar("Policy", bound=TierPolicy)
+
+
+def view(
+    sequence: int,
+    *tiers: str,
+    generation: int = 1,
+    step: int | None = None,
+    milestones: Iterable[str] = (),
+    healthy: bool | None = None,
+    run: str = "gpt",
+) -> CheckpointView:
+    return CheckpointView(
+        id=checkpoint_id(run, sequence * 10 if step is None else step, generation),
+        sequence=sequence,
+        milestones=frozenset(milestones),
+        healthy=healthy,
+        tiers=frozenset(tiers),
+    )
+
+
+def sequences(views: Iterable[CheckpointView], found: Iterable[CheckpointId]) -> list[int]:
+    by_id = {one.id: one.sequence for one in views}
+    return sorted(by_id[one] for one in found)
+
+
+def brief(actions: Iterable[Action]) -> list[tuple[str, int, str]]:
+    return [(type(one).__name__, one.checkpoint.step // 10, one.tier) for one in actions]
+
+
+# ── what one policy keeps ──
+
+
+def test_last_ones_are_kept_and_say_so() -> None:
+    views = [view(n) for n in (1, 2, 3, 4)]
+    assert kept(views, TierPolicy(keep_last=2)) == {views[3].id: "last 2", views[2].id: "last 2"}
+
+
+def test_input_order_does_not_matter() -> None:
+    views = [view(n) for n in range(1, 25)]
+    policy = TierPolicy(keep_last=2, keep_every=10)
+    assert kept(views, policy) == kept(reversed(views), policy)
+
+
+def test_newest_is_the_newest_step_of_the_newest_generation() -> None:
+    abandoned = view(1, step=900, generation=1)
+    resumed = view(2, step=500, generation=2)
+    assert list(kept([abandoned, resumed], TierPolicy(keep_last=1))) == [resumed.id]
+
+
+def test_every_nth_goes_by_sequence_and_every_nth_step_by_step() -> None:
+    views = [view(n, step=n * 7) for n in range(1, 21)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_every=8))) == [8, 16, 20]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_every_steps=35))) == [5, 10, 15, 20]
+
+
+def test_milestones_count_only_where_the_policy_asks_for_them() -> None:
+    views = [view(1, milestones=["best", "a"]), view(2), view(3)]
+    assert views[0].id not in kept(views, TierPolicy(keep_last=1))
+    assert kept(views, TierPolicy(keep_last=1, milestones=True))[views[0].id] == "milestone a, best"
+
+
+def test_longest_lived_reason_is_told() -> None:
+    newest = view(10, milestones=["final"])
+    policy = TierPolicy(keep_last=3, keep_every=10, keep_every_steps=100, milestones=True)
+    assert kept([newest], policy) == {newest.id: "milestone final"}
+    assert kept([view(10)], policy) == {view(10).id: "every 10th"}
+    assert kept([view(20, step=100)], TierPolicy(keep_every_steps=100)) == {view(20, step=100).id: "every 100 steps"}
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (10, "10th"), (11, "11th"), (22, "22nd"), (112, "112th")]
+)
+def test_ordinals_read_as_english(number: int, word: str) -> None:
+    one = view(number)
+    assert kept([one], TierPolicy(keep_every=number)) == {one.id: f"every {word}"}
+
+
+def test_unhealthy_checkpoints_are_none_of_the_last_ones() -> None:
+    views = [view(1), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=2))) == [1, 2]
+
+
+def test_a_verdict_never_empties_a_run() -> None:
+    views = [view(n, healthy=False) for n in (1, 2, 3)]
+    assert kept(views, TierPolicy(keep_last=2)) == {views[2].id: "newest, though none is healthy"}
+
+
+def test_newest_healthy_is_kept_even_by_a_policy_that_asks_for_none() -> None:
+    views = [view(1), view(2), view(3, healthy=False)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=0))) == [2]
+
+
+def test_nothing_is_kept_of_nothing() -> None:
+    assert kept([], TierPolicy(keep_every=10, milestones=True)) == {}
+
+
+# ── what the plan does ──
+
+
+def test_no_checkpoints_need_no_actions() -> None:
+    assert plan([], DEFAULT, cold={"cold": True}, hot_known=True) == []
+
+
+def test_selected_checkpoint_is_copied_to_every_cold_tier_that_lacks_it() -> None:
+    views = [view(1, HOT, "dr")]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert actions == [Replicate(views[0].id, "cold", "last 3")]
+
+
+def test_milestones_are_copied_before_newer_ones() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 2 else []) for n in range(1, 6)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    copies = [one for one in brief(actions) if one[0] == "Replicate"]
+    assert copies == [("Replicate", n, "cold") for n in (2, 5, 4, 3)]
+
+
+def test_nothing_is_copied_that_is_not_in_hot() -> None:
+    views = [view(1, "cold")]
+    assert plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True) == []
+
+
+def test_pending_cold_copy_holds_the_hot_replica() -> None:
+    views = [view(10, HOT), view(11, HOT, "cold"), view(12, HOT, "cold"), view(13, HOT, "cold")]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Replicate", 10, "cold")]
+
+
+def test_hot_replica_goes_once_every_cold_tier_has_it() -> None:
+    views = [view(10, HOT, "cold", "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert actions == [Evict(views[0].id, HOT, "not kept in hot; still in cold, dr")]
+
+
+def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
+    views = [view(10, HOT, "cold"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
+    assert plan(views, DEFAULT, cold={"cold": False}, hot_known=True) == []
+
+
+def test_checkpoint_that_no_policy_keeps_expires_oldest_first() -> None:
+    views = [view(n, HOT) for n in range(1, 6)]
+    actions = plan(views, DEFAULT, cold={}, hot_known=True)
+    assert actions == [Expire(views[0].id, HOT, "no policy keeps it"), Expire(views[1].id, HOT, "no policy keeps it")]
+
+
+def test_checkpoint_in_two_tiers_that_no_policy_keeps_is_evicted_then_expired() -> None:
+    views = [view(1, HOT, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Evict", 1, HOT), ("Expire", 1, "cold")]
+
+
+def test_unknown_hot_tier_stops_all_deletion_but_no_copy() -> None:
+    views = [view(n, HOT, *(["cold"] if n < 8 else [])) for n in range(1, 9)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=False)
+    assert brief(actions) == [("Replicate", 8, "cold")]
+
+
+def test_unknown_cold_tier_is_neither_written_nor_thinned() -> None:
+    views = [view(n, HOT, "cold", "dr") for n in range(1, 9)]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True)
+    assert not [one for one in actions if one.tier == "dr"]
+
+
+def test_last_known_cold_replica_waits_for_the_tier_that_cannot_be_listed() -> None:
+    views = [view(1, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
+    assert plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True) == []
+
+
+def test_cold_outage_does_not_fill_the_hot_disk_with_what_no_policy_keeps() -> None:
+    views = [view(n, HOT) for n in range(1, 41)]
+    actions = plan(views, DEFAULT, cold={"cold": False}, hot_known=True)
+    dropped = {one.checkpoint.step // 10 for one in actions}
+    assert dropped == set(range(1, 38)) - {10, 20, 30}
+
+
+def test_without_a_cold_tier_hot_holds_what_the_cold_policy_keeps() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 5 else []) for n in range(1, 24)]
+    actions = plan(views, DEFAULT, cold={}, hot_known=True)
+    assert all(isinstance(one, Expire) for one in actions)
+    left = set(range(1, 24)) - {one.checkpoint.step // 10 for one in actions}
+    assert left == {5, 10, 20, 21, 22, 23}
+
+
+def test_lagging_cold_tier_keeps_its_own_newest_until_newer_ones_arrive() -> None:
+    views = [*(view(n, "cold") for n in (1, 2, 3)), *(view(n, HOT) for n in (4, 5, 6))]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Replicate", n, "cold") for n in (6, 5, 4)]
+
+
+def test_lost_hot_tier_leaves_cold_as_it_is() -> None:
+    views = [view(n, "cold") for n in (10, 20, 28, 29, 30)]
+    assert plan(views, DEFAULT, cold={"cold": True}, hot_known=True) == []
+
+
+def test_last_replica_of_what_hot_would_keep_stays_in_cold() -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=5), cold=ColdPolicy(keep_last=1, keep_every=0, milestones=False))
+    views = [view(n, "cold") for n in range(1, 7)]
+    actions = plan(views, policy, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Expire", 1, "cold")]
+
+
+def test_tier_that_is_no_longer_configured_counts_for_nothing() -> None:
+    views = [view(10, HOT, "old-bucket"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
+    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("Replicate", 10, "cold")]
+
+
+def test_runs_do_not_share_their_last_ones() -> None:
+    views = [view(n, HOT, run=run) for run in ("a", "b") for n in (1, 2, 3)]
+    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if not isinstance(one, Replicate)]
+
+
+def test_same_state_gives_the_same_plan_in_any_order() -> None:
+    views = [view(n, HOT, run=run, milestones=["m"] if n == 4 else []) for run in ("a", "b") for n in range(1, 13)]
+    forwards = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert forwards == plan(views[::-1], DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+
+
+def test_ten_thousand_checkpoints_are_planned_at_once() -> None:
+    views = [view(n, HOT, "cold") for n in range(1, 10_001)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert sum(isinstance(one, Expire) for one in actions) == 10_000 - 1000 - 2
+
+
+# ── why ──
+
+
+def verdicts(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Verdict, str]]:
+    return {(one.checkpoint.sequence, one.tier): (one.verdict, one.reason) for one in found}
+
+
+def test_explanation_covers_every_replica_and_every_wanted_one() -> None:
+    views = [view(9, HOT), view(10, HOT, "cold"), view(11, HOT), view(12, HOT), view(13, HOT)]
+    found = verdicts(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
+    assert found[9, HOT] == (Verdict.EXPIRE, "no policy keeps it")
+    assert found[10, HOT] == (Verdict.KEEP, "every 10th; not yet known to be in dr")
+    assert found[10, "cold"] == (Verdict.KEEP, "every 10th")
+    assert found[10, "dr"] == (Verdict.WAIT, "every 10th; dr cannot be listed now")
+    assert found[13, HOT] == (Verdict.KEEP, "last 3")
+    assert found[13, "cold"] == (Verdict.REPLICATE, "last 3")
+    assert (9, "cold") not in found
+
+
+def test_explanation_says_why_a_halted_tier_deletes_nothing() -> None:
+    views = [view(n, HOT) for n in range(1, 6)]
+    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=False))
+    assert found[1, HOT] == (Verdict.KEEP, "nothing is deleted while hot cannot be listed")
+
+
+def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 1 else []) for n in range(1, 6)]
+    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=True))
+    assert found[1, HOT] == (Verdict.KEEP, "milestone best; there is no cold tier to hold it")
+
+
+# ── many snapshots ──
+
+
+class World:
+    """The tiers as they truly are, and the daemon's steps on them."""
+
+    def __init__(self, policy: LifecycleConfig, cold: Iterable[str]) -> None:
+        self.policy = policy
+        self.made: list[CheckpointView] = []
+        self.tiers: dict[str, set[CheckpointId]] = {HOT: set(), **{name: set() for name in cold}}
+
+    def commit(self, one: CheckpointView) -> None:
+        self.made.append(one)
+        self.tiers[HOT].add(one.id)
+
+    def truth(self) -> list[CheckpointView]:
+        found: list[CheckpointView] = []
+        for one in self.made:
+            tiers = frozenset(name for name, held in self.tiers.items() if one.id in held)
+            if tiers:
+                found.append(with_tiers(one, tiers))
+        return found
+
+    def held(self, tier: str) -> list[int]:
+        return sequences(self.made, self.tiers[tier])
+
+    def apply(self, action: Action) -> None:
+        if isinstance(action, Replicate):
+            assert action.checkpoint in self.tiers[HOT]
+            self.tiers[action.tier].add(action.checkpoint)
+        else:
+            self.tiers[action.tier].remove(action.checkpoint)
+
+    def reconcile(self) -> int:
+        cold = {name: True for name in self.tiers if name != HOT}
+        actions = plan(self.truth(), self.policy, cold=cold, hot_known=True)
+        for action in actions:
+            self.apply(action)
+        return len(actions)
+
+
+def with_tiers(one: CheckpointView, tiers: frozenset[str]) -> CheckpointView:
+    return CheckpointView(id=one.id, sequence=one.sequence, milestones=one.milestones, healthy=one.healthy, tiers=tiers)
+
+
+@pytest.mark.parametrize("reconcile_every", [1, 2, 7, 40])
+def test_forty_snapshots_of_the_default_policy(reconcile_every: int) -> None:
+    """However rarely the reconciler comes: hot has the last 3; cold the last 3, every tenth, and the milestone."""
+    world = World(DEFAULT, ["cold"])
+    for sequence in range(1, 41):
+        world.commit(view(sequence, milestones=["best"] if sequence == 17 else []))
+        if sequence % reconcile_every == 0:
+            world.reconcile()
+    while world.reconcile():
+        pass
+    assert world.held(HOT) == [38, 39, 40]
+    assert world.held("cold") == [10, 17, 20, 30, 38, 39, 40]
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> LifecycleConfig:
+    def one(kind: type[Policy]) -> Policy:
+        return kind(
+            keep_last=draw(st.integers(1, 4)),
+            keep_every=draw(st.sampled_from([0, 3, 10])),
+            keep_every_steps=draw(st.sampled_from([0, 50])),
+            milestones=draw(st.booleans()),
+        )
+
+    return LifecycleConfig(hot=one(TierPolicy), cold=one(ColdPolicy))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    policy=policies(),
+    cold=st.sampled_from([(), ("cold",), ("cold", "dr")]),
+    snapshots=st.integers(1, 45),
+    seed=st.integers(0, 2**32),
+)
+def test_no_order_of_failures_and_blindness_breaks_a_promise(
+    policy: LifecycleConfig, cold: tuple[str, ...], snapshots: int, seed: int
+) -> None:
+    """Up to forty-five snapshots, some unhealthy, some after going back; tiers drop out of sight; actions fail."""
+    world = World(policy, cold)
+    step, generation = 0, 1
+    random = Random(seed)
+    for sequence in range(1, snapshots + 1):
+        step += 10
+        if random.random() < 0.06:
+            generation, step = generation + 1, max(10, step - 50)
+        world.commit(
+            CheckpointView(
+                id=CheckpointId(Run("gpt"), Step(step), Generation(generation)),
+                sequence=sequence,
+                milestones=frozenset({"best"} if random.random() < 0.05 else ()),
+                healthy=random.choice([None, True, None, False]),
+                tiers=frozenset(),
+            )
+        )
+        is_known = {name: random.random() < 0.7 for name in cold}
+        hot_known = random.random() < 0.85
+        # What is remembered of a tier that cannot be listed may be true, stale or plain wrong.
+        seen = [
+            with_tiers(
+                one,
+                frozenset(
+                    name
+                    for name in world.tiers
+                    if (one.id in world.tiers[name] if is_known.get(name, True) else random.random() < 0.5)
+                ),
+            )
+            for one in world.made
+        ]
+        for action in plan(seen, policy, cold=is_known, hot_known=hot_known):
+            if random.random() < 0.3:
+                continue  # it failed; the next plan sees what is
+            check_promises(world, action, is_known=is_known, hot_known=hot_known)
+            world.apply(action)
+    settle(world)
+
+
+def check_promises(world: World, action: Action, *, is_known: dict[str, bool], hot_known: bool) -> None:
+    """Against the truth, not against what the plan could see."""
+    if isinstance(action, Replicate):
+        assert is_known[action.tier]
+        return
+    assert hot_known, "nothing is deleted while hot is unknown"
+    assert is_known.get(action.tier, True), "a tier that is unknown loses nothing"
+    truth = world.truth()
+    others = {name for name, held in world.tiers.items() if action.checkpoint in held} - {action.tier}
+    cold_keeps = kept(truth, world.policy.cold)
+    if isinstance(action, Evict):
+        assert others, "what is evicted remains elsewhere"
+    if not others:
+        assert action.checkpoint not in cold_keeps | kept(truth, world.policy.hot), "last_replica"
+    if action.tier == HOT and action.checkpoint in cold_keeps:
+        assert others == set(world.tiers) - {HOT}, "a pending cold copy holds the hot replica"
+    healthy = [one.id for one in world.made if one.healthy is not False]
+    newest_healthy = max(healthy, key=lambda one: one.recency, default=None)
+    assert others or action.checkpoint != newest_healthy, "the newest healthy one is never lost"
+
+
+def settle(world: World) -> None:
+    """With everything in sight and nothing failing, it comes to rest where the policy says."""
+    for _ in range(4):
+        if not world.reconcile():
+            break
+    assert world.reconcile() == 0
+    truth = world.truth()
+    in_hot = [one for one in truth if HOT in one.tiers]
+    for name in world.tiers:
+        if name != HOT:
+            wanted = {one.id for one in in_hot} & set(kept(truth, world.policy.cold))
+            assert wanted <= world.tiers[name]

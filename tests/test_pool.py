@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tierd.tiers.pool import Buffers, Pool, each
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    found = Pool(2, "test")
+    yield found
+    found.close()
+
+
+async def test_a_cancelled_caller_waits_for_its_thread(pool: Pool) -> None:
+    """Until the thread ends, the buffer and the descriptor that it was given are in use."""
+    loop = asyncio.get_running_loop()
+    begun, may_end, ended = asyncio.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_end.wait()
+        ended.set()
+
+    caller = asyncio.ensure_future(pool.run(work))
+    await begun.wait()
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.sleep(0)
+        assert not caller.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def test_what_a_call_raises_reaches_its_caller(pool: Pool) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(lambda: 1 // 0)
+    assert await pool.run(divmod, 7, 2) == (3, 1)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 100])
+async def test_each_item_is_done_once_and_no_more_at_once_than_allowed(limit: int) -> None:
+    done: list[int] = []
+    running = most = 0
+
+    async def act(item: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        done.append(item)
+
+    await each(limit, range(20), act)
+    assert sorted(done) == list(range(20))
+    assert most == min(limit, 20)
+
+
+async def test_the_first_error_stops_the_rest_and_comes_alone() -> None:
+    cancelled: list[int] = []
+
+    async def act(item: int) -> None:
+        if item == 1:
+            raise LookupError(item) from ValueError("why")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+
+    with pytest.raises(LookupError) as error:
+        await each(3, range(10), act)
+    assert isinstance(error.value.__cause__, ValueError)
+    assert set(cancelled) <= {0, 2}
+
+
+async def test_buffers_are_lent_up_to_their_count_and_reused() -> None:
+    made: list[int] = []
+
+    def make(size_bytes: int) -> bytearray:
+        made.append(size_bytes)
+        return bytearray(size_bytes)
+
+    buffers = Buffers(make, usual_bytes=8, count=2)
+    async with buffers.lend(8) as first, buffers.lend(3) as small:
+        assert (len(first), len(small)) == (8, 3)
+        third = asyncio.ensure_future(buffers.lend(8).__aenter__())
+        await asyncio.sleep(0)
+        assert not third.done()
+        third.cancel()
+    async with buffers.lend(8) as again:
+        assert again is first
+    assert made == [8, 3]
+    buffers.close()
+    async with buffers.lend(8):
+        assert made == [8, 3, 8]
+    buffers.close()

@@ -1,0 +1,169 @@
+"""Tagged JSON: what goes in comes back with its types, and nothing that comes in from outside can do harm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.errors import Corrupt, TierdError, Unsupported
+from tierd.format import tagged
+
+
+def through(value: object) -> Any:
+    return tagged.decode(json.loads(json.dumps(tagged.encode(value, "state"), allow_nan=False)))
+
+
+def same(found: object, expected: object) -> bool:
+    """Equal, of the same types, in the same order, nan included."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, float) and isinstance(found, float):
+        return repr(found) == repr(expected)
+    if isinstance(expected, complex) and isinstance(found, complex):
+        return same(found.real, expected.real) and same(found.imag, expected.imag)
+    if isinstance(expected, dict) and isinstance(found, dict):
+        pairs = zip(found.items(), expected.items(), strict=True)
+        return len(found) == len(expected) and all(
+            same(a, b) for one, two in pairs for a, b in zip(one, two, strict=True)
+        )
+    if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+keys = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    scalars | st.frozensets(st.integers()) | st.sets(st.text()),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_every_value_comes_back_with_its_types(value: object) -> None:
+    assert same(through(value), value)
+
+
+@given(st.dictionaries(st.integers(), st.integers()).map(Counter))
+def test_counter_comes_back_as_a_counter(value: Counter[int]) -> None:
+    assert same(through(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tuple": [1]},
+        {"$float": "nan"},
+        {"$": 1, "$x": {"$bytes": ""}},
+        {1: "int", "1": "str"},
+        {"": {}},
+        [[], (), {}, set(), b""],
+        {"a": math.nan, "b": -0.0, "c": math.inf},
+        10**400,
+        "\ud800 lone surrogate",
+    ],
+)
+def test_what_looks_like_a_tag_or_an_edge_comes_back(value: object) -> None:
+    assert same(through(value), value)
+
+
+def test_a_set_always_gives_the_same_bytes() -> None:
+    assert tagged.encode({"b", "a", "c"}, "x") == tagged.encode({"c", "b", "a"}, "x") == {"$set": ["a", "b", "c"]}
+
+
+class _Point(NamedTuple):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [1, object()]}, "state.a[1]"),
+        ({1: {"b": len}}, "state[1].b"),
+        (_Point(1), "state"),
+        (defaultdict(list), "state"),
+        ({"kind": int}, "state.kind"),
+    ],
+)
+def test_value_without_a_safe_form_is_refused_by_its_path(value: object, path: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        tagged.encode(value, "state")
+    assert refused.value.message.startswith(f"encode {path}: ")
+
+
+def test_cycle_is_refused() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    with pytest.raises(Unsupported, match="nested deeper"):
+        tagged.encode(cycle, "state")
+
+
+def test_leaf_is_asked_first_and_unleaf_gets_unknown_tags() -> None:
+    encoded = tagged.encode(
+        {"x": [3 + 0j]}, "s", lambda value, path: {"$mine": path} if isinstance(value, complex) else None
+    )
+    assert encoded == {"x": [{"$mine": "s.x[0]"}]}
+    assert tagged.decode(encoded, lambda tag, content: (tag, content)) == {"x": [("$mine", "s.x[0]")]}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["$tuple", "$float", "$complex", "$bytes", "$set", "$frozenset", "$dict", "$counter", "$x", "a"]
+            ),
+            inner,
+            max_size=2,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+@given(json_values)
+def test_hostile_json_gives_a_value_or_our_error(value: object) -> None:
+    with contextlib.suppress(TierdError):
+        tagged.decode(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$float": "1e"},
+        {"$bytes": "!"},
+        {"$dict": [[1]]},
+        {"$dict": [[[1], 2]]},
+        {"$set": [{"a": 1}]},
+        {"$complex": []},
+        {"$eval": "1"},
+        {"$tuple": None},
+        {"$complex": {"a": "b"}},
+    ],
+)
+def test_broken_tag_is_corrupt(value: object) -> None:
+    with pytest.raises(Corrupt):
+        tagged.decode(value)
+
+
+def test_deep_json_is_corrupt_not_a_crash() -> None:
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(Corrupt, match="nested deeper"):
+        tagged.decode(deep)
