@@ -197,3 +197,16 @@ def test_flipped_bytes_give_a_manifest_or_our_error(data: st.DataObject) -> None
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(TierdError):
         manifest.decode(bytes(raw), where="flipped")
+
+
+def test_a_metric_that_is_no_number_is_refused() -> None:
+    words = msgspec.structs.replace(golden(), metrics={"note": "best so far"})
+    with pytest.raises(Corrupt, match="no number"):
+        manifest.decode(words.encode(), where="words")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "milestone-best.json"])
+def test_a_shard_named_as_something_else_is_refused(name: str) -> None:
+    disguised = msgspec.structs.replace(golden(), files=[msgspec.structs.replace(golden().files[0], name=name)])
+    with pytest.raises(Corrupt, match="file name"):
+        manifest.decode(disguised.encode(), where="disguised")

@@ -61,7 +61,8 @@ def generation_key(run: Run, generation: Generation) -> str:
 
 def generation_of(file_name: str) -> Generation | None:
     match = _GENERATION.fullmatch(file_name)
-    return Generation(int(match[1])) if match else None
+    found = Generation(int(match[1])) if match else None
+    return found if found is not None and file_name == f"generation-{found:04d}.json" else None
 
 
 def is_safe_file_name(name: str) -> bool:

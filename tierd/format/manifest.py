@@ -19,6 +19,7 @@ from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
 FORMAT_VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks; a larger one is hostile, not large
 FILES_MAX = WORLD_SIZE_MAX
+NOT_FINITE = ("nan", "inf", "-inf")  # how a metric that JSON has no number for is written
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +135,9 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
         raise ValueError(f"world size {manifest.world_size}")
     if not manifest.files or len(manifest.files) > FILES_MAX:
         raise ValueError(f"{len(manifest.files)} files")
+    for name, value in manifest.metrics.items():
+        if isinstance(value, str) and value not in NOT_FINITE:
+            raise ValueError(f"metric {name!r} is {value[:40]!r}, no number")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise ValueError("a file is named twice")
     for entry in manifest.files:
@@ -141,7 +145,8 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
 
 
 def _check_file(entry: FileEntry) -> None:
-    if not layout.is_safe_file_name(entry.name) or entry.name == layout.MANIFEST:
+    is_ours = entry.name == layout.MANIFEST or layout.milestone_of(entry.name) is not None
+    if not layout.is_safe_file_name(entry.name) or is_ours:
         raise ValueError(f"file name {entry.name!r}")
     if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
         raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")

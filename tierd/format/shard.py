@@ -181,6 +181,8 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
             f"read {where}: shard format version {tierd['format_version']}, this tierd reads up to {FORMAT_VERSION}",
             hint="upgrade tierd",
         )
+    if tierd["format_version"] < 1:
+        raise ValueError(f"format version {tierd['format_version']}")
     sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_no_duplicates)
     tensors: dict[str, TensorEntry] = {}
     expected = 0
