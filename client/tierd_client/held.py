@@ -22,7 +22,7 @@ from tierd_client.slots import Slot
 log = logging.getLogger("tierd_client")
 
 LOOK_S = 0.25  # how soon a wait sees that the daemon has gone
-ABSENCE_S = 5.0  # a daemon that is being restarted is worth a wait, once; one that stays away is not
+ABSENCE_S = 3.0  # a daemon that is being restarted is worth a wait, once; one that stays away is not
 
 
 class Use(Enum):

@@ -36,10 +36,11 @@ class Scale:
     trainer_dies: int
     daemon_dies: int
     disk_dies: int
+    step_delay_s: float = 0.0  # so that a model that trains faster than `tierd ls` starts can be watched
 
 
 FULL = Scale(steps=80, every=5, model="default", trainer_dies=18, daemon_dies=38, disk_dies=63)
-FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48)
+FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, step_delay_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ class _Demo:
 
     def _start_trainer(self) -> None:
         self._log.write_bytes(b"")
-        self._trainer = self._train(self._losses, "--socket", str(self._socket))
+        delay_s = str(self._scale.step_delay_s)
+        self._trainer = self._train(self._losses, "--socket", str(self._socket), "--step-delay-s", delay_s)
 
     def _start_daemon(self) -> None:
         with (self._root / "daemon.log").open("ab") as log:
