@@ -311,7 +311,9 @@ def test_with_every_replica_of_the_newest_damaged_an_older_one_is_taken(own_daem
 
 
 @pytest.mark.parametrize("harm", ["truncated", "newer format"])
-def test_a_manifest_that_cannot_be_read_is_passed_by_and_reported(own_daemon: Daemon, harm: str) -> None:
+def test_a_manifest_that_cannot_be_read_is_passed_by_and_reported(
+    own_daemon: Daemon, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
     replicate_three(own_daemon)
     manifest = own_daemon.folder(3) / "manifest.json"
     raw = manifest.read_bytes()
@@ -324,6 +326,7 @@ def test_a_manifest_that_cannot_be_read_is_passed_by_and_reported(own_daemon: Da
     with Lab(own_daemon, "run") as lab:
         # What a later tierd has written is left as it is, so the cold replica cannot be fetched in its place.
         assert lab.restore() == ((3, 1, "cold") if harm == "truncated" else (2, 1, "hot"))
+        assert ("a newer replica could not be used" in caplog.text) == (harm == "newer format"), "never in silence"
         assert any("unreadable_manifest" in reason for reason in own_daemon.status()["halted"])
         lab.durable(4)
 

@@ -310,6 +310,7 @@ def test_rooms_are_two_levels_deep_at_most() -> None:
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
+    "tierd/api/finding.py": "test_trainer.py",
     # The verbs are run as people run them, in a process.
     "tierd/cli/choice.py": "test_cli_restore.py",
     "tierd/cli/console.py": "test_cli_listing.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tierd.format.ids import CheckpointId, Generation, Run
@@ -21,6 +22,7 @@ MEMORY = "memory"
 class Entry:
     """One checkpoint. `milestones` by tier: a marker is copied like any other file of the checkpoint."""
 
+    id: CheckpointId
     manifest: Manifest
     tiers: set[str] = field(default_factory=set)
     milestones: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -33,12 +35,15 @@ class Entry:
 
 @dataclass(slots=True)
 class TierKnowledge:
-    """What the last look at a tier gave. `error` is why it is not known now."""
+    """What the last look at a tier gave. `error` is why it is not known now. `manifest_bytes`: the size of each
+    manifest that was read there; one that has another size now is read again. `partial`: what has no manifest."""
 
     is_known: bool = False
     error: str = "not looked at yet"
     used_bytes: int = 0
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
+    manifest_bytes: dict[CheckpointId, int] = field(default_factory=dict)
+    partial: frozenset[CheckpointId] = frozenset()
 
 
 class Catalog:
@@ -46,28 +51,39 @@ class Catalog:
         self._entries: dict[CheckpointId, Entry] = {}
         self._generations: dict[Run, int] = {}
         self._changes = 0
-        self._changed: dict[tuple[CheckpointId, str], int] = {}
+        self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last look
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     # ── what workers saw ──
 
     def moment(self) -> int:
-        """To be taken before a look at a tier begins, and given to `saw_tier`."""
+        """To be taken before a look at a tier begins, and given to `saw_tier`. As long as it stays the same,
+        nothing has changed: what was decided at that moment still holds."""
         return self._changes
 
     def add(self, manifest: Manifest, tier: str, milestones: Iterable[str] = ()) -> None:
         """A committed replica in `tier`."""
-        self._touch(manifest.id, tier)
-        entry = self._entries.setdefault(manifest.id, Entry(manifest))
-        entry.manifest = manifest
-        entry.tiers.add(tier)
+        checkpoint = manifest.id
+        self._touch(checkpoint, tier)
+        entry = self._put(checkpoint, manifest, tier)
         if found := frozenset(milestones):
             entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | found
-        self.saw_generation(manifest.id.run, manifest.id.generation)
 
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` is gone."""
         self._touch(checkpoint, tier)
+        self._remove(checkpoint, tier)
+
+    def _put(self, checkpoint: CheckpointId, manifest: Manifest, tier: str) -> Entry:
+        entry = self._entries.get(checkpoint)
+        if entry is None:
+            entry = self._entries[checkpoint] = Entry(checkpoint, manifest)
+        entry.manifest = manifest
+        entry.tiers.add(tier)
+        self.saw_generation(checkpoint.run, checkpoint.generation)
+        return entry
+
+    def _remove(self, checkpoint: CheckpointId, tier: str) -> None:
         entry = self._entries.get(checkpoint)
         if entry is None:
             return
@@ -87,23 +103,38 @@ class Catalog:
         used_bytes: int,
         *,
         since: int,
+        manifest_bytes: Mapping[CheckpointId, int] = MappingProxyType({}),
+        partial: Iterable[CheckpointId] = (),
     ) -> None:
-        """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile."""
+        """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile.
+
+        One look at a tier at a time."""
         held = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
-        settled = {c for c in held | found.keys() if self._changed.get((c, tier), 0) <= since}
+        changed = self._changed.pop(tier, {})
+        settled = {c for c in held | found.keys() if changed.get(c, 0) <= since}
+        is_news = False
         for checkpoint in settled:
             if checkpoint not in found:
-                self.drop(checkpoint, tier)
-            else:
-                manifest, milestones = found[checkpoint]
-                self.add(manifest, tier)
-                self._entries[checkpoint].milestones[tier] = milestones
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, dict(unreadable))
+                self._remove(checkpoint, tier)
+                is_news = True
+                continue
+            manifest, milestones = found[checkpoint]
+            entry = self._entries.get(checkpoint)
+            if entry is None or tier not in entry.tiers or entry.milestones.get(tier, frozenset()) != milestones:
+                self._put(checkpoint, manifest, tier).milestones[tier] = milestones
+                is_news = True
+        former = self.tiers[tier]
+        unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since}
+        begun = frozenset(c for c in partial if changed.get(c, 0) <= since)
+        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(manifest_bytes), begun)
+        if is_news or not former.is_known or (former.unreadable, former.partial) != (unreadable, begun):
+            self._changes += 1
 
     def lost_tier(self, tier: str, error: str) -> None:
         """A look that gave no answer: what was known stays, but nothing may be deleted on the strength of it."""
         self.tiers[tier].is_known = False
         self.tiers[tier].error = error
+        self._changes += 1
 
     # ── questions ──
 
@@ -116,24 +147,29 @@ class Catalog:
 
     def entries(self, run: Run | None = None) -> list[Entry]:
         """Newest first within a run; runs by name."""
-        found = [entry for entry in self._entries.values() if run is None or entry.manifest.id.run == run]
-        found.sort(key=lambda entry: entry.manifest.id.recency, reverse=True)
-        found.sort(key=lambda entry: entry.manifest.run)
+        found = [entry for entry in self._entries.values() if run is None or entry.id.run == run]
+        found.sort(key=lambda entry: (entry.id.generation, entry.id.step), reverse=True)
+        found.sort(key=lambda entry: entry.id.run)
         return found
 
     def runs(self) -> list[Run]:
         return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
 
     def newest(self, run: Run, tier: str) -> Manifest | None:
-        found = [entry.manifest for entry in self.entries(run) if tier in entry.tiers]
-        return found[0] if found else None
+        found = (entry for entry in self._entries.values() if entry.id.run == run and tier in entry.tiers)
+        newest = max(found, key=lambda entry: entry.id.recency, default=None)
+        return newest.manifest if newest else None
+
+    def held(self, tier: str) -> list[Manifest]:
+        """All that are committed in a tier."""
+        return [entry.manifest for entry in self._entries.values() if tier in entry.tiers]
 
     def generation_max(self, run: Run) -> Generation:
         """The highest generation ever seen of a run; 0 when there is none."""
         return Generation(self._generations.get(run, 0))
 
     def sequence_max(self, run: Run) -> int:
-        return max((entry.manifest.sequence for entry in self.entries(run)), default=0)
+        return max((entry.manifest.sequence for entry in self._entries.values() if entry.id.run == run), default=0)
 
     def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
         """(tier, checkpoint) of every manifest that could not be read, and why."""
@@ -147,7 +183,7 @@ class Catalog:
         """What the lifecycle plans with."""
         return [
             CheckpointView(
-                id=entry.manifest.id,
+                id=entry.id,
                 sequence=entry.manifest.sequence,
                 milestones=entry.all_milestones,
                 healthy=entry.healthy,
@@ -159,11 +195,11 @@ class Catalog:
     def facts(self, memory: Iterable[Manifest] = (), run: Run | None = None) -> list[dict[str, Any]]:
         """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run."""
         in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
-        listed = {entry.manifest.id: entry for entry in self.entries(run)}
+        listed = {entry.id: entry for entry in self.entries(run)}
         order = ["memory", *self.tiers]
         rows: list[dict[str, Any]] = []
         for checkpoint in in_memory.keys() | listed.keys():
-            entry = listed.get(checkpoint) or Entry(in_memory[checkpoint])
+            entry = listed.get(checkpoint) or Entry(checkpoint, in_memory[checkpoint])
             tiers = entry.tiers | ({MEMORY} if checkpoint in in_memory else set())
             rows.append(
                 {
@@ -184,4 +220,4 @@ class Catalog:
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self._changes += 1
-        self._changed[checkpoint, tier] = self._changes
+        self._changed.setdefault(tier, {})[checkpoint] = self._changes

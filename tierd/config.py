@@ -113,6 +113,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return host.strip("[]"), int(port)
 
 
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """Where systemd wants to be told that the daemon is ready (sd_notify(3)); empty when it did not start us."""
+    return environ.get("NOTIFY_SOCKET", "")
+
+
 def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
     """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
     named = option or environ.get("TIERD_CONFIG")

@@ -11,23 +11,26 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 import tierd
 from tierd.api.operator import Operator
-from tierd.api.trainer import TrainerDoor, open_listener
+from tierd.api.packets import open_listener
+from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
 from tierd.config import ColdConfig, Config
-from tierd.errors import BadConfig
+from tierd.errors import BadConfig, Transient
 from tierd.format import wire
-from tierd.format.ids import Run
+from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory import MemoryTier
@@ -46,25 +49,31 @@ from tierd.workers.worker import Wake, Worker, run_forever
 log = logging.getLogger("tierd")
 
 DRAIN_LOOK_S = 1.0
+STOP_TIMEOUT_S = 5.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, ready: Callable[[str], None] | None = None) -> None:
+def serve(config: Config, ready: Callable[[str], None] | None = None, *, notify_socket: str = "") -> None:
     """Run until SIGTERM or SIGINT. `ready` is told the address of the HTTP door once all doors are open.
+    `notify_socket`: where systemd wants to hear of it.
 
-    Raises LockHeld, BadConfig or TierUnreachable when it cannot start; nothing has been changed then.
+    Raises LockHeld, BadConfig or TierUnreachable when it cannot start; nothing has been changed then. Raises
+    Transient at the end when a sealed snapshot did not reach the hot tier in time.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    _raise_descriptor_limit()
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with lock(config.hot_path, about) as held:
-        asyncio.run(_Daemon(config).run(lambda address: held.describe({**about, "listen": address}), ready))
+        daemon = _Daemon(config, notify_socket)
+        asyncio.run(daemon.run(lambda address: held.describe({**about, "listen": address}), ready))
 
 
 class _Daemon:
     """All rooms of one daemon, built once."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, notify_socket: str) -> None:
         self._config = config
+        self._notify_socket = notify_socket
         limits = config.limits
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
@@ -105,7 +114,15 @@ class _Daemon:
             )
             for name, tier in self._cold.items()
         }
-        self._reaper = Reaper(self._catalog, self._memory, self._tiers, config)
+        self._reaper = Reaper(
+            self._catalog,
+            self._memory,
+            self._tiers,
+            config,
+            incidents=self._incidents,
+            on_freed=lambda: self._wake("persist"),
+            on_forgotten=lambda run: self._door.forget(run),
+        )
         restorer = Restorer(
             self._memory,
             self._catalog,
@@ -144,10 +161,10 @@ class _Daemon:
     async def run(self, describe: Callable[[str], None], ready: Callable[[str], None] | None) -> None:
         """`describe` and `ready` are told the HTTP door's address: before and after all doors are open."""
         stop = self._catch_signals()
+        missing: list[CheckpointId] = []
         await recover(self._catalog, self._hot, self._hot_store)
-        Path(self._config.daemon.socket).parent.mkdir(parents=True, exist_ok=True)
         listener = open_listener(self._config.daemon.socket)
-        runner = web.AppRunner(self._operator.app(), access_log=None)
+        runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)
         try:
             address = await self._open_http(runner)
             describe(address)
@@ -157,12 +174,13 @@ class _Daemon:
                 with watch(self._config.hot_path, lambda: self._wake(f"list {HOT}")):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
-                    _notify_systemd("READY=1")
+                    self._notify_systemd("READY=1")
                     if ready is not None:
                         ready(address)
                     await stop.wait()
-                    _notify_systemd("STOPPING=1")
-                    await self._drain()
+                    self._notify_systemd("STOPPING=1")
+                    missing = await self._drain()
+                _end_within(STOP_TIMEOUT_S, exit_code=1 if missing else 0)
                 for task in (*tasks, *self._conversations):
                     task.cancel()
         finally:
@@ -172,6 +190,12 @@ class _Daemon:
             await runner.cleanup()
             for tier in self._tiers.values():
                 await tier.store.close()
+        if missing:
+            raise Transient(
+                f"drain: {', '.join(map(str, missing))} did not reach the hot tier within "
+                f"{self._config.daemon.drain_timeout_s:.0f} s",
+                hint="a trainer that still runs will send it again to the next daemon",
+            )
 
     def _start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         workers: dict[str, Worker] = {"persist": self._persister, "reap": self._reaper}
@@ -196,17 +220,24 @@ class _Daemon:
         found_host, found_port = runner.addresses[0][:2]
         return f"{found_host}:{found_port}"
 
-    async def _drain(self) -> None:
-        """Wait until every sealed snapshot is in the hot tier, within the time that the config gives."""
+    async def _drain(self) -> list[CheckpointId]:
+        """Wait until every sealed snapshot is in the hot tier, within the time that the config gives. Returns
+        those that are not."""
         log.info("draining: %d checkpoints on their way to the hot tier", len(self._memory.pending()))
-        try:
-            async with asyncio.timeout(self._config.daemon.drain_timeout_s):
-                while self._memory.pending():
-                    await self._settled.wait(DRAIN_LOOK_S)
-        except TimeoutError:
-            for one in self._memory.pending():
-                log.error("%s did not reach the hot tier within %.0f s; its trainer still has it", one.id,
-                          self._config.daemon.drain_timeout_s)  # fmt: skip
+        deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
+        while self._memory.pending() and time.monotonic() < deadline_s:
+            self._wake("persist")  # this is the last chance: no backoff
+            await self._settled.wait(DRAIN_LOOK_S)
+        return [one.id for one in self._memory.pending()]
+
+    def _notify_systemd(self, state: str) -> None:
+        """sd_notify(3): one datagram, if systemd started us."""
+        path = self._notify_socket
+        if not path:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+            sock.connect("\0" + path[1:] if path.startswith("@") else path)
+            sock.send(state.encode())
 
     def _catch_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
@@ -263,11 +294,15 @@ def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _notify_systemd(state: str) -> None:
-    """sd_notify(3): one datagram to $NOTIFY_SOCKET, if systemd started us."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if not path:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        sock.connect("\0" + path[1:] if path.startswith("@") else path)
-        sock.send(state.encode())
+def _end_within(seconds: float, *, exit_code: int) -> None:
+    """What has to be safe is safe, and the rest may be killed at any instant: no request to a region that does not
+    answer keeps the process alive."""
+    timer = threading.Timer(seconds, os._exit, [exit_code])
+    timer.daemon = True
+    timer.start()
+
+
+def _raise_descriptor_limit() -> None:
+    """Each slot takes two descriptors, each connection two; the usual soft limit of 1024 is for select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -37,7 +37,8 @@ class Incidents:
                 "step": checkpoint.step if checkpoint else None,
                 "stage": stage,
                 "kind": kind,
-                "message": error.message if is_ours else repr(error),
+                # A file name may hold bytes that are no text: no answer may fail for that.
+                "message": (error.message if is_ours else repr(error)).encode("utf-8", "backslashreplace").decode(),
                 "hint": error.hint if is_ours else "a bug in tierd: please report it with the log",
             }
         )

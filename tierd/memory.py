@@ -7,12 +7,12 @@ a generation older than the run's current one is taken. Plain bookkeeping: no so
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale
-from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Rank, Run, Step, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.wire import Sealed
 from tierd.lifecycle.states import SlotEvent, SlotState
@@ -53,16 +53,24 @@ class SnapshotSet:
 
     @property
     def is_persisted(self) -> bool:
-        return self.is_whole and all(one.slot.state is SlotState.RETAINED for one in self.snapshots.values())
+        return self.is_whole and self._is(SlotState.RETAINED)
 
     @property
     def is_pending(self) -> bool:
         return self.is_whole and not self.is_persisted
 
     @property
+    def is_at_rest(self) -> bool:
+        """Sealed, and not being written at this moment."""
+        return self._is(SlotState.SEALED)
+
+    @property
     def head(self) -> Sealed:
         """Rank 0's message: the one whose metrics, milestone and parent count."""
         return self.snapshots[Rank(0)].sealed
+
+    def _is(self, state: SlotState) -> bool:
+        return all(one.slot.state is state for one in self.snapshots.values())
 
     def move(self, event: SlotEvent) -> None:
         for snapshot in self.snapshots.values():
@@ -76,6 +84,7 @@ class _RunMemory:
     slots: dict[Rank, dict[int, Slot]] = field(default_factory=dict)
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
+    given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=16))  # a rank could not stage them
     departed_s: float = 0.0  # monotonic time when a rank last left
 
 
@@ -96,14 +105,19 @@ class MemoryTier:
         if generation > memory.generation:
             memory.generation = generation
             memory.world_size = world_size
+            memory.present.clear()
             for unfinished in [one for one in memory.sets.values() if not one.is_whole]:
                 self._forget(memory, unfinished, SlotEvent.SUPERSEDE)
+            for gone in [one for one in memory.slots if one >= world_size]:
+                self._let_go(memory, gone)
         elif world_size != memory.world_size:
             raise BadRequest(
                 f"join run {run} generation {generation}: world size {world_size}, its other ranks said "
                 f"{memory.world_size}",
             )
         memory.present.add(rank)
+        for slot in memory.slots.get(rank, {}).values():
+            slot.move(SlotEvent.TRAINER_DIED)  # or has lost its connection: what it was filling, it fills anew
 
     def present(self, run: Run) -> set[Rank]:
         """The ranks that are connected now."""
@@ -140,10 +154,7 @@ class MemoryTier:
     def detach(self, run: Run, rank: Rank) -> None:
         """Let go of a rank's slots, because a process that may still live could write into them. A snapshot in
         one of them stays restorable: a trainer writes only into free slots."""
-        memory = self._runs[run]
-        for slot in memory.slots.pop(rank, {}).values():
-            if not self._holds(memory, slot):
-                slot.close()
+        self._let_go(self._runs[run], rank)
 
     def fill(self, run: Run, generation: Generation, rank: Rank, index: int) -> None:
         self._slot(run, generation, rank, index).move(SlotEvent.FILL)
@@ -179,6 +190,13 @@ class MemoryTier:
             found.sealed_at_s = now_s
         return found
 
+    def give_up(self, run: Run, generation: Generation, step: Step) -> None:
+        """A rank could not stage this step, so its set will never be whole: the other ranks get their slots back."""
+        memory = self._runs[run]
+        if generation != memory.generation:
+            return
+        memory.given_up.append(checkpoint_id(run, step, generation))
+
     def leave(self, run: Run, rank: Rank, *, now_s: float) -> None:
         """The rank's trainer is gone: what it was filling is free again, what it sealed stays."""
         for slot in self.slots(run, rank).values():
@@ -195,21 +213,20 @@ class MemoryTier:
         return sorted(found, key=lambda one: (one.failures, one.sealed_at_s))
 
     def release(self, run: Run) -> Iterator[tuple[SnapshotSet, bool]]:
-        """Forget every set that a newer whole one has made needless; its slots are free. Yields (set, lost):
-        lost when it had not been persisted, because that had gone wrong or a rank never sealed."""
+        """Forget every set that a newer whole one has made needless, or that a rank has given up; its slots are free.
+        Yields (set, lost): lost when it was not persisted, because that went wrong or a rank never sealed."""
         memory = self._runs[run]
         newest = self.newest_whole(run)
-        if newest is None:
-            return
-        for older in [one for one in memory.sets.values() if one.id.recency < newest.id.recency]:
-            if older.is_persisted:
-                self._forget(memory, older, SlotEvent.RELEASE)
-                yield older, False
-            elif all(one.slot.state is SlotState.SEALED for one in older.snapshots.values()) and (
-                older.failures > 0 or not older.is_whole
+        for one in list(memory.sets.values()):
+            is_older = newest is not None and one.id.recency < newest.id.recency
+            if is_older and one.is_persisted:
+                self._forget(memory, one, SlotEvent.RELEASE)
+                yield one, False
+            elif one.is_at_rest and (
+                (is_older and one.failures > 0) or (not one.is_whole and (is_older or one.id in memory.given_up))
             ):
-                self._forget(memory, older, SlotEvent.SUPERSEDE)
-                yield older, True
+                self._forget(memory, one, SlotEvent.SUPERSEDE)
+                yield one, True
 
     def forget_departed(self, *, now_s: float, grace_s: float) -> list[Run]:
         """Give back the memory of runs whose trainers have been gone for so long. What is not persisted stays."""
@@ -243,6 +260,12 @@ class MemoryTier:
         ]
         return sorted(found, key=lambda one: one.id.recency, reverse=True)
 
+    def find(self, checkpoint: CheckpointId) -> SnapshotSet | None:
+        """The restorable set of this step, if it is still in memory."""
+        memory = self._runs.get(checkpoint.run)
+        found = memory.sets.get(checkpoint) if memory else None
+        return found if found and found.is_whole else None
+
     def newest_whole(self, run: Run) -> SnapshotSet | None:
         return next(iter(self.whole(run)), None)
 
@@ -274,6 +297,11 @@ class MemoryTier:
                 snapshot.slot.close()  # replaced meanwhile, and kept only for this snapshot
             elif snapshot.rank >= memory.world_size:
                 owned.pop(snapshot.index).close()  # of a rank that the run no longer has
+
+    def _let_go(self, memory: _RunMemory, rank: Rank) -> None:
+        for slot in memory.slots.pop(rank, {}).values():
+            if not self._holds(memory, slot):
+                slot.close()
 
     def _holds(self, memory: _RunMemory, slot: Slot) -> bool:
         return any(one.slot is slot for found in memory.sets.values() for one in found.snapshots.values())

@@ -6,7 +6,6 @@ SIGBUS. The daemon's own descriptor keeps the bytes alive after the trainer is g
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -26,11 +25,15 @@ class Slot:
         self.fd = fd
         try:
             _check_sealed(fd, capacity_bytes)
-            self._mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:
+            os.close(fd)
+            raise BadRequest(f"map a slot of {capacity_bytes} bytes: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise
-        self.view = memoryview(self._mapping)
+        # The only reference: a read that goes on in a thread after `close` keeps the memory mapped, and nothing else.
+        self.view = memoryview(mapping)
 
     def move(self, event: SlotEvent) -> None:
         """Change state by the table of lifecycle/states; an unlisted move raises."""
@@ -42,9 +45,6 @@ class Slot:
 
     def close(self) -> None:
         self.view.release()
-        # A read that was cancelled may still export the mapping: then the last reference unmaps it.
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
         os.close(self.fd)
 
 
@@ -60,10 +60,10 @@ def _check_sealed(fd: int, capacity_bytes: int) -> None:
         raise BadRequest(f"map a slot: capacity {capacity_bytes} of a memfd of {size} bytes")
 
 
-def snapshot_entry(view: memoryview, name: str, size_bytes: int) -> FileEntry:
+def snapshot_entry(view: memoryview, name: str) -> FileEntry:
     """The file entry of a snapshot that was not persisted yet, read once from its slot. Blocking: seconds."""
     chunks = [
         checksum.crc64nvme(view[offset : offset + length])
-        for offset, length in checksum.chunk_ranges(size_bytes, checksum.CHUNK_BYTES)
+        for offset, length in checksum.chunk_ranges(len(view), checksum.CHUNK_BYTES)
     ]
-    return file_entry(name, size_bytes, checksum.CHUNK_BYTES, chunks)
+    return file_entry(name, len(view), checksum.CHUNK_BYTES, chunks)

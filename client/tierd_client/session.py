@@ -196,6 +196,8 @@ class Session:
             question.heard_s = time.monotonic()
             match message:
                 case wire.Found():
+                    for why in message.passed_over:
+                        log.error("tierd: a newer replica could not be used: %s", why)
                     question.tier, question.descriptors = message.tier, descriptors
                     question.answered.set()
                 case wire.Refused():

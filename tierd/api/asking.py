@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import tierd
+from tierd.api.packets import receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, from_kind
 from tierd.format import wire
 
@@ -46,21 +47,23 @@ def find_in_memory(
             descriptors = _expect(sock, wire.Found)
         except OSError as error:
             raise DaemonUnreachable(f"{unreachable}: {error}", hint="is `tierd serve` running?") from error
+    if not descriptors:
+        raise BadRequest(f"{unreachable}: it sent no descriptors", hint="has this process any left? see ulimit -n")
     with os.fdopen(descriptors[0], "rb") as manifest:
         return manifest.read(), descriptors[1:]
 
 
 def _expect(sock: socket.socket, kind: type[wire.Welcome | wire.Found]) -> list[int]:
-    raw, descriptors, _, _ = socket.recv_fds(
-        sock, wire.MESSAGE_BYTES_MAX, wire.DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-    )
-    if not raw:
-        raise ConnectionResetError("the daemon closed the connection")
-    message = wire.decode_to_client(raw)
-    if isinstance(message, kind):
-        return list(descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    if isinstance(message, wire.Refused):
-        raise from_kind(message.kind, message.message, message.hint)
-    raise BadRequest(f"wait for {kind.__name__}: the daemon said {type(message).__name__}")
+    while True:
+        raw, descriptors, _ = receive_packet(sock)
+        if not raw:
+            raise ConnectionResetError("the daemon closed the connection")
+        message = wire.decode_to_client(raw)
+        if isinstance(message, kind):
+            return descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(message, wire.Refused):
+            raise from_kind(message.kind, message.message, message.hint)
+        if not isinstance(message, wire.Progress):
+            raise BadRequest(f"wait for {kind.__name__}: the daemon said {type(message).__name__}")

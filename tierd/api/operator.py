@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,17 +20,18 @@ import tierd
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import TierdError
+from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, Run, is_run, parse_name
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import FileEntry, Manifest
 from tierd.incidents import Incidents
-from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.policy import HOT, Verdict
 from tierd.lifecycle.states import SlotState
-from tierd.memory import MemoryTier
+from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import HALT_REASONS, Metrics
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import manifest_of
-from tierd.workers.reaper import decide, halted
-from tierd.workers.replicator import pending
+from tierd.workers.reaper import decisions, halted
+from tierd.workers.replicator import waiting
 
 Json = dict[str, Any]
 
@@ -91,18 +93,16 @@ class Operator:
     def in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints, described as manifests; the sizes are true, checksums may be missing."""
         return [
-            one.manifest or manifest_of(one, [], sequence=self._catalog.sequence_max(one.id.run) + 1)
+            one.manifest or manifest_of(one, _files(one), sequence=self._catalog.sequence_max(one.id.run) + 1)
             for one in self._memory.whole()
         ]
 
     def _run(self, run: Run) -> Json:
-        newest = {name: self._catalog.newest(run, name) for name in self._tiers}
         whole = self._memory.newest_whole(run)
-        tiers: dict[str, Json | None] = {MEMORY: None}
-        if whole is not None:
-            tiers[MEMORY] = self._where(whole.id, whole.head.created_at)
-        for name, manifest in newest.items():
-            tiers[name] = self._where(manifest.id, manifest.created_at) if manifest else None
+        tiers: dict[str, Json | None] = {MEMORY: self._where(whole.id, whole.head.created_at) if whole else None}
+        for name in self._tiers:
+            newest = self._catalog.newest(run, name)
+            tiers[name] = self._where(newest.id, newest.created_at) if newest else None
         is_here = self._memory.generation(run) > 0
         return {
             "run": run,
@@ -120,40 +120,41 @@ class Operator:
             "age_s": self._age_s(created_at),
         }
 
-    def _age_s(self, created_at: str) -> float:
+    def _age_s(self, created_at: str) -> float | None:
+        """None when it is not known: a foreign manifest may say anything."""
         try:
             made = datetime.fromisoformat(created_at)
             return round(max(0.0, (self._now() - made).total_seconds()), 1)
         except (ValueError, TypeError):
-            return 0.0  # a foreign manifest may say anything; its age is not known
+            return None
 
     async def _tier(self, name: str) -> Json:
         knowledge = self._catalog.tiers[name]
-        try:
-            free = await self._tiers[name].store.free_bytes()
-        except TierdError:
-            free = None
+        held = self._catalog.held(name)
         return {
             "name": name,
             "url": self._tiers[name].store.url,
             "is_known": knowledge.is_known,
             "error": knowledge.error,
-            "checkpoints": sum(name in entry.tiers for entry in self._catalog.entries()),
-            "used_bytes": self._used_bytes(name),
-            "free_bytes": free,
+            "checkpoints": len(held),
+            "used_bytes": sum(manifest.size_bytes for manifest in held),
+            "free_bytes": await self._free_bytes(name),
         }
 
-    def _used_bytes(self, tier: str) -> int:
-        return sum(entry.manifest.size_bytes for entry in self._catalog.entries() if tier in entry.tiers)
+    async def _free_bytes(self, tier: str) -> int | None:
+        try:
+            return await self._tiers[tier].store.free_bytes()
+        except TierdError:
+            return None
 
     def _queues(self) -> list[Json]:
         """What has yet to reach each tier."""
         unpersisted = self._memory.pending()
         ages = [time.monotonic() - one.sealed_at_s for one in unpersisted]
         queues: list[Json] = [_queue(HOT, ages)]
-        for cold in self._config.cold:
-            entries = [self._catalog.get(one) for one in pending(self._catalog, self._config, cold.name)]
-            queues.append(_queue(cold.name, [self._age_s(one.manifest.created_at) for one in entries if one]))
+        for tier, checkpoints in waiting(self._catalog, self._config).items():
+            manifests = [self._catalog.manifest(one) for one in checkpoints]
+            queues.append(_queue(tier, [self._age_s(one.created_at) for one in manifests if one]))
         return queues
 
     def _slots(self) -> dict[SlotState, int]:
@@ -163,26 +164,33 @@ class Operator:
     async def refresh_gauges(self) -> None:
         """Set every gauge from what is true now."""
         metrics = self._metrics
-        for gauge in (metrics.last_committed_step, metrics.last_committed_timestamp_seconds, metrics.checkpoints):
+        free_bytes = {name: await self._free_bytes(name) for name in self._tiers}
+        # No await from here on: two scrapes at once must not see each other's cleared gauges.
+        for gauge in (
+            metrics.last_committed_step,
+            metrics.last_committed_timestamp_seconds,
+            metrics.checkpoints,
+            metrics.tier_free_bytes,
+        ):
             gauge.clear()
-        for run in self._catalog.runs():
+        for run in sorted({*self._catalog.runs(), *self._memory.runs()}):
             metrics.begin_run(run)
-            entries = self._catalog.entries(run)
-            for name in self._tiers:
-                metrics.checkpoints.labels(run, name).set(sum(name in entry.tiers for entry in entries))
-                newest = self._catalog.newest(run, name)
-                if newest is not None:
-                    metrics.last_committed_step.labels(run, name).set(newest.step)
-                    age_s = self._age_s(newest.created_at)
-                    metrics.last_committed_timestamp_seconds.labels(run, name).set(self._now().timestamp() - age_s)
-        for name, tier in self._tiers.items():
-            metrics.tier_used_bytes.labels(name).set(self._used_bytes(name))
-            try:
-                free = await tier.store.free_bytes()
-            except TierdError:
-                free = None
+        for name, free in free_bytes.items():
+            held = self._catalog.held(name)
+            metrics.tier_used_bytes.labels(name).set(sum(manifest.size_bytes for manifest in held))
             if free is not None:
                 metrics.tier_free_bytes.labels(name).set(free)
+            counts = Counter(manifest.run for manifest in held)
+            for run in self._catalog.runs():
+                metrics.checkpoints.labels(run, name).set(counts[run])
+                newest = self._catalog.newest(run, name)
+                if newest is None:
+                    continue
+                metrics.last_committed_step.labels(run, name).set(newest.step)
+                age_s = self._age_s(newest.created_at)
+                if age_s is not None:
+                    made_s = self._now().timestamp() - age_s
+                    metrics.last_committed_timestamp_seconds.labels(run, name).set(made_s)
         for queue in self._queues():
             metrics.queue_checkpoints.labels(queue["tier"]).set(queue["checkpoints"])
             metrics.queue_oldest_age_seconds.labels(queue["tier"]).set(queue["oldest_age_s"])
@@ -225,7 +233,7 @@ class Operator:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
         entry = self._catalog.get(checkpoint)
         manifest = entry.manifest if entry else in_memory[checkpoint]
-        tiers = sorted(entry.tiers) if entry else []
+        tiers = [name for name in self._tiers if entry and name in entry.tiers]
         return _json(
             {
                 "manifest": msgspec.to_builtins(manifest),
@@ -236,17 +244,19 @@ class Operator:
         )
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
+        """What `tierd lifecycle --json` prints."""
         return _json(
             [
                 {
-                    "action": type(one).__name__.lower(),
-                    "run": one.checkpoint.run,
-                    "step": one.checkpoint.step,
-                    "generation": one.checkpoint.generation,
+                    "run": one.checkpoint.id.run,
+                    "step": one.checkpoint.id.step,
+                    "generation": one.checkpoint.id.generation,
                     "tier": one.tier,
+                    "action": one.verdict.value,
                     "reason": one.reason,
                 }
-                for one in decide(self._catalog, self._config)
+                for one in decisions(self._catalog, self._config)
+                if one.verdict is not Verdict.KEEP
             ]
         )
 
@@ -254,8 +264,23 @@ class Operator:
         return web.Response(text=_render(await self.status()), content_type="text/html")
 
 
-def _queue(tier: str, ages_s: list[float]) -> Json:
-    return {"tier": tier, "checkpoints": len(ages_s), "oldest_age_s": round(max(ages_s, default=0.0), 1)}
+def _files(one: SnapshotSet) -> list[FileEntry]:
+    """Names and sizes of what is not written yet; its checksums are not known."""
+    return [
+        FileEntry(
+            name=layout.shard_name(rank, one.world_size),
+            size_bytes=snapshot.sealed.size_bytes,
+            crc64nvme="",
+            chunk_bytes=checksum.CHUNK_BYTES,
+            chunks=[],
+        )
+        for rank, snapshot in sorted(one.snapshots.items())
+    ]
+
+
+def _queue(tier: str, ages_s: Sequence[float | None]) -> Json:
+    oldest_s = max((age for age in ages_s if age is not None), default=0.0)
+    return {"tier": tier, "checkpoints": len(ages_s), "oldest_age_s": round(oldest_s, 1)}
 
 
 def _json(content: object, status: int = 200) -> web.Response:
@@ -270,7 +295,8 @@ def _render(status: Json) -> str:
         cells = [run["run"], str(run["generation"]), f"{run['ranks_attached']} of {run['world_size'] or '?'}"]
         for tier in tiers:
             found = run["tiers"].get(tier)
-            cells.append(f"step {found['step']}, {found['age_s']:.0f} s ago" if found else "none")
+            ago = f", {found['age_s']:.0f} s ago" if found and found["age_s"] is not None else ""
+            cells.append(f"step {found['step']}{ago}" if found else "none")
         rows.append(cells)
     places = [
         [t["name"], t["url"], "known" if t["is_known"] else f"not known: {t['error']}", str(t["checkpoints"]),

@@ -8,78 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import select
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from datetime import datetime
 from typing import Any
 
 import tierd
+from tierd.api.finding import Finder, refused
 from tierd.api.packets import PacketConnection
-from tierd.catalog import Catalog
+from tierd.api.session import NO_RANK, Session, Writer
+from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
-from tierd.errors import BadConfig, BadRequest, LockHeld, NotFound, Stale, TierdError, TierUnreachable, Transient
-from tierd.format import wire
-from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run, checkpoint_id
+from tierd.errors import BadRequest, Corrupt, Stale, TierdError, TierUnreachable, Transient
+from tierd.format import layout, wire
+from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, Step, check_run, checkpoint_id
 from tierd.incidents import Incidents
-from tierd.lifecycle.states import SlotEvent, SlotState
+from tierd.lifecycle.states import SlotState
 from tierd.memory import MemoryTier
 from tierd.metrics import Metrics
 from tierd.slots import Slot
 from tierd.tiers.tier import Tier
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer, close_all, duplicates
 
 log = logging.getLogger("tierd")
 
-OUTBOX_MAX = 256  # messages a peer may leave unread before it is dropped; it re-attaches and asks again
-ANY_RUN_RANK = Rank(-1)  # a session that only asks
-
-
-class Session:
-    """One connected rank. `rank` is -1 for one that only asks."""
-
-    def __init__(self, connection: PacketConnection, run: Run, rank: Rank, generation: Generation) -> None:
-        self.connection = connection
-        self.run = run
-        self.rank = rank
-        self.generation = generation
-        self.process = _open_process(connection.peer_pid)
-        self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
-
-    def post(self, message: wire.ToClient, descriptors: list[int] | None = None) -> None:
-        """Queue a message; takes the descriptors over."""
-        try:
-            self._outbox.put_nowait((message, descriptors or []))
-        except asyncio.QueueFull:
-            close_all(descriptors or [])
-            log.warning("dropping %s rank %d: it has left %d messages unread", self.run, self.rank, OUTBOX_MAX)
-            self.connection.shutdown()
-
-    def finish(self) -> None:
-        """End the connection after what is queued has been sent."""
-        if not self._outbox.full():
-            self._outbox.put_nowait(None)
-
-    async def send_queued(self) -> None:
-        """Sends until `finish`. Ends quietly when the peer has gone."""
-        while (queued := await self._outbox.get()) is not None:
-            message, descriptors = queued
-            try:
-                await self.connection.send(wire.encode(message), descriptors)
-            except OSError:
-                break
-            finally:
-                close_all(descriptors)
-        self.connection.shutdown()
-
-    def close(self) -> None:
-        while not self._outbox.empty():
-            queued = self._outbox.get_nowait()
-            close_all(queued[1] if queued else [])
-        self.connection.close()
+ACCEPT_PAUSE_S = 0.2  # before the next try when there are no descriptors left
 
 
 class TrainerDoor:
@@ -100,13 +57,14 @@ class TrainerDoor:
         self._catalog = catalog
         self._hot = hot
         self._restorer = restorer
+        self._finder = Finder(restorer, incidents, spawn)
         self._config = config
         self._metrics = metrics
         self._incidents = incidents
         self._wake_persister = wake_persister
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], Session] = {}
-        self._writers: dict[tuple[Run, Rank], int | None] = {}  # pidfd of who may have a rank's slots mapped
+        self._writers: dict[tuple[Run, Rank], Writer] = {}  # who may have a rank's slots mapped
         self._connections = 0
         self._claiming = asyncio.Lock()
         self._boot = uuid.uuid4().hex
@@ -127,7 +85,8 @@ class TrainerDoor:
                 # A trainer that brought slots of its own must not hear of its predecessor's.
                 if session is not None and self._memory.slots(run, rank).get(snapshot.index) is snapshot.slot:
                     session.post(wire.Released(slot=snapshot.index))
-            if is_lost:
+            # One that was sent again after it had been committed is not lost.
+            if is_lost and self._catalog.get(found.id) is None:
                 self._metrics.snapshots_total.labels(run=run, outcome="lost").inc()
                 self.tell(
                     run,
@@ -142,12 +101,22 @@ class TrainerDoor:
                     ),
                 )
 
+    def forget(self, run: Run) -> None:
+        """The run's memory was given back: nobody writes into its slots any more."""
+        for key in [key for key in self._writers if key[0] == run and key not in self._sessions]:
+            self._writers.pop(key).close()
+
     # ── the door ──
 
     async def serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                self._incidents.record("wire", Transient(f"accept a connection: {error.strerror}"))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             if self._connections >= self._config.limits.connections_max:
                 sock.close()
                 self._incidents.record("wire", Transient(f"accept a connection: {self._connections} are open"))
@@ -156,31 +125,42 @@ class TrainerDoor:
             self._spawn(self._serve_one(PacketConnection(sock)))
 
     async def _serve_one(self, connection: PacketConnection) -> None:
-        session: Session | None = None
         try:
-            _check_peer(connection)
-            session = await self._admit(connection)
+            await self._attend(connection)
+        except TierdError as error:
+            await self._refuse(connection, error)
+        except OSError:
+            pass  # the peer has gone; leaving is all there is to do
+        except Exception as error:  # a bug that one peer has met must not end the daemon for all
+            self._incidents.record("wire", error)
+        finally:
+            self._connections -= 1
+            connection.close()
+
+    async def _attend(self, connection: PacketConnection) -> None:
+        _check_peer(connection)
+        hello = await self._hear_hello(connection)
+        run = check_run(hello.run)
+        if hello.rank is None:
+            session, kept = Session(connection, run, NO_RANK, Generation(0)), {}
+        else:
+            session, kept = await self._enter(connection, hello, run, Rank(hello.rank))
+        try:
+            self._welcome(session, kept)
             async with asyncio.TaskGroup() as group:
                 group.create_task(session.send_queued())
                 try:
-                    await self._converse(session, group)
+                    await self._converse(session)
                 finally:
+                    self._leave(session)
                     session.finish()
-        except* TierdError as errors:
-            for error in errors.exceptions:
-                if isinstance(error, TierdError):
-                    await self._refuse(connection, error)
-        except* OSError:
-            pass  # the peer has gone; leaving is all there is to do
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            self._connections -= 1
-            if session is not None:
-                self._leave(session)
-                session.close()
-            else:
-                connection.close()
+            self._leave(session)
+            session.close()
 
-    async def _admit(self, connection: PacketConnection) -> Session:
+    async def _hear_hello(self, connection: PacketConnection) -> wire.Hello:
         try:
             async with asyncio.timeout(self._config.limits.hello_timeout_s):
                 raw, descriptors = await connection.receive()
@@ -194,46 +174,46 @@ class TrainerDoor:
             raise BadRequest(f"wait for Hello: the peer said {type(hello).__name__}")
         if hello.protocol != wire.PROTOCOL_VERSION:
             raise BadRequest(
-                f"greet a client {hello.version}: it speaks protocol {hello.protocol}, this daemon "
+                f"greet a client {hello.version[:80]}: it speaks protocol {hello.protocol}, this daemon "
                 f"({tierd.__version__}) speaks {wire.PROTOCOL_VERSION}",
                 hint="install the same tierd version in the trainer and the daemon",
             )
-        run = check_run(hello.run)
-        if hello.rank is None:
-            session = Session(connection, run, ANY_RUN_RANK, Generation(0))
-            self._welcome(session, {})
-            return session
-        if not 0 <= hello.rank < hello.world_size <= WORLD_SIZE_MAX:
-            raise BadRequest(f"greet {run}: rank {hello.rank} of world size {hello.world_size}")
-        return await self._enter(connection, hello, run, Rank(hello.rank))
+        return hello
 
-    async def _enter(self, connection: PacketConnection, hello: wire.Hello, run: Run, rank: Rank) -> Session:
+    async def _enter(
+        self, connection: PacketConnection, hello: wire.Hello, run: Run, rank: Rank
+    ) -> tuple[Session, dict[int, Slot]]:
+        """The session of a trainer's rank, and the slots that it may adopt."""
+        if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
+            raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
         generation = Generation(hello.generation) if hello.generation is not None else await self._claim(run, rank)
         known = max(self._catalog.generation_max(run), self._memory.generation(run))
+        if not 1 <= generation <= GENERATION_MAX:
+            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_MAX}")
         if generation < known:
             raise Stale(
                 f"join run {run} as generation {generation}: generation {known} has taken over",
                 hint="another trainer of this run was started later; stop this one",
             )
-        if generation > GENERATION_MAX:
-            raise BadRequest(f"join run {run} as generation {generation}: more than {GENERATION_MAX}")
         previous = self._memory.generation(run)
         self._memory.enter(run, generation, rank, hello.world_size)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
             self._fence(run, generation)
-        session = Session(connection, run, rank, generation)
-        replaced = self._sessions.pop((run, rank), None)
+        key = (run, rank)
+        replaced = self._sessions.get(key)
         if replaced is not None:
             replaced.finish()
-        # A rank that only lost its connection has its slots mapped; any other may take over what is there.
-        is_back = generation == previous and self._lives((run, rank))
+        session = self._sessions[key] = Session(connection, run, rank, generation)
+        writer, former = Writer.open(connection.peer_pid), self._writers.get(key)
+        # A process that only lost its connection has its slots mapped; any other may take over what is there.
+        is_back = former is not None and generation == previous and former.pid == writer.pid and not former.is_dead
         kept = {} if is_back else self._adoptable(run, rank)
-        self._sessions[run, rank] = session
-        self._keep_writer((run, rank), session.process)
-        self._welcome(session, kept)
+        if former is not None:
+            former.close()
+        self._writers[key] = writer
         log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
-        return session
+        return session, kept
 
     async def _claim(self, run: Run, rank: Rank) -> Generation:
         """A new generation, durably taken: no later start of any daemon on this directory gives it again."""
@@ -267,26 +247,14 @@ class TrainerDoor:
 
     def _adoptable(self, run: Run, rank: Rank) -> dict[int, Slot]:
         """The rank's slots, if whoever had them is dead for certain: else it could write into them."""
-        pidfd = self._writers.get((run, rank))
+        writer = self._writers.get((run, rank))
         slots = self._memory.slots(run, rank)
-        if pidfd is not None and _is_dead(pidfd):
-            for slot in slots.values():
-                slot.move(SlotEvent.TRAINER_DIED)  # its connection may be held open by a child of it
+        if writer is not None and writer.is_dead:
             return slots
         if slots:
             log.warning("%s rank %d: its former trainer may still live; new slots instead of its old ones", run, rank)
             self._memory.detach(run, rank)
         return {}
-
-    def _lives(self, key: tuple[Run, Rank]) -> bool:
-        held = self._writers.get(key)
-        return held is not None and not _is_dead(held)
-
-    def _keep_writer(self, key: tuple[Run, Rank], process: int | None) -> None:
-        held = self._writers.get(key)
-        if held is not None:
-            os.close(held)
-        self._writers[key] = process
 
     def _welcome(self, session: Session, kept: dict[int, Slot]) -> None:
         told = self._config.snapshot
@@ -307,10 +275,10 @@ class TrainerDoor:
                 slot_wait_s=told.slot_wait_s,
                 when_busy=told.when_busy,
             ),
-            [os.dup(slot.fd) for slot in kept.values()],
+            duplicates([slot.fd for slot in kept.values()]),
         )
 
-    async def _converse(self, session: Session, group: asyncio.TaskGroup) -> None:
+    async def _converse(self, session: Session) -> None:
         while True:
             raw, descriptors = await session.connection.receive()
             if not raw:
@@ -321,8 +289,8 @@ class TrainerDoor:
                     log.info("goodbye %s rank %d", session.run, session.rank)
                     return
                 if isinstance(message, wire.Find):
-                    group.create_task(self._find(session, message))
-                elif session.rank == ANY_RUN_RANK:
+                    self._finder.ask(session, message)
+                elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is no trainer")
                 elif isinstance(message, wire.AttachSlot):
                     taken, descriptors = descriptors, []
@@ -347,12 +315,15 @@ class TrainerDoor:
             case wire.Abandon():
                 self._memory.abandon(run, generation, rank, message.slot)
             case wire.Sealed():
+                _check_sealed(message)
                 found = self._memory.seal(run, generation, rank, message, now_s=time.monotonic())
                 session.post(wire.Accepted(slot=message.slot, step=message.step))
-                if not message.resent:
+                if message.resent:
+                    self._answer(session, wire.Ask(step=message.step, generation=generation))
+                else:
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
-                if found.is_whole:
-                    self.settle(run)
+                self.settle(run)
+                if found.is_pending:
                     self._wake_persister()
             case wire.Ask():
                 self._answer(session, message)
@@ -370,41 +341,33 @@ class TrainerDoor:
                 session.post(wire.Replicated(step=ask.step, generation=ask.generation, tier=tier))
 
     def _report(self, session: Session, report: wire.Report) -> None:
+        run, detail = session.run, repr(report.detail)
+        tier = report.tier if report.tier in (*self._catalog.tiers, MEMORY) else "other"
+        _check_seconds("take a report", report.seconds)
         match report.outcome:
             case "restored":
-                tier = report.tier if report.tier in (*self._catalog.tiers, "memory") else "other"
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
-                log.info("restored %s to step %d from %s", session.run, report.step, report.tier)
-            case "skipped" | "failed":
-                self._metrics.snapshots_total.labels(run=session.run, outcome=report.outcome).inc()
-                log.warning("%s step %d %s: %s", session.run, report.step, report.outcome, report.detail)
+                log.info("restored %s to step %d from %s", run, report.step, tier)
+            case "skipped":
+                if session.rank == 0:  # all ranks skip a step together, and all say so
+                    self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()
+                log.warning("%s rank %d skipped step %d: %s", run, session.rank, report.step, detail)
+            case "failed":
+                self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
+                log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
+                self._memory.give_up(run, session.generation, Step(report.step))
+                self.settle(run)
             case "corrupt":
-                tier = report.tier if report.tier in (*self._catalog.tiers, "memory") else "other"
                 self._metrics.verify_failures_total.labels(tier=tier).inc()
-                log.error("%s step %d in %s is damaged: %s", session.run, report.step, report.tier, report.detail)
+                self._incidents.record("restore", Corrupt(f"{run} step {report.step} in {tier}: {detail}"))
             case _:
                 raise BadRequest(f"take a report: outcome {report.outcome!r}")
-
-    async def _find(self, session: Session, find: wire.Find) -> None:
-        def on_progress(done: int, total: int) -> None:
-            session.post(wire.Progress(request=find.request, done_bytes=done, total_bytes=total))
-
-        try:
-            found = await self._restorer.find(session.run, find, on_progress)
-        except TierdError as error:
-            if not isinstance(error, NotFound):
-                self._incidents.record("restore", error)
-            session.post(_refused(find.request, error))
-            return
-        session.post(
-            wire.Found(request=find.request, tier=found.tier), [_as_memfd(found.manifest.encode()), *found.descriptors]
-        )
 
     async def _refuse(self, connection: PacketConnection, error: TierdError) -> None:
         self._incidents.record("wire", error)
         try:
             async with asyncio.timeout(1.0):
-                await connection.send(wire.encode(_refused(0, error)))
+                await connection.send(wire.encode(refused(0, error)))
         except (OSError, TimeoutError):
             pass  # it will not hear the reason
 
@@ -413,6 +376,8 @@ class TrainerDoor:
         if self._sessions.get(key) is session:
             del self._sessions[key]
             self._memory.leave(session.run, session.rank, now_s=time.monotonic())
+            if not self._memory.slots(session.run, session.rank):
+                self._writers.pop(key).close()  # there is nothing that it could write into
             log.info("%s rank %d has gone; its sealed snapshots stay", session.run, session.rank)
 
 
@@ -424,62 +389,20 @@ def _check_peer(connection: PacketConnection) -> None:
         )
 
 
-def _refused(request: int, error: TierdError) -> wire.Refused:
-    return wire.Refused(request=request, kind=error.kind, message=error.message[:8192], hint=error.hint)
-
-
-def _open_process(pid: int) -> int | None:
-    """A descriptor that tells when the process ends; None when it cannot be seen (another PID namespace)."""
+def _check_sealed(sealed: wire.Sealed) -> None:
+    """What ends up in a manifest, a file name or a metric must be what it says it is."""
+    doing = f"seal step {sealed.step}"
+    _check_seconds(doing, sealed.stall_s)
+    if sealed.milestone is not None and layout.milestone_of(f"milestone-{sealed.milestone}.json") is None:
+        raise BadRequest(f"{doing}: {sealed.milestone!r} cannot name a milestone")
     try:
-        return os.pidfd_open(pid) if pid > 0 else None
-    except OSError:
-        return None
+        is_zoned = datetime.fromisoformat(sealed.created_at).tzinfo is not None
+    except ValueError:
+        is_zoned = False
+    if not is_zoned:
+        raise BadRequest(f"{doing}: created_at {sealed.created_at[:80]!r} is no ISO 8601 time with a zone")
 
 
-def _is_dead(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _as_memfd(content: bytes) -> int:
-    descriptor = os.memfd_create("tierd-manifest", os.MFD_CLOEXEC)
-    os.write(descriptor, content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def open_listener(path: str) -> socket.socket:
-    """The daemon's socket, open to its own user alone from the first instant.
-
-    A stale file of a dead daemon is replaced; anything that is no socket is refused.
-    """
-    if os.path.lexists(path):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise BadConfig(f"listen on {path}: something that is no socket is there", hint="move it away")
-        if _is_answered(path):
-            raise LockHeld(f"listen on {path}: another daemon answers there", hint="set another daemon.socket")
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    # umask before bind, not chmod after: there is no instant in which others may connect
-    former = os.umask(0o177)
-    try:
-        listener.bind(path)
-    except OSError as error:
-        listener.close()
-        raise BadConfig(f"listen on {path}: {error.strerror}", hint="set daemon.socket to a path of yours") from error
-    finally:
-        os.umask(former)
-    listener.listen(128)
-    return listener
-
-
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            return True  # its backlog is full: someone lives there
-        except OSError:
-            return False
-        return True
+def _check_seconds(doing: str, seconds: float) -> None:
+    if not math.isfinite(seconds) or seconds < 0:
+        raise BadRequest(f"{doing}: {seconds} seconds")

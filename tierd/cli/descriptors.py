@@ -62,6 +62,9 @@ class DescriptorStore:
         await self.read(key, 0, memoryview(content))
         return bytes(content)
 
+    async def get_many(self, keys: Sequence[str], *, size_max: int) -> list[bytes | TierdError]:
+        return [await self.get_bytes(key, size_max=size_max) for key in keys]
+
     async def list(self, prefix: str = "") -> list[StoredObject]:
         found = {key: entry.size_bytes for key, (entry, _) in self._files.items()}
         found[layout.manifest_key(self.manifest.id)] = len(self._raw)

@@ -8,14 +8,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.catalog import Catalog
 from tierd.cli import options
 from tierd.cli.console import answer, answer_json, say, table
 from tierd.cli.places import PARTIAL, Settings, look, settings_of
-from tierd.config import Config
 from tierd.format.ids import check_run
-from tierd.lifecycle.policy import HOT, Decision, Verdict, explain
-from tierd.workers.reaper import halted
+from tierd.lifecycle.policy import Decision, Verdict
+from tierd.workers.reaper import decisions, halted
 
 
 class Planned(msgspec.Struct, kw_only=True):
@@ -75,18 +73,3 @@ async def _decisions(settings: Settings) -> tuple[list[Decision], bool, list[str
     async with look(settings) as places:
         is_whole = places.check_reachable()
         return decisions(places.catalog, config), is_whole, halted(places.catalog)
-
-
-def decisions(catalog: Catalog, config: Config) -> list[Decision]:
-    """Each run judged only by what is known for sure, as the reaper judges it."""
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    found: list[Decision] = []
-    for run in catalog.runs():
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        found += explain(
-            [view for view in catalog.views() if view.id.run == run],
-            config.lifecycle,
-            cold={one.name: is_known[one.name] for one in config.cold},
-            hot_known=is_known[HOT],
-        )
-    return found

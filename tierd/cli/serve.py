@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tierd.cli.places import settings_of
+from tierd.config import notify_socket
 
 
 def serve(context: typer.Context) -> None:
@@ -14,7 +15,7 @@ def serve(context: typer.Context) -> None:
     config = settings_of(context).config()
     from tierd.daemon import serve
 
-    serve(config)
+    serve(config, notify_socket=notify_socket())
 
 
 def demo(

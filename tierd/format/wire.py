@@ -181,10 +181,12 @@ class Fenced(_Message, frozen=True, kw_only=True):
 
 
 class Found(_Message, frozen=True, kw_only=True):
-    """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order."""
+    """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order. `passed_over`:
+    why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it."""
 
     request: int
     tier: str
+    passed_over: list[str] = []
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -225,9 +227,9 @@ def encode(message: ToDaemon | ToClient) -> bytes:
 
 def decode_to_daemon(raw: bytes) -> ToDaemon:
     """Raises BadRequest for anything that is no message of ours."""
-    try:
+    try:  # ValueError: bytes that are no UTF-8
         return _to_daemon.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _not_ours(raw, error) from error
 
 
@@ -235,7 +237,7 @@ def decode_to_client(raw: bytes) -> ToClient:
     """Raises BadRequest for anything that is no message of ours."""
     try:
         return _to_client.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _not_ours(raw, error) from error
 
 

@@ -100,17 +100,32 @@ class DirectoryStore:
             return await self._pool.run(write)
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        return await self._pool.run(self._get, key, size_max)
+
+    async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
+        def get(key: str) -> bytes | TierdError:
+            try:
+                return self._get(key, size_max)
+            except TierUnreachable:
+                raise
+            except TierdError as error:
+                return error
+
+        # One call of a thread for all: the way there and back costs more than the reading.
+        return await self._pool.run(lambda: [get(key) for key in keys])
+
+    def _get(self, key: str, size_max: int) -> bytes:
         doing = f"read {check_key(key)} in {self.url}"
-
-        def read() -> bytes:
-            with open(self._open_file(key), "rb") as file:
-                content = file.read(size_max + 1)
-            if len(content) > size_max:
-                raise Corrupt(f"{doing}: more than {size_max} bytes")
-            return content
-
         with _translated(doing):
-            return await self._pool.run(read)
+            fd = self._open_file(key)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
+            finally:
+                os.close(fd)
+        if size_bytes > size_max:
+            raise Corrupt(f"{doing}: {size_bytes} bytes, more than {size_max}")
+        return content
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         doing = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"

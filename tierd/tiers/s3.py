@@ -148,6 +148,20 @@ class S3Store:
 
         return await self._get(doing, fetch, Key=self.object_key(key))
 
+    async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
+        found: dict[str, bytes | TierdError] = {}
+
+        async def get(key: str) -> None:
+            try:
+                found[key] = await self.get_bytes(key, size_max=size_max)
+            except TierUnreachable:
+                raise
+            except TierdError as error:
+                found[key] = error
+
+        await each(self.parts_in_flight, keys, get)
+        return [found[key] for key in keys]
+
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         doing = self._doing(f"read {len(buffer)} bytes at {offset} of", key)
         if not buffer:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from tierd.errors import BadRequest
+from tierd.errors import BadRequest, TierdError
 from tierd.format import layout
 from tierd.format.manifest import FileEntry
 
@@ -79,6 +79,10 @@ class Store(Protocol):
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
         """A small object whole. Raises NotFound, or Corrupt when it is larger than `size_max`."""
+        ...
+
+    async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
+        """Small objects, each whole or with the error that `get_bytes` would raise. Raises TierUnreachable."""
         ...
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:

@@ -7,13 +7,13 @@ deep verification between tiers live here too: every byte is checked against the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tierd.config import ColdConfig, LimitsConfig
-from tierd.errors import Corrupt, NotFound, TierUnreachable
+from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
@@ -48,10 +48,14 @@ class Tier:
     async def listing(self) -> Listing:
         """Everything here, from one listing of the store and no manifest."""
         found = Listing()
+        folders: dict[str, dict[str, int]] = {}  # a folder has many files, and its name is parsed once
         for stored in await self.store.list():
-            if parsed := layout.parse_key(stored.key):
+            folder, _, name = stored.key.rpartition("/")
+            if folder in folders:
+                folders[folder][name] = stored.size_bytes
+            elif parsed := layout.parse_key(stored.key):
                 checkpoint, name = parsed
-                found.files.setdefault(checkpoint, {})[name] = stored.size_bytes
+                folders[folder] = found.files[checkpoint] = {name: stored.size_bytes}
                 _raise_generation(found, checkpoint.run, checkpoint.generation)
             elif claimed := layout.parse_generation_key(stored.key):
                 _raise_generation(found, *claimed)
@@ -63,6 +67,22 @@ class Tier:
         """Raises NotFound when it is not committed here, Corrupt or NewerFormat when it cannot be used."""
         raw = await self._manifest_bytes(checkpoint)
         return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
+
+    async def manifests(self, checkpoints: Sequence[CheckpointId]) -> list[Manifest | TierdError]:
+        """Of many checkpoints at once: each manifest, or what `manifest` would raise. Raises TierUnreachable."""
+        keys = [layout.manifest_key(checkpoint) for checkpoint in checkpoints]
+        found: list[Manifest | TierdError] = []
+        for checkpoint, raw in zip(
+            checkpoints, await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX), strict=True
+        ):
+            if isinstance(raw, TierdError):
+                found.append(raw)
+                continue
+            try:
+                found.append(decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint))
+            except TierdError as error:
+                found.append(error)
+        return found
 
     async def commit(self, manifest: Manifest, *, raw: bytes | None = None) -> None:
         """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes where they exist.

@@ -11,12 +11,21 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.events import (
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
 from watchdog.observers import Observer
 
 from tierd.format import layout
 
 log = logging.getLogger("tierd")
+
+# Asked of the kernel: else every manifest that a listing opens and reads would be an event too, and overflow its queue.
+_EVENTS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent, FileDeletedEvent]
 
 
 class _OnChange(FileSystemEventHandler):
@@ -50,7 +59,7 @@ def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
         loop.call_soon_threadsafe(on_change)
 
     try:
-        observer.schedule(_OnChange(tell), str(root), recursive=True)
+        observer.schedule(_OnChange(tell), str(root), recursive=True, event_filter=_EVENTS)
         observer.start()
     except OSError as error:
         log.warning("watch %s: %s; changes by hand are seen at the next look instead", root, error)

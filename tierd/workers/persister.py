@@ -6,20 +6,22 @@ tried again until a newer one has made it needless; the trainer is told each tim
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
 from tierd.catalog import Catalog
-from tierd.errors import TierdError
+from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Run
-from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotEvent
 from tierd.memory import MemoryTier, Snapshot, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.tiers.pool import each
 from tierd.tiers.tier import Tier
+from tierd.workers.recovery import clear_uncommitted, is_listed
 
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
 
@@ -56,35 +58,37 @@ class Persister:
             one = untried[0]
             tried.add(one.id)
             try:
-                manifest = await self._persist(one)
+                await self._persist(one)
             except TierdError as error:
                 is_well = False
-                one.failures += 1
                 self._incidents.record(self.name, error, one.id)
                 self._tell(one.id.run, _failed(one, error))
             else:
                 seconds = time.monotonic() - one.sealed_at_s
-                one.manifest = manifest
-                self._metrics.persist_seconds.observe(seconds)
-                self._metrics.snapshots_total.labels(run=one.id.run, outcome="persisted").inc()
                 self._tell(one.id.run, wire.Persisted(step=one.id.step, generation=one.id.generation, seconds=seconds))
             self._on_settled(one.id.run)
         return is_well
 
-    async def _persist(self, one: SnapshotSet) -> Manifest:
+    async def _persist(self, one: SnapshotSet) -> None:
         one.move(SlotEvent.PERSIST)
         try:
-            manifest = self._committed_before(one) or await self._write(one)
+            one.manifest = await self._committed_before(one.id) or await self._write(one)
         except BaseException:
+            one.failures += 1
             one.move(SlotEvent.PERSIST_FAILED)
             raise
         one.move(SlotEvent.PERSISTED)
-        return manifest
 
-    def _committed_before(self, one: SnapshotSet) -> Manifest | None:
-        """A trainer sends again what a killed daemon did not acknowledge, and it may have been committed."""
-        known = self._catalog.get(one.id)
-        return known.manifest if known and self._hot.name in known.tiers else None
+    async def _committed_before(self, checkpoint: CheckpointId) -> Manifest | None:
+        """A trainer sends again what a killed daemon did not acknowledge: it may have been committed, or even have
+        gone on to a cold tier."""
+        known = self._catalog.get(checkpoint)
+        if known is None:
+            return None
+        if self._hot.name in known.tiers:
+            # Whoever wrote it may have been killed before the last fsync, and committing again makes up for that.
+            await self._hot.commit(known.manifest, raw=await self._hot.manifest_bytes(known.manifest))
+        return known.manifest
 
     async def _write(self, one: SnapshotSet) -> Manifest:
         # Sorted by rank: the manifest lists them so, and the same set gives the same manifest.
@@ -94,8 +98,25 @@ class Persister:
         async def put(snapshot: Snapshot) -> None:
             entries[snapshot.rank] = await self._put(one, snapshot)
 
-        await each(SHARDS_IN_FLIGHT, snapshots, put)
-        files = [entries[snapshot.rank] for snapshot in snapshots]
+        if await is_listed(self._hot, one.id):
+            # Not by us, or we would know it: its shards have the names of ours.
+            raise Corrupt(
+                f"write {one.id} in {self._hot.name}: a manifest lies there that is not ours, or cannot be read",
+                hint="nothing was overwritten; see docs/RUNBOOK.md#unreadable-manifest",
+            )
+        try:
+            await each(SHARDS_IN_FLIGHT, snapshots, put)
+            manifest = await self._commit(one, [entries[snapshot.rank] for snapshot in snapshots])
+        except TierdError:
+            with contextlib.suppress(TierdError):  # what went wrong first is what must be told
+                await clear_uncommitted(self._hot, one.id)
+            raise
+        self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
+        self._metrics.persist_seconds.observe(time.monotonic() - one.sealed_at_s)
+        self._metrics.snapshots_total.labels(run=one.id.run, outcome="persisted").inc()
+        return manifest
+
+    async def _commit(self, one: SnapshotSet, files: list[FileEntry]) -> Manifest:
         manifest = manifest_of(one, files, sequence=self._catalog.sequence_max(one.id.run) + 1)
         # The marker goes before the commit: a milestone that is committed is never without it.
         milestone = one.head.milestone
@@ -103,7 +124,6 @@ class Persister:
             await self._hot.mark_milestone(one.id, milestone, manifest.created_at)
         await self._hot.commit(manifest)
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
-        self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
         return manifest
 
     async def _put(self, one: SnapshotSet, snapshot: Snapshot) -> FileEntry:
@@ -131,7 +151,7 @@ def manifest_of(one: SnapshotSet, files: list[FileEntry], *, sequence: int) -> M
         world_size=one.world_size,
         created_at=head.created_at,
         kind="snapshot",
-        metrics=head.metrics,
+        metrics=plain_metrics(head.metrics),
         architecture_hash=head.architecture_hash,
         versions=head.versions,
         files=files,

@@ -9,58 +9,137 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tierd.catalog import Catalog
 from tierd.config import Config
-from tierd.lifecycle.policy import HOT, Action, Evict, Expire, plan
+from tierd.errors import TierdError
+from tierd.format.ids import Run
+from tierd.incidents import Incidents
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict, Expire, explain, plan
 from tierd.memory import MemoryTier
 from tierd.tiers.tier import Tier
+from tierd.workers.recovery import is_listed
 
 log = logging.getLogger("tierd")
 
 
 class Reaper:
+    """`on_freed` is told that a tier has more room; `on_forgotten`, of a run whose slots were given back."""
+
     name = "reap"
     is_urgent = False
 
-    def __init__(self, catalog: Catalog, memory: MemoryTier, tiers: Mapping[str, Tier], config: Config) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        memory: MemoryTier,
+        tiers: Mapping[str, Tier],
+        config: Config,
+        *,
+        incidents: Incidents,
+        on_freed: Callable[[], None],
+        on_forgotten: Callable[[Run], None],
+    ) -> None:
         self.interval_s = config.limits.reconcile_interval_s
         self._catalog = catalog
         self._memory = memory
         self._tiers = tiers
         self._config = config
+        self._incidents = incidents
+        self._on_freed = on_freed
+        self._on_forgotten = on_forgotten
+        self._done_at = -1  # the catalog's moment at the end of the last pass that did all there was
 
     async def run_once(self) -> bool:
         grace_s = self._config.daemon.memory_grace_s
         for run in self._memory.forget_departed(now_s=time.monotonic(), grace_s=grace_s):
+            self._on_forgotten(run)
             log.info("gave back the memory of %s: its trainers have been gone for %.0f s", run, grace_s)
+        if self._catalog.moment() == self._done_at:
+            return True
+        failing: set[str] = set()
+        while not await self._delete(failing):
+            pass
+        self._done_at = -1 if failing else self._catalog.moment()
+        return not failing
+
+    async def _delete(self, failing: set[str]) -> bool:
+        """One plan carried out. False when something else changed meanwhile: what was decided may not hold any more.
+
+        A tier that does not let us delete is added to `failing` and holds up no other."""
+        decided_at = self._catalog.moment()
         for action in deletions(self._catalog, self._config):
-            await self._tiers[action.tier].delete(action.checkpoint)
+            if action.tier in failing:
+                continue
+            if self._catalog.moment() != decided_at:
+                return False
+            if action.tier == HOT and not await self._is_elsewhere(action, failing):
+                continue
+            try:
+                await self._tiers[action.tier].delete(action.checkpoint)
+            except TierdError as error:
+                failing.add(action.tier)
+                self._incidents.record(self.name, error, action.checkpoint)
+                continue
+            is_alone = self._catalog.moment() == decided_at
             self._catalog.drop(action.checkpoint, action.tier)
+            if is_alone:
+                decided_at = self._catalog.moment()
+            self._on_freed()
             verb = "evicted" if isinstance(action, Evict) else "expired"
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
+        return self._catalog.moment() == decided_at
+
+    async def _is_elsewhere(self, action: Evict | Expire, failing: set[str]) -> bool:
+        """last_replica: what is known of a cold tier may be minutes old, so before a hot replica goes, each tier that
+        is said to hold the checkpoint is asked. One that has lost it is sent it again."""
+        entry = self._catalog.get(action.checkpoint)
+        for name in (entry.tiers if entry else set[str]()) - {HOT}:
+            if not self._catalog.tiers[name].is_known:
+                continue  # the plan did not count on it
+            try:
+                if not await is_listed(self._tiers[name], action.checkpoint):
+                    self._catalog.drop(action.checkpoint, name)
+                    return False
+            except TierdError as error:
+                self._catalog.lost_tier(name, str(error))
+                failing.add(name)
+                return False
         return True
 
 
+def decisions(catalog: Catalog, config: Config) -> list[Decision]:
+    """What becomes of every checkpoint, and why. Each run is judged only by what is known for sure."""
+    return [
+        decision
+        for views, cold, hot_known in _judged(catalog, config)
+        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known)
+    ]
+
+
 def decide(catalog: Catalog, config: Config) -> list[Action]:
-    """All that the lifecycle would do now, each run judged only by what is known for sure."""
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    views = catalog.views()
-    actions: list[Action] = []
-    for run in catalog.runs():
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        actions += plan(
-            [view for view in views if view.id.run == run],
-            config.lifecycle,
-            cold={one.name: is_known[one.name] for one in config.cold},
-            hot_known=is_known[HOT],
-        )
-    return actions
+    """All that the lifecycle would do now: the same judgement, in the order in which it is carried out."""
+    return [
+        action
+        for views, cold, hot_known in _judged(catalog, config)
+        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known)
+    ]
 
 
 def deletions(catalog: Catalog, config: Config) -> list[Evict | Expire]:
     return [action for action in decide(catalog, config) if isinstance(action, Evict | Expire)]
+
+
+def _judged(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointView], dict[str, bool], bool]]:
+    """(its checkpoints, whether each cold tier's part of it is known, whether hot's is) of every run, by name."""
+    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    views: dict[Run, list[CheckpointView]] = {}
+    for view in catalog.views():
+        views.setdefault(view.id.run, []).append(view)
+    for run in sorted(views):
+        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
+        yield views[run], {one.name: is_known[one.name] for one in config.cold}, is_known[HOT]
 
 
 def halted(catalog: Catalog) -> list[str]:

@@ -6,16 +6,19 @@ halt, not guess: a manifest that cannot be read, or a checkpoint with a file mis
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from tierd.catalog import Catalog
-from tierd.errors import Corrupt, NewerFormat, NotFound, TierUnreachable
+from tierd.catalog import Catalog, Entry
+from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Listing, Tier
 
-READS_IN_FLIGHT = 16  # manifests read at once on a first look
+log = logging.getLogger("tierd")
+
+BATCH = 64  # manifests read at once: bounds what a look holds, and how long it keeps the event loop
 
 
 async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore) -> None:
@@ -25,53 +28,101 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore) -> None:
     still holds it and sends it again.
     """
     await store.sweep_partials()
-    for checkpoint in (await hot.listing()).partial:
+    listing = await hot.listing()
+    for checkpoint in listing.partial:
         await hot.delete(checkpoint)
-    await refresh(catalog, hot)
+        del listing.files[checkpoint]
+        log.info("cleared %s from hot: it was being written when the daemon ended", checkpoint)
+    await _learn(catalog, hot, listing, catalog.moment())
+
+
+async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:
+    """Removes what a copy that went wrong has left, so that a full disk does not stay full of it."""
+    files = await _files(tier, checkpoint)
+    if layout.MANIFEST not in files:
+        await tier.store.delete([layout.file_key(checkpoint, name) for name in files])
+
+
+async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
+    """Whether a manifest lies there, readable or not."""
+    return layout.MANIFEST in await _files(tier, checkpoint)
+
+
+async def _files(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
+    prefix = layout.checkpoint_prefix(checkpoint)
+    return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}
 
 
 async def refresh(catalog: Catalog, tier: Tier) -> None:
     """One look at a tier. An unreachable one is noted in the catalog as not known; nothing is raised for it."""
     moment = catalog.moment()
     try:
-        listing = await tier.listing()
-        found, unreadable = await _read_manifests(catalog, tier, listing)
-    except TierUnreachable as error:
+        await _learn(catalog, tier, await tier.listing(), moment)
+    except TierdError as error:
         catalog.lost_tier(tier.name, str(error))
-        return
+
+
+async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
+    manifests, unreadable = await _manifests(catalog, tier, listing)
+    found = {one: (manifest, listing.milestones(one)) for one, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     used = sum(size for files in listing.files.values() for size in files.values())
-    catalog.saw_tier(tier.name, found, unreadable, used, since=moment)
+    sizes = {one: listing.files[one][layout.MANIFEST] for one in found}
+    catalog.saw_tier(tier.name, found, unreadable, used, since=moment, manifest_bytes=sizes, partial=listing.partial)
 
 
-async def _read_manifests(
+async def _manifests(
     catalog: Catalog, tier: Tier, listing: Listing
-) -> tuple[dict[CheckpointId, tuple[Manifest, frozenset[str]]], dict[CheckpointId, str]]:
-    """Committed checkpoints with their manifests, read only where no tier has shown it before: they never change."""
-    found: dict[CheckpointId, tuple[Manifest, frozenset[str]]] = {}
+) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str]]:
+    """(manifests, why not) of the committed. Read where this tier shows one for the first time, or in another size:
+    what hot says of a checkpoint proves nothing about the replica in cold."""
+    found: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}
-    gate = asyncio.Semaphore(READS_IN_FLIGHT)
-
-    async def read(checkpoint: CheckpointId) -> None:
-        try:
-            async with gate:
-                manifest = catalog.manifest(checkpoint) or await tier.manifest(checkpoint)
-        except (Corrupt, NewerFormat) as error:
-            unreadable[checkpoint] = str(error)
-            return
-        except NotFound:
-            return  # deleted since it was listed
-        files = listing.files[checkpoint]
-        missing = [entry.name for entry in manifest.files if files.get(entry.name) != entry.size_bytes]
-        if missing:
-            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {missing[0]} is missing or has another size"
+    read_before = catalog.tiers[tier.name].manifest_bytes
+    unread: list[CheckpointId] = []
+    for checkpoint in listing.committed:
+        known = catalog.get(checkpoint)
+        if (
+            known
+            and tier.name in known.tiers
+            and (read_before.get(checkpoint) == listing.files[checkpoint][layout.MANIFEST])
+        ):
+            found[checkpoint] = known.manifest
         else:
-            marked = (layout.milestone_of(name) for name in files)
-            found[checkpoint] = manifest, frozenset(name for name in marked if name)
-
-    await asyncio.gather(*(read(checkpoint) for checkpoint in listing.committed))
+            unread.append(checkpoint)
+    for begin in range(0, len(unread), BATCH):
+        batch = unread[begin : begin + BATCH]
+        for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
+            if isinstance(manifest, Manifest):
+                found[checkpoint] = manifest
+            elif not isinstance(manifest, NotFound):  # deleted since it was listed
+                unreadable[checkpoint] = str(manifest)
+    for checkpoint, manifest in list(found.items()):
+        why = _why_another(catalog.get(checkpoint), tier, manifest)
+        if _why_not_whole(manifest, listing.files[checkpoint]):
+            # A listing is no snapshot: look once more at one that may just have been deleted.
+            listing.files[checkpoint] = await _files(tier, checkpoint)
+            why = why or _why_not_whole(manifest, listing.files[checkpoint])
+        if layout.MANIFEST not in listing.files[checkpoint]:
+            del found[checkpoint]
+        elif why:
+            del found[checkpoint]
+            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
     return found, unreadable
+
+
+def _why_not_whole(manifest: Manifest, files: dict[str, int]) -> str:
+    for entry in manifest.files:
+        if files.get(entry.name) != entry.size_bytes:
+            return f"{entry.name} is missing or has another size"
+    return ""
+
+
+def _why_another(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
+    if known is None or known.manifest is manifest or not known.tiers - {tier.name} or known.manifest == manifest:
+        return ""
+    return f"its manifest says something else than the one in {', '.join(sorted(known.tiers - {tier.name}))}"
 
 
 class Lister:
@@ -88,6 +139,8 @@ class Lister:
 
     async def run_once(self) -> bool:
         try:
+            if not self.has_looked.is_set() and isinstance(self._tier.store, DirectoryStore):
+                await self._tier.store.sweep_partials()  # what killed copies left; live writers hold a lock
             await refresh(self._catalog, self._tier)
         finally:
             self.has_looked.set()

@@ -7,17 +7,19 @@ damaged hot replica is never copied. One slow or dead tier holds up no other: ea
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from tierd.catalog import Catalog
 from tierd.config import Config
-from tierd.errors import Corrupt, NotFound
+from tierd.errors import Corrupt, Full, NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
-from tierd.lifecycle.policy import Replicate, plan
+from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.workers.recovery import clear_uncommitted
 
 
 class Replicator:
@@ -47,26 +49,44 @@ class Replicator:
         self._tell = tell
         self._on_committed = on_committed
         self._now = now
+        self._failures: Counter[CheckpointId] = Counter()
+        self._done_at = -1  # the catalog's moment when the last pass that did all there was began
 
     def pending(self) -> list[CheckpointId]:
         """What this tier should have and has not, most wanted first."""
         return pending(self._catalog, self._config, self._cold.name)
 
     async def run_once(self) -> bool:
-        """Copy until nothing is pending. A checkpoint that is damaged does not hold up the others."""
+        """Copy until nothing is pending. A checkpoint that goes wrong does not hold up the others: it is passed by,
+        or, when it looks like the tier's fault, comes last in the next pass."""
+        began_at = self._catalog.moment()
+        if began_at == self._done_at:
+            return True
+        await self._clear_leftovers()
         await self._mark_milestones()
-        damaged: set[CheckpointId] = set()
-        while todo := [checkpoint for checkpoint in self.pending() if checkpoint not in damaged]:
-            checkpoint = todo[0]
+        tried: set[CheckpointId] = set()
+        while todo := [checkpoint for checkpoint in self.pending() if checkpoint not in tried]:
+            checkpoint = min(todo, key=lambda one: self._failures[one])
+            tried.add(checkpoint)
             try:
                 await self._replicate(checkpoint)
+                del self._failures[checkpoint]
             except NotFound:
-                self._catalog.drop(checkpoint, self._hot.name)  # deleted by hand; the next look agrees
-            except Corrupt as error:
-                damaged.add(checkpoint)
-                self._metrics.verify_failures_total.labels(tier=self._hot.name).inc()
+                # Deleted by hand, or evicted because newer ones came meanwhile: what was sent of it is no use.
+                self._catalog.drop(checkpoint, self._hot.name)
+                await clear_uncommitted(self._cold, checkpoint)
+            except (Transient, Full):
+                self._failures[checkpoint] += 1
+                raise
+            except TierdError as error:
+                self._failures[checkpoint] += 1
+                if isinstance(error, Corrupt):
+                    self._metrics.verify_failures_total.labels(tier=self._hot.name).inc()
                 self._incidents.record(self.name, error, checkpoint)
-        return not damaged
+        self._failures = Counter({one: self._failures[one] for one in tried if self._failures[one]})
+        if not self._failures:
+            self._done_at = began_at  # unless something has changed since: then the next pass looks again
+        return not self._failures
 
     async def _replicate(self, checkpoint: CheckpointId) -> None:
         entry = self._catalog.get(checkpoint)
@@ -83,18 +103,42 @@ class Replicator:
         )
         self._on_committed()
 
+    async def _clear_leftovers(self) -> None:
+        """What a killed copy left of a checkpoint that will not be copied again: only of runs that live here, since
+        a shared tier may hold what another node is just copying."""
+        begun = self._catalog.tiers[self._cold.name].partial
+        here = {manifest.run for manifest in self._catalog.held(self._hot.name)}
+        for checkpoint in begun - set(self.pending()):
+            if checkpoint.run in here:
+                await clear_uncommitted(self._cold, checkpoint)
+
     async def _mark_milestones(self) -> None:
         """A milestone marked in one tier holds in all: copy the markers that this tier's replicas lack."""
         for entry in self._catalog.entries():
             if self._cold.name not in entry.tiers:
                 continue
             for milestone in entry.all_milestones - entry.milestones.get(self._cold.name, frozenset()):
-                await self._cold.mark_milestone(entry.manifest.id, milestone, self._now())
-                self._catalog.add(entry.manifest, self._cold.name, [milestone])
+                await self._cold.mark_milestone(entry.id, milestone, self._now())
+                # Else it was deleted there meanwhile, and must not come back by this.
+                if self._cold.name in entry.tiers:
+                    self._catalog.add(entry.manifest, self._cold.name, [milestone])
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
-    """The checkpoints that the lifecycle wants in `tier` and that are not there, most wanted first."""
+    """The checkpoints that the lifecycle wants in `tier`, that are not there and can be sent, most wanted first."""
     cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
+    # What lies there unreadable is a person's to clear: sending it again would only end in the same conflict.
+    unreadable = catalog.tiers[tier].unreadable
     actions = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True)
-    return [one.checkpoint for one in actions if isinstance(one, Replicate) and one.tier == tier]
+    wanted = [one.checkpoint for one in actions if isinstance(one, Replicate) and one.tier == tier]
+    return [checkpoint for checkpoint in wanted if checkpoint not in unreadable]
+
+
+def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
+    """By cold tier: what it should have and has not, those included that wait for it to be in reach again."""
+    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
+    found: dict[str, list[CheckpointId]] = {name: [] for name in cold}
+    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True):
+        if one.verdict in (Verdict.REPLICATE, Verdict.WAIT):
+            found[one.tier].append(one.checkpoint.id)
+    return found

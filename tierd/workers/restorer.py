@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from tierd.catalog import MEMORY, Catalog
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
@@ -23,10 +24,12 @@ from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.slots import snapshot_entry
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.workers.persister import manifest_of
+from tierd.workers.recovery import clear_uncommitted
 
 AUTO = "auto"
+PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # they travel in one message
 FIRST_LOOK_TIMEOUT_S = 30.0  # how long a first listing of the cold tiers may hold up an answer
 
 OnProgress = Callable[[int, int], None]
@@ -40,6 +43,7 @@ class Handover:
     tier: str
     manifest: Manifest
     descriptors: list[int]
+    passed_over: list[str] = field(default_factory=list[str])
 
 
 class Restorer:
@@ -63,31 +67,46 @@ class Restorer:
         self._first_looks = first_looks
         self._metrics = metrics
         self._incidents = incidents
-        self._fetching = asyncio.Lock()  # ranks ask for the same checkpoint at once: it is fetched once
+        # Ranks ask for the same checkpoint at once: it is fetched once.
+        self._fetches: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
         """The newest replica that `find` describes. Raises NotFound only when every tier has been seen."""
-        await self.wait_first_looks()
+        if find.tier in (AUTO, *self._cold):
+            await self.wait_first_looks()
+        elif find.tier not in (MEMORY, self._hot.name):
+            raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
+        bad = set(find.exclude)
         failed: TierdError | None = None
+        passed_over: list[str] = []
         for checkpoint, tier in self._candidates(run, find):
-            if f"{checkpoint.name}@{tier}" in find.exclude:
+            if f"{checkpoint.name}@{tier}" in bad:
                 failed = failed or Corrupt(
                     f"restore {checkpoint}: every replica in reach has been found damaged",
                     hint="`tierd verify` reads them all; docs/RUNBOOK.md#corrupt-chunk",
                 )
                 continue
             try:
-                return await self._open(checkpoint, tier, on_progress)
+                is_hot_bad = f"{checkpoint.name}@{self._hot.name}" in bad
+                found = await self._open(checkpoint, tier, on_progress, is_hot_bad=is_hot_bad)
+                passed_over += self._unreadable_since(checkpoint, find)
+                return replace(found, passed_over=[why[:PASSED_OVER_CHARS] for why in passed_over[:PASSED_OVER_MAX]])
             except TierdError as error:
+                entry = self._catalog.get(checkpoint)
+                if isinstance(error, NotFound) and entry and tier in entry.tiers:
+                    # Its manifest is there: this is damage, no reason to start fresh.
+                    error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
                 failed = error
+                passed_over.append(str(error))
+                bad.add(f"{checkpoint.name}@{tier}")
                 if isinstance(error, Corrupt):
                     self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", error, checkpoint)
         if failed is not None:
             raise failed
         wanted = f"step {find.step}" if find.step is not None else find.milestone or "any step"
-        unseen = [f"{name} ({known.error})" for name, known in self._catalog.tiers.items() if not known.is_known]
-        if unseen and find.tier in (AUTO, *(name for name in self._cold)):
+        unseen = self._unseen(find.tier)
+        if unseen:
             raise TierUnreachable(
                 f"find a checkpoint of {run} ({wanted}): none in reach, and these could not be listed: "
                 + "; ".join(unseen),
@@ -102,14 +121,33 @@ class Restorer:
         """Until each cold tier was listed once or could not be: the newest checkpoint may be only there."""
         try:
             async with asyncio.timeout(FIRST_LOOK_TIMEOUT_S):
-                await asyncio.gather(*(look.wait() for look in self._first_looks))
+                for look in self._first_looks:
+                    await look.wait()
         except TimeoutError:
             pass  # the catalog says which are unknown
+
+    def _unreadable_since(self, checkpoint: CheckpointId, find: Find) -> list[str]:
+        """Why checkpoints of its run that are newer could not be used: their manifests could not be read."""
+        if find.step is not None or find.milestone is not None:
+            return []
+        return [
+            why
+            for (tier, one), why in self._catalog.unreadable().items()
+            if one.run == checkpoint.run and one.recency > checkpoint.recency and find.tier in (AUTO, tier)
+        ]
+
+    def _unseen(self, wanted: str) -> list[str]:
+        """The tiers that might have what is wanted and could not be listed, with the reason."""
+        return [
+            f"{name} ({known.error})"
+            for name, known in self._catalog.tiers.items()
+            if not known.is_known and wanted in (AUTO, name)
+        ]
 
     def _candidates(self, run: Run, find: Find) -> Iterator[tuple[CheckpointId, str]]:
         """(checkpoint, tier), newest checkpoint first, nearest tier first."""
         in_memory = {one.id for one in self._memory.whole(run)}
-        listed = {entry.manifest.id: entry for entry in self._catalog.entries(run)}
+        listed = {entry.id: entry for entry in self._catalog.entries(run)}
         for checkpoint in sorted(in_memory | listed.keys(), key=lambda one: one.recency, reverse=True):
             entry = listed.get(checkpoint)
             if find.step is not None and checkpoint.step != find.step:
@@ -126,34 +164,31 @@ class Restorer:
                 if entry is not None and tier in entry.tiers and find.tier in (AUTO, tier):
                     yield checkpoint, tier
 
-    async def _open(self, checkpoint: CheckpointId, tier: str, on_progress: OnProgress) -> Handover:
+    async def _open(
+        self, checkpoint: CheckpointId, tier: str, on_progress: OnProgress, *, is_hot_bad: bool
+    ) -> Handover:
         if tier == MEMORY:
             return await self._open_memory(checkpoint)
-        manifest = self._catalog.manifest(checkpoint)
-        if manifest is None:
+        entry = self._catalog.get(checkpoint)
+        if entry is None or tier not in entry.tiers:
             raise NotFound(f"open {checkpoint} in {tier}: it has just been deleted")
-        if len(manifest.files) >= DESCRIPTORS_MAX:
-            raise Unsupported(
-                f"open {checkpoint}: {len(manifest.files)} files, a message carries {DESCRIPTORS_MAX - 1} at most",
-                hint="`tierd restore` writes it to a directory",
-            )
+        manifest = entry.manifest
+        _check_count(checkpoint, len(manifest.files))
         if tier != self._hot.name:
-            async with self._fetching:
-                await self._fetch(manifest, self._cold[tier], on_progress)
+            async with self._fetches.setdefault(checkpoint, asyncio.Lock()):
+                if is_hot_bad or self._hot.name not in entry.tiers:
+                    await self._fetch(manifest, entry.all_milestones, self._cold[tier], on_progress)
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            for entry in manifest.files:
-                descriptor = self._hot_store.open_fd(layout.file_key(checkpoint, entry.name))
+            for file in manifest.files:
+                descriptor = self._hot_store.open_fd(layout.file_key(checkpoint, file.name))
                 opened.callback(os.close, descriptor)
                 descriptors.append(descriptor)
             opened.pop_all()
         return Handover(tier, manifest, descriptors)
 
-    async def _fetch(self, manifest: Manifest, cold: Tier, on_progress: OnProgress) -> None:
-        """A cold checkpoint becomes a hot one: same bytes, same commit."""
-        entry = self._catalog.get(manifest.id)
-        if entry is None or self._hot.name in entry.tiers:
-            return
+    async def _fetch(self, manifest: Manifest, milestones: frozenset[str], cold: Tier, on_progress: OnProgress) -> None:
+        """A cold checkpoint becomes a hot one: same bytes, same commit. Damaged files of a hot one are replaced."""
         done = 0
 
         def count(size_bytes: int) -> None:
@@ -162,28 +197,83 @@ class Restorer:
             on_progress(done, manifest.size_bytes)
 
         on_progress(0, manifest.size_bytes)
-        await copy_checkpoint(manifest, cold, self._hot, milestones=entry.all_milestones, progress=count)
+        raw = await cold.manifest_bytes(manifest)
+        await self._check_replaceable(manifest)
+        try:
+            for entry in manifest.files:
+                await self._hot.store.put(
+                    layout.file_key(manifest.id, entry.name),
+                    cold.source(manifest.id, entry),
+                    size_bytes=entry.size_bytes,
+                    chunk_bytes=entry.chunk_bytes,
+                    expect=entry,
+                    progress=count,
+                )
+            for milestone in milestones:
+                await self._hot.mark_milestone(manifest.id, milestone, manifest.created_at)
+        except TierdError:
+            with contextlib.suppress(TierdError):  # what went wrong first is what must be told
+                await clear_uncommitted(self._hot, manifest.id)
+            raise
         self._metrics.bytes_total.labels(tier=cold.name, direction="read").inc(manifest.size_bytes)
-        self._catalog.add(manifest, self._hot.name, entry.all_milestones)
+        try:
+            await self._hot.commit(manifest, raw=raw)
+        except Corrupt as error:
+            # An unreadable manifest lies there. The files are good all the same, and that is what is asked for.
+            self._incidents.record("restore", error, manifest.id)
+        else:
+            self._catalog.add(manifest, self._hot.name, milestones)
+
+    async def _check_replaceable(self, manifest: Manifest) -> None:
+        """Raises Corrupt when hot holds another checkpoint under this name. A damaged one may be replaced."""
+        with contextlib.suppress(NotFound, Corrupt):
+            if await self._hot.manifest(manifest.id) != manifest:
+                raise BadRequest(
+                    f"fetch {manifest.id} into hot: another checkpoint is committed there under this name",
+                    hint="do two jobs write one run into one place? Nothing was overwritten",
+                )
 
     async def _open_memory(self, checkpoint: CheckpointId) -> Handover:
-        found = next((one for one in self._memory.whole(checkpoint.run) if one.id == checkpoint), None)
+        found = self._memory.find(checkpoint)
         if found is None:
             raise NotFound(f"open {checkpoint} in memory: a newer snapshot has just replaced it")
+        _check_count(checkpoint, found.world_size)
         manifest = found.manifest or await self._provisional(found)
-        return Handover(MEMORY, manifest, [os.dup(one.slot.fd) for _, one in sorted(found.snapshots.items())])
+        return Handover(MEMORY, manifest, duplicates([one.slot.fd for _, one in sorted(found.snapshots.items())]))
 
     async def _provisional(self, found: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: what a restore from memory is checked against."""
         loop = asyncio.get_running_loop()
-        for rank, snapshot in found.snapshots.items():
+        for rank, snapshot in sorted(found.snapshots.items()):
             if snapshot.entry is None:
                 name = layout.shard_name(rank, found.world_size)
-                snapshot.entry = await loop.run_in_executor(
-                    None, snapshot_entry, snapshot.slot.view, name, snapshot.sealed.size_bytes
-                )
+                # A view of its own outlives the slot, should that be closed meanwhile.
+                entry = await loop.run_in_executor(None, snapshot_entry, snapshot.view, name)
+                if self._memory.find(found.id) is not found:
+                    # What was read may be another snapshot's bytes by now, checksums and all.
+                    raise Transient(f"open {found.id} in memory: a newer snapshot took its place while it was read")
+                snapshot.entry = entry
         entries = [one.entry for _, one in sorted(found.snapshots.items()) if one.entry is not None]
         return manifest_of(found, entries, sequence=self._catalog.sequence_max(found.id.run) + 1)
+
+
+def _check_count(checkpoint: CheckpointId, files: int) -> None:
+    if files >= DESCRIPTORS_MAX:
+        raise Unsupported(
+            f"open {checkpoint}: {files} files, a message carries {DESCRIPTORS_MAX - 1} at most",
+            hint="`tierd restore` writes it to a directory",
+        )
+
+
+def duplicates(descriptors: Sequence[int]) -> list[int]:
+    """Descriptors of the taker's own: all of them, or none and the error."""
+    with contextlib.ExitStack() as opened:
+        found: list[int] = []
+        for descriptor in descriptors:
+            found.append(os.dup(descriptor))
+            opened.callback(os.close, found[-1])
+        opened.pop_all()
+    return found
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -1,0 +1,171 @@
+"""The catalog: looks that race with commits and deletions, and the answers it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support_cli import make_manifest
+
+from tierd.catalog import Catalog
+from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.manifest import FileEntry, Manifest, file_entry
+
+NONE: frozenset[str] = frozenset()
+
+
+def manifest_of(step: int, *, run: str = "run42", generation: int = 1, sequence: int = 1) -> Manifest:
+    files: list[FileEntry] = [file_entry("rank-00000-of-00001.safetensors", 10, 4096, [step])]
+    return make_manifest(checkpoint_id(run, step, generation), files, sequence=sequence)
+
+
+A, B = manifest_of(100), manifest_of(200, sequence=2)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog(["hot", "cold", "dr"])
+
+
+def saw(catalog: Catalog, tier: str, *manifests: Manifest, since: int, **more: Any) -> None:
+    unreadable: dict[CheckpointId, str] = more.pop("unreadable", {})
+    catalog.saw_tier(tier, {one.id: (one, NONE) for one in manifests}, unreadable, 0, since=since, **more)
+
+
+def steps(catalog: Catalog, tier: str) -> list[int]:
+    return [entry.id.step for entry in catalog.entries() if tier in entry.tiers]
+
+
+# ── looks and changes at the same time ──
+
+
+def test_checkpoint_committed_during_a_look_is_not_forgotten(catalog: Catalog) -> None:
+    since = catalog.moment()
+    catalog.add(A, "hot", ["best"])
+    saw(catalog, "hot", since=since)  # it had been listed before the commit
+    assert steps(catalog, "hot") == [100]
+    saw(catalog, "hot", since=catalog.moment())  # but now it is gone for sure
+    assert steps(catalog, "hot") == []
+
+
+def test_checkpoint_deleted_during_a_look_does_not_come_back(catalog: Catalog) -> None:
+    catalog.add(A, "hot")
+    since = catalog.moment()
+    catalog.drop(A.id, "hot")
+    saw(catalog, "hot", A, since=since)
+    assert catalog.get(A.id) is None
+    saw(catalog, "hot", A, since=catalog.moment())  # someone put it there again
+    assert steps(catalog, "hot") == [100]
+
+
+def test_checkpoint_half_deleted_during_a_look_is_no_damage(catalog: Catalog) -> None:
+    catalog.add(A, "hot")
+    since = catalog.moment()
+    catalog.drop(A.id, "hot")
+    saw(catalog, "hot", since=since, unreadable={A.id: "its shard is missing"})
+    assert catalog.unreadable() == {}
+
+
+def test_change_in_one_tier_does_not_shield_another_from_a_look(catalog: Catalog) -> None:
+    catalog.add(A, "hot")
+    catalog.add(A, "cold")
+    since = catalog.moment()
+    catalog.add(A, "cold")
+    saw(catalog, "hot", since=since)
+    assert steps(catalog, "hot") == []
+    assert steps(catalog, "cold") == [100]
+
+
+def test_milestone_marked_during_a_look_stays(catalog: Catalog) -> None:
+    catalog.add(A, "hot")
+    since = catalog.moment()
+    catalog.add(A, "hot", ["best"])
+    saw(catalog, "hot", A, since=since)
+    entry = catalog.get(A.id)
+    assert entry is not None
+    assert entry.all_milestones == {"best"}
+
+
+def test_looks_leave_no_trace_of_what_is_gone(catalog: Catalog) -> None:
+    for step in range(1000):
+        catalog.add(manifest_of(step), "hot")
+        catalog.drop(checkpoint_id("run42", step, 1), "hot")
+    saw(catalog, "hot", since=catalog.moment())
+    assert not any(catalog._changed.values()), "a run of months must not grow the daemon"
+
+
+# ── the moment ──
+
+
+def test_moment_stays_while_nothing_changes_and_moves_with_every_change(catalog: Catalog) -> None:
+    saw(catalog, "hot", A, since=catalog.moment())
+    before = catalog.moment()
+    saw(catalog, "hot", A, since=catalog.moment())
+    assert catalog.moment() == before
+    for change in (
+        lambda: catalog.add(B, "hot"),
+        lambda: catalog.drop(B.id, "hot"),
+        lambda: catalog.lost_tier("hot", "disk gone"),
+        lambda: saw(catalog, "hot", A, since=catalog.moment()),
+        lambda: saw(catalog, "hot", since=catalog.moment(), unreadable={A.id: "torn"}),
+    ):
+        before = catalog.moment()
+        change()
+        assert catalog.moment() > before
+
+
+# ── what is known ──
+
+
+def test_tier_that_cannot_be_listed_keeps_what_was_known_of_it_but_is_not_known(catalog: Catalog) -> None:
+    assert not catalog.tiers["cold"].is_known
+    saw(catalog, "cold", A, since=catalog.moment())
+    catalog.lost_tier("cold", "403")
+    assert steps(catalog, "cold") == [100]
+    assert (catalog.tiers["cold"].is_known, catalog.tiers["cold"].error) == (False, "403")
+
+
+def test_checkpoint_is_known_as_long_as_one_tier_has_it(catalog: Catalog) -> None:
+    catalog.add(A, "hot", ["best"])
+    catalog.add(A, "cold")
+    catalog.drop(A.id, "hot")
+    entry = catalog.get(A.id)
+    assert entry is not None
+    assert (entry.tiers, entry.all_milestones) == ({"cold"}, NONE)
+    catalog.drop(A.id, "cold")
+    catalog.drop(A.id, "dr")
+    assert catalog.get(A.id) is None
+
+
+def test_generation_once_seen_is_never_forgotten(catalog: Catalog) -> None:
+    catalog.saw_generation("run42", 7)  # pyright: ignore[reportArgumentType]
+    catalog.add(A, "hot")
+    catalog.drop(A.id, "hot")
+    assert catalog.generation_max(A.id.run) == 7
+    assert catalog.runs() == ["run42"]
+
+
+def test_newest_is_the_newest_step_of_the_newest_generation(catalog: Catalog) -> None:
+    catalog.add(manifest_of(900, sequence=9), "hot")
+    catalog.add(manifest_of(500, generation=2, sequence=10), "hot")
+    catalog.add(manifest_of(600, generation=2, sequence=11), "cold")
+    run = A.id.run
+    newest = {tier: catalog.newest(run, tier) for tier in ("hot", "cold", "dr")}
+    assert {tier: one and one.step for tier, one in newest.items()} == {"hot": 500, "cold": 600, "dr": None}
+    assert catalog.sequence_max(run) == 11
+    assert [one.step for one in catalog.held("hot")] == [900, 500]
+
+
+def test_facts_are_newest_first_within_a_run_and_name_tiers_from_near_to_far(catalog: Catalog) -> None:
+    for tier in ("dr", "cold", "hot"):
+        catalog.add(A, tier)
+    catalog.add(manifest_of(50, run="another"), "cold", ["first"])
+    in_memory = [B, A]
+    facts = catalog.facts(in_memory)
+    assert [(row["run"], row["step"], row["tiers"]) for row in facts] == [
+        ("another", 50, ["cold"]),
+        ("run42", 200, ["memory"]),
+        ("run42", 100, ["memory", "hot", "cold", "dr"]),
+    ]
+    assert facts[0]["milestone"] == "first"
+    assert [row["step"] for row in catalog.facts(in_memory, A.id.run)] == [200, 100]

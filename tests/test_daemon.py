@@ -1,0 +1,413 @@
+"""The process as a whole: how it starts, ends, dies and comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support_cli import make_checkpoint
+from support_daemon import Daemon, Peer, make_sealed, serving, wait_until
+
+from tierd.errors import BadConfig, LockHeld, TierdError
+from tierd.format import wire
+from tierd.format.ids import checkpoint_id
+
+MIB = 1 << 20
+
+
+def fails_to_start(daemon: Daemon) -> tuple[int, str]:
+    """(exit code, what it said)"""
+    code = daemon.process.wait(20)
+    assert "Traceback" not in daemon.log
+    return code, daemon.log
+
+
+def snapshot(daemon: Daemon, run: str, *steps: int, content: bytes = b"state") -> None:
+    """A trainer that comes, has these steps persisted, and goes."""
+    with Peer(daemon.socket) as peer:
+        peer.greet(run)
+        peer.attach(0)
+        peer.attach(1)
+        for number, step in enumerate(steps):
+            peer.seal(number % 2, step, content)
+            assert peer.hear(wire.Persisted).step == step
+        peer.send(wire.Goodbye())
+
+
+# ── start ──
+
+
+def test_ready_soon_and_quietly(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with serving(tmp_path) as daemon:
+        assert time.monotonic() - began_s < 10, "its own goal is below one second"
+        assert daemon.get("/readyz")[0] == 200
+        assert stat.S_IMODE(daemon.socket.stat().st_mode) & 0o077 == 0
+        assert daemon.stop() == 0
+        assert not daemon.socket.exists()
+        assert "WARNING" not in daemon.log
+
+
+def test_second_daemon_on_the_same_directory_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        second = Daemon(tmp_path)
+        code, said = fails_to_start(second)
+        assert code == LockHeld.exit_code
+        assert f"pid {daemon.pid}" in said
+        snapshot(daemon, "run42", 1)
+
+
+def test_socket_of_another_daemon_is_not_taken(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "tierd.sock").symlink_to(daemon.socket)
+        second = Daemon(other, more="")
+        assert fails_to_start(second)[0] == BadConfig.exit_code
+        third = tmp_path / "third"
+        third.mkdir()
+        os.link(daemon.socket, third / "tierd.sock")
+        assert fails_to_start(Daemon(third))[0] == LockHeld.exit_code
+        assert not (third / "hot" / "tierd.sock").exists()
+        snapshot(daemon, "run42", 1)
+
+
+def test_socket_path_that_is_a_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "tierd.sock").write_text("precious")
+    code, said = fails_to_start(Daemon(tmp_path))
+    assert code == BadConfig.exit_code
+    assert "no socket" in said
+    assert (tmp_path / "tierd.sock").read_text() == "precious"
+
+
+def test_port_in_use_is_told_by_name_and_the_socket_removed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        daemon = Daemon(tmp_path, environ={"TIERD_DAEMON_LISTEN": f"127.0.0.1:{taken.getsockname()[1]}"})
+        code, said = fails_to_start(daemon)
+    assert code == BadConfig.exit_code
+    assert "listen on 127.0.0.1" in said
+    assert not daemon.socket.exists()
+
+
+def test_hot_directory_that_cannot_be_is_told_by_name(tmp_path: Path) -> None:
+    (tmp_path / "hot").write_text("a file")
+    code, said = fails_to_start(Daemon(tmp_path))
+    assert code == TierdError.exit_code or code > 1
+    assert str(tmp_path / "hot") in said
+
+
+def test_systemd_is_told_when_it_is_ready_and_when_it_ends(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(20)
+        with serving(tmp_path, environ={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as daemon:
+            assert systemd.recv(100) == b"READY=1"
+            assert daemon.stop() == 0
+            assert systemd.recv(100) == b"STOPPING=1"
+
+
+# ── end ──
+
+
+def test_sigterm_ends_live_conversations_quickly_and_quietly(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        peers = [Peer(daemon.socket) for _ in range(20)]
+        for number, peer in enumerate(peers):
+            peer.greet(f"run{number}")
+            peer.attach(0)
+        silent = Peer(daemon.socket)
+        began_s = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - began_s < 4.0
+        assert "Traceback" not in daemon.log
+        assert "WARNING" not in daemon.log
+        assert all(peer.is_dropped() for peer in peers)
+        for peer in (*peers, silent):
+            peer.close()
+
+
+def test_sealed_snapshots_reach_hot_before_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        peers = [Peer(daemon.socket) for _ in range(3)]
+        for number, peer in enumerate(peers):
+            peer.greet(f"run{number}")
+            peer.attach(0, size_bytes=64 * MIB)
+            peer.fill(0, 7, b"state")
+            peer.send(make_sealed(7, 64 * MIB))
+        for peer in peers:
+            peer.hear(wire.Accepted)
+        assert daemon.stop() == 0
+        for number, peer in enumerate(peers):
+            assert (daemon.hot / f"run{number}" / "000000000007-g0001" / "manifest.json").exists()
+            peer.close()
+
+
+def test_snapshot_that_cannot_reach_hot_makes_the_end_late_and_its_exit_code_tell(tmp_path: Path) -> None:
+    with serving(tmp_path, environ={"TIERD_DAEMON_DRAIN_TIMEOUT_S": "0.3"}) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0)
+        shutil.rmtree(daemon.hot / "run42")
+        (daemon.hot / "run42").write_text("in the way")
+        peer.seal(0, 7, b"state")
+        assert peer.hear(wire.Failed).is_final is False
+        assert daemon.stop() == 1
+        assert "run42/000000000007-g0001 did not reach the hot tier" in daemon.log
+        assert "Traceback" not in daemon.log
+
+
+def test_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, environ={"TIERD_DAEMON_DRAIN_TIMEOUT_S": "600"}) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0)
+        shutil.rmtree(daemon.hot / "run42")
+        (daemon.hot / "run42").write_text("in the way")
+        peer.seal(0, 7, b"state")
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_log("draining: 1")
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait_end() == 128 + signal.SIGINT
+
+
+def test_region_that_never_answers_does_not_keep_it_alive(tmp_path: Path) -> None:
+    """A thread that waits for S3 cannot be cancelled: the process ends all the same, and with 0."""
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts, and says nothing for ever
+        more = f"""
+            [[cold]]
+            name = "hole"
+            url = "s3://bucket/prefix"
+            region = "us-east-1"
+            endpoint_url = "http://127.0.0.1:{hole.getsockname()[1]}"
+            """
+        keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        with serving(tmp_path, more=more, environ=keys) as daemon:
+            asked, _ = hole.accept()
+            began_s = time.monotonic()
+            assert daemon.stop() == 0
+            assert time.monotonic() - began_s < 12
+            assert "Traceback" not in daemon.log
+            asked.close()
+
+
+# ── death and return ──
+
+
+def test_killed_and_restarted_it_keeps_what_was_committed_and_clears_what_was_not(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        snapshot(daemon, "run42", 1, 2)
+        torn = daemon.hot / "run42" / "000000000003-g0001"
+        torn.mkdir()
+        (torn / "rank-00000-of-00001.safetensors").write_bytes(b"whole, but never committed")
+        (daemon.hot / "run42" / "000000000002-g0001" / "x.0a1b.partial").write_bytes(b"torn")
+        daemon.kill()
+    with serving(tmp_path) as daemon:
+        assert daemon.checkpoints("run42", "hot") == [2, 1]
+        assert not torn.exists()
+        assert list(daemon.hot.rglob("*.partial")) == []
+        with Peer(daemon.socket) as peer:
+            assert peer.greet("run42").generation == 2, "a generation is never given twice"
+            assert peer.find().tier == "hot"
+            assert peer.take_files()[1] == b"state"
+
+
+def test_killed_in_the_middle_of_persisting_leaves_nothing_restorable(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0, size_bytes=512 * MIB)
+        peer.fill(0, 7, b"state")
+        peer.send(make_sealed(7, 512 * MIB))
+        wait_until(lambda: list(daemon.hot.rglob("*.partial")))
+        daemon.kill()
+    assert list(daemon.hot.rglob("manifest.json")) == []
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        assert [path for path in daemon.hot.rglob("*") if "g0001" in path.name] == []
+        assert daemon.json("/api/v1/checkpoints") == []
+        peer.greet("run42", rank=None)
+        peer.send(wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[]))
+        with pytest.raises(AssertionError, match="not_found"):
+            peer.hear(wire.Found)
+
+
+def test_trainer_that_outlives_the_daemon_sends_again_and_nothing_is_written_twice(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0)
+        peer.attach(1)
+        peer.seal(0, 1, b"one")
+        peer.hear(wire.Persisted)
+        manifest = daemon.hot / "run42" / "000000000001-g0001" / "manifest.json"
+        written = manifest.stat().st_ino
+        daemon.kill()
+        os.pwrite(peer.slots[1], b"two", 0)  # it was filling this when the daemon died
+        with serving(tmp_path) as daemon, Peer(daemon.socket) as again:
+            assert again.greet("run42", generation=1).boot != peer.heard[0].boot  # type: ignore[union-attr]
+            for index, slot in peer.slots.items():
+                again.attach(index, descriptor=os.dup(slot))
+            again.send(make_sealed(1, 3, slot=0, resent=True))
+            assert again.hear(wire.Persisted).step == 1
+            again.send(make_sealed(2, 3, slot=1, resent=True))
+            assert again.hear(wire.Released).slot == 0
+            assert again.hear(wire.Persisted).step == 2
+            assert daemon.checkpoints("run42", "hot") == [2, 1]
+            assert manifest.stat().st_ino == written
+
+
+def test_two_daemons_in_turn_never_give_a_generation_twice(tmp_path: Path) -> None:
+    given: list[int] = []
+    for _ in range(3):
+        with serving(tmp_path) as daemon:
+            with Peer(daemon.socket) as peer:
+                given.append(peer.greet("run42").generation)
+            daemon.kill()
+    assert given == [1, 2, 3]
+
+
+# ── trouble ──
+
+
+def test_disk_without_room_costs_snapshots_but_no_slots_and_the_newest_is_kept_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0)
+        peer.attach(1)
+        shutil.move(daemon.hot / "run42", tmp_path / "aside")
+        (daemon.hot / "run42").write_text("no room here")
+        peer.seal(0, 1, b"one")
+        peer.hear(wire.Failed)
+        for step in (2, 3, 4):
+            peer.seal((step - 1) % 2, step, b"more")
+            assert peer.hear(wire.Released).slot == step % 2
+        given_up = [one.step for one in peer.heard if isinstance(one, wire.Failed) and one.is_final]
+        assert given_up[:2] == [1, 2]
+        (daemon.hot / "run42").unlink()
+        assert peer.hear(wire.Persisted).step == 4
+        assert daemon.checkpoints("run42", "hot") == [4]
+        assert daemon.metric('tierd_snapshots_total{outcome="lost",run="run42"}') == 3
+
+
+def test_marker_set_by_hand_is_seen_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, environ={"TIERD_LIMITS_RECONCILE_INTERVAL_S": "600"}) as daemon:
+        snapshot(daemon, "run42", 1)
+        (daemon.hot / "run42" / "000000000001-g0001" / "milestone-best.json").write_text("{}")
+        wait_until(lambda: daemon.json("/api/v1/checkpoints")[0]["milestone"] == "best")
+
+
+def test_unreadable_manifest_halts_deletion_of_its_run_and_shows(tmp_path: Path) -> None:
+    for number, step in enumerate((100, 200, 300, 400, 500)):
+        for run in ("healthy", "hurt"):
+            make_checkpoint(tmp_path / "hot", run=run, step=step, sequence=number + 1)
+    (tmp_path / "hot" / "hurt" / "000000000300-g0001" / "manifest.json").write_text('{"format_version": 99}')
+    with serving(tmp_path) as daemon:
+        wait_until(lambda: daemon.checkpoints("healthy", "hot") == [500, 400, 300])
+        assert daemon.checkpoints("hurt", "hot") == [500, 400, 200, 100]
+        assert len(list((tmp_path / "hot" / "hurt").glob("*/rank-00000-*"))) == 5
+        assert daemon.status()["halted"][0].startswith("unreadable_manifest: ")
+        assert daemon.metric('tierd_halted{reason="unreadable_manifest"}') == 1
+
+
+def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Path) -> None:
+    """A new generation 1, while cold has a generation 5 that nobody can see, would write over its timeline."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    more = f"""
+        request_timeout_s = 1.0
+        [[cold]]
+        name = "away"
+        url = "s3://bucket/prefix"
+        region = "us-east-1"
+        endpoint_url = "http://127.0.0.1:{port}"
+        """
+    make_checkpoint(tmp_path / "hot", run="known", step=100, generation=3)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_MAX_ATTEMPTS": "1"}
+    with serving(tmp_path, more=more, environ=keys) as daemon, Peer(daemon.socket) as new, Peer(daemon.socket) as old:
+        with pytest.raises(AssertionError, match="tier_unreachable"):
+            new.greet("unknown")
+        assert old.greet("known").generation == 4
+        assert daemon.get("/readyz")[0] == 200
+        old.send(wire.Find(request=1, step=999, generation=None, milestone=None, tier="auto", exclude=[]))
+        with pytest.raises(AssertionError, match="tier_unreachable"):
+            old.hear(wire.Found)
+        assert old.find(request=2).tier == "hot"
+        for descriptor in old.descriptors:
+            os.close(descriptor)
+        old.descriptors = []
+
+
+def test_memory_of_trainers_that_stay_away_is_given_back(tmp_path: Path) -> None:
+    with serving(tmp_path, environ={"TIERD_DAEMON_MEMORY_GRACE_S": "0.1"}) as daemon:
+        before = daemon.descriptors()
+        snapshot(daemon, "run42", 1)
+        wait_until(lambda: sum(daemon.status()["slots"].values()) == 0)
+        wait_until(lambda: daemon.descriptors() <= before)
+        assert daemon.checkpoints("run42", "hot") == [1]
+        with Peer(daemon.socket) as peer:
+            assert peer.greet("run42").generation == 2
+            assert peer.find().tier == "hot"
+            peer.take_files()
+
+
+def test_more_connections_than_descriptors_only_turn_newcomers_away(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv[0] = 'tierd'; "
+        "from tierd.cli import main; main()"
+    )
+    daemon = Daemon.__new__(Daemon)
+    with serving(tmp_path) as first:  # writes the config
+        first.stop()
+    daemon.__dict__.update(first.__dict__)
+    daemon._log = tmp_path / "log"
+    with daemon._log.open("wb") as log:
+        daemon.process = subprocess.Popen(
+            [sys.executable, "-c", code, "--config", str(daemon.config), "serve"], stderr=log
+        )
+    try:
+        daemon.wait_ready()
+        crowd = []
+        for _ in range(100):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.setblocking(False)
+            try:
+                sock.connect(str(daemon.socket))
+            except BlockingIOError:
+                sock.close()
+                break
+            crowd.append(sock)
+        daemon.wait_log("Too many open files")
+        for sock in crowd:
+            sock.close()
+        wait_until(lambda: daemon.get("/healthz")[0] == 200)
+        snapshot(daemon, "run42", 1)
+        assert daemon.stop() == 0
+    finally:
+        if daemon.process.poll() is None:
+            daemon.kill()
+
+
+def test_several_runs_at_once_do_not_mix(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        threads = [
+            threading.Thread(
+                target=snapshot, args=(daemon, f"run{number}", *range(1, 6)), kwargs={"content": b"%d" % number}
+            )
+            for number in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number in range(4):
+            wait_until(lambda number=number: daemon.checkpoints(f"run{number}", "hot") == [5, 4, 3])  # type: ignore[misc]
+            name = checkpoint_id(f"run{number}", 5, 1).name
+            shard = daemon.hot / f"run{number}" / name / "rank-00000-of-00001.safetensors"
+            assert shard.read_bytes() == b"%d" % number

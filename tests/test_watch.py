@@ -1,0 +1,91 @@
+"""The watch on the hot directory: changes of manifests and markers, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tierd.tiers.watch import watch
+
+
+class Changes:
+    """Counts what the watch tells."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._told = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self._told.set()
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(10):
+            await self._told.wait()
+        self._told.clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "hot" / "run42" / "000000000100-g0001"
+    found.mkdir(parents=True)
+    return found
+
+
+async def test_markers_and_manifests_that_come_move_and_go_are_told(folder: Path, tmp_path: Path) -> None:
+    changes = Changes()
+    with watch(tmp_path / "hot", changes):
+        (folder / "milestone-best.json").write_text("{}")
+        await changes.wait()
+        (folder / "manifest.json.0a1b.partial").write_text("{}")
+        (folder / "manifest.json.0a1b.partial").rename(folder / "manifest.json")
+        await changes.wait()
+        (folder / "manifest.json").unlink()
+        await changes.wait()
+
+
+async def test_checkpoint_put_there_whole_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "manifest.json").write_text("{}")
+    changes = Changes()
+    with watch(tmp_path / "hot", changes):
+        shutil.copytree(tmp_path / "elsewhere", tmp_path / "hot" / "new" / "000000000200-g0001")
+        await changes.wait()
+
+
+async def test_reading_and_writing_shards_is_not_told_and_overflows_nothing(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing opens thousands of manifests: as events they would fill the kernel's queue of 16,384."""
+    (folder / "manifest.json").write_text("{}")
+    changes = Changes()
+    with watch(tmp_path / "hot", changes), caplog.at_level(logging.WARNING):
+        for number in range(20_000):
+            (folder / "manifest.json").read_bytes()
+            if number % 1000 == 0:
+                (folder / "rank-00000-of-00001.safetensors").write_bytes(b"x")
+        (folder / "milestone-best.json").write_text("{}")
+        await changes.wait()
+    assert changes.count <= 2  # two: a file that is made is an event, and so may its folder's listing be
+    assert "overflow" not in caplog.text
+
+
+async def test_directory_that_cannot_be_watched_only_loses_the_hint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watch(tmp_path / "absent", Changes()):
+        pass
+    assert "seen at the next look instead" in caplog.text
+
+
+async def test_end_of_the_watch_is_the_end_of_its_threads(folder: Path, tmp_path: Path) -> None:
+    changes = Changes()
+    with watch(tmp_path / "hot", changes):
+        pass
+    (folder / "manifest.json").write_text("{}")
+    await asyncio.sleep(0)
+    assert changes.count == 0

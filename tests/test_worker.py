@@ -1,0 +1,114 @@
+"""The one loop around all workers: wake, interval, backoff. Time is the event loop's own, made to jump."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from tierd.config import LimitsConfig
+from tierd.errors import Transient
+from tierd.workers.worker import Wake, backoff_s, run_forever
+
+LIMITS = LimitsConfig(retry_min_s=1.0, retry_max_s=8.0)
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._jumped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self._jumped_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self._jumped_s += max(0.0, self._scheduled[0]._when - self.time())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Task:
+    """A worker whose passes follow a script; afterwards all is well."""
+
+    name = "list"
+
+    def __init__(self, script: list[bool | Exception], *, interval_s: float = 100.0, is_urgent: bool = False) -> None:
+        self.interval_s = interval_s
+        self.is_urgent = is_urgent
+        self.passes_s: list[float] = []
+        self.passed = asyncio.Event()
+        self._script = script
+
+    async def run_once(self) -> bool:
+        self.passes_s.append(asyncio.get_running_loop().time())
+        self.passed.set()
+        outcome = self._script.pop(0) if self._script else True
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.passes_s)]
+
+
+def run(
+    worker: Callable[[], Task], passes: int, *, on_pass: Callable[[Wake], None] = lambda wake: None
+) -> tuple[Task, list[Exception]]:
+    """The loop until so many passes; `on_pass` is called after each."""
+    errors: list[Exception] = []
+
+    async def main() -> Task:
+        task, wake = worker(), Wake()
+        loop = asyncio.ensure_future(run_forever(task, wake, LIMITS, lambda _, error: errors.append(error)))
+        while len(task.passes_s) < passes:
+            task.passed.clear()
+            await task.passed.wait()
+            on_pass(wake)
+        loop.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loop
+        return task
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(main()), errors
+
+
+def test_worker_with_nothing_to_do_rests_for_its_interval() -> None:
+    worker, errors = run(lambda: Task([]), 4)
+    assert worker.gaps_s == pytest.approx([100.0] * 3, abs=0.5)
+    assert errors == []
+
+
+def test_wake_ends_the_rest_even_when_it_comes_during_the_pass() -> None:
+    worker, _ = run(lambda: Task([]), 4, on_pass=lambda wake: [wake() for _ in range(5)] and None)
+    assert max(worker.gaps_s) < 1.0
+
+
+def test_failing_worker_backs_off_doubling_to_the_limit_and_recovers_at_once() -> None:
+    trouble: list[bool | Exception] = [Transient("x"), False, OSError("y"), Transient("x"), Transient("x"), True]
+    worker, errors = run(lambda: Task(trouble), 7)
+    for gap, ceiling in zip(worker.gaps_s, [1.0, 2.0, 4.0, 8.0, 8.0], strict=False):
+        assert ceiling * 0.5 <= gap <= ceiling + 0.2
+    assert worker.gaps_s[5] == pytest.approx(100.0, abs=0.5)
+    assert [type(one) for one in errors] == [Transient, OSError, Transient, Transient]
+
+
+def test_wake_does_not_shorten_the_backoff_that_protects_the_other_side() -> None:
+    worker, _ = run(lambda: Task([False] * 3), 4, on_pass=lambda wake: wake())
+    assert worker.gaps_s[2] >= 2.0
+
+
+def test_new_work_wakes_an_urgent_worker_out_of_its_backoff_but_not_too_soon() -> None:
+    worker, _ = run(lambda: Task([False] * 5, is_urgent=True), 6, on_pass=lambda wake: wake())
+    assert worker.gaps_s == pytest.approx([LIMITS.retry_min_s] * 5, abs=0.2)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 10, 1000, 10**9])
+def test_backoff_never_passes_its_limit(failures: int) -> None:
+    assert 0.5 * LIMITS.retry_min_s <= backoff_s(failures, LIMITS) <= LIMITS.retry_max_s
