@@ -8,7 +8,7 @@ import pytest
 from support_daemon import make_sealed, make_slot
 
 from tierd.errors import BadRequest, Stale
-from tierd.format.ids import Generation, Rank, Run, Step, checkpoint_id
+from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.lifecycle.states import SlotEvent, SlotState
 from tierd.memory import MemoryTier, SnapshotSet
 from tierd.slots import Slot
@@ -101,32 +101,6 @@ def test_failing_set_is_kept_for_ever_when_nothing_newer_is_whole(memory: Memory
     only = trainers.seal(1, 0)
     for _ in range(3):
         trainers.persist(only, works=False)
-    assert trainers.release() == []
-    assert trainers.restorable() == [1]
-
-
-def test_step_that_one_rank_could_not_stage_gives_the_others_their_slots_back(memory: MemoryTier) -> None:
-    """Else rank 0 would have a retained and a stuck slot, and none for the next step, for ever."""
-    trainers = Trainers(memory, world_size=3)
-    trainers.persist(trainers.seal(1, 0))
-    trainers.seal(2, 1, ranks=[0])
-    memory.fill(RUN, trainers.generation, Rank(1), 1)
-    memory.abandon(RUN, trainers.generation, Rank(1), 1)
-    memory.give_up(RUN, trainers.generation, Step(2))
-    assert trainers.release() == [(2, True)]
-    trainers.seal(2, 1, ranks=[2])  # it hears of the trouble only later
-    assert trainers.release() == [(2, True)]
-    assert [trainers.states(rank)[1] for rank in range(3)] == [SlotState.FREE] * 3
-    assert trainers.restorable() == [1]
-    trainers.seal(3, 1)
-    assert trainers.restorable() == [3, 1]
-
-
-def test_giving_up_comes_too_late_for_what_is_whole(memory: MemoryTier) -> None:
-    trainers = Trainers(memory)
-    trainers.seal(1, 0)
-    memory.give_up(RUN, trainers.generation, Step(1))
-    memory.give_up(RUN, Generation(7), Step(1))
     assert trainers.release() == []
     assert trainers.restorable() == [1]
 

@@ -95,18 +95,6 @@ def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: s
             assert peer.hear(wire.Released).slot == 0
 
 
-def test_step_that_one_rank_cannot_stage_is_given_up_for_all(daemon: Daemon, run: str) -> None:
-    with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
-        first.greet(run, rank=0, world_size=2)
-        second.greet(run, rank=1, world_size=2, generation=1)
-        first.attach(0)
-        first.seal(0, 10, b"ten")
-        second.send(wire.Report(outcome="failed", step=10, tier="", seconds=0.1, detail="out of memory"))
-        assert first.hear(wire.Released).slot == 0
-        failed = first.hear(wire.Failed)
-        assert (failed.step, failed.is_final) == (10, True)
-
-
 def test_generations_are_unique_when_two_trainers_come_at_once(daemon: Daemon, run: str) -> None:
     peers = [Peer(daemon.socket) for _ in range(8)]
     for peer in peers:

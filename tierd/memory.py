@@ -7,12 +7,12 @@ a generation older than the run's current one is taken. Plain bookkeeping: no so
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale
-from tierd.format.ids import CheckpointId, Generation, Rank, Run, Step, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.wire import Sealed
 from tierd.lifecycle.states import SlotEvent, SlotState
@@ -84,7 +84,6 @@ class _RunMemory:
     slots: dict[Rank, dict[int, Slot]] = field(default_factory=dict)
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
-    given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=16))  # a rank could not stage them
     departed_s: float = 0.0  # monotonic time when a rank last left
 
 
@@ -190,13 +189,6 @@ class MemoryTier:
             found.sealed_at_s = now_s
         return found
 
-    def give_up(self, run: Run, generation: Generation, step: Step) -> None:
-        """A rank could not stage this step, so its set will never be whole: the other ranks get their slots back."""
-        memory = self._runs[run]
-        if generation != memory.generation:
-            return
-        memory.given_up.append(checkpoint_id(run, step, generation))
-
     def leave(self, run: Run, rank: Rank, *, now_s: float) -> None:
         """The rank's trainer is gone: what it was filling is free again, what it sealed stays."""
         for slot in self.slots(run, rank).values():
@@ -213,18 +205,19 @@ class MemoryTier:
         return sorted(found, key=lambda one: (one.failures, one.sealed_at_s))
 
     def release(self, run: Run) -> Iterator[tuple[SnapshotSet, bool]]:
-        """Forget every set that a newer whole one has made needless, or that a rank has given up; its slots are free.
-        Yields (set, lost): lost when it was not persisted, because that went wrong or a rank never sealed."""
+        """Forget every set that a newer whole one has made needless; its slots are free.
+
+        Yields (set, lost): lost when it was not persisted, because that went wrong or a rank never sealed.
+        """
         memory = self._runs[run]
         newest = self.newest_whole(run)
         for one in list(memory.sets.values()):
-            is_older = newest is not None and one.id.recency < newest.id.recency
-            if is_older and one.is_persisted:
+            if newest is None or one.id.recency >= newest.id.recency:
+                continue
+            if one.is_persisted:
                 self._forget(memory, one, SlotEvent.RELEASE)
                 yield one, False
-            elif one.is_at_rest and (
-                (is_older and one.failures > 0) or (not one.is_whole and (is_older or one.id in memory.given_up))
-            ):
+            elif one.is_at_rest and (one.failures > 0 or not one.is_whole):
                 self._forget(memory, one, SlotEvent.SUPERSEDE)
                 yield one, True
 

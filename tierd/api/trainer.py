@@ -25,7 +25,7 @@ from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import BadRequest, Corrupt, Stale, TierdError, TierUnreachable, Transient
 from tierd.format import layout, wire
-from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, Step, check_run, checkpoint_id
+from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run, checkpoint_id
 from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotState
 from tierd.memory import MemoryTier
@@ -355,8 +355,6 @@ class TrainerDoor:
             case "failed":
                 self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
                 log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
-                self._memory.give_up(run, session.generation, Step(report.step))
-                self.settle(run)
             case "corrupt":
                 self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", Corrupt(f"{run} step {report.step} in {tier}: {detail}"))

@@ -1,7 +1,7 @@
 """One daemon per directory: an flock on `.tierd.lock` below its root.
 
 The kernel drops the lock when its holder dies, however it dies, so there is no stale lock to clear. What the
-file says about the holder is for people and for the message; nothing is decided by it.
+file says about the holder is for people, for the message, and for the CLI, which finds the daemon's address in it.
 """
 
 from __future__ import annotations
