@@ -323,13 +323,16 @@ def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum:
     make_zeros(house.hot, step=100, size_bytes=512 << 20)
     target = house.root / "restored"
     partial = house.root / "restored.partial"
-    process = house.start("restore", "--to", target)
-    deadline = time.monotonic() + 60
-    while not list(partial.glob("run42/*/*")) and process.poll() is None and time.monotonic() < deadline:
-        os.sched_yield()
-
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    for _ in range(10):
+        process = house.start("restore", "--to", target)
+        deadline = time.monotonic() + 60
+        while not list(partial.glob("run42/*/*")) and process.poll() is None and time.monotonic() < deadline:
+            os.sched_yield()
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=60)
+        if process.returncode != 0:
+            break
+        shutil.rmtree(target)  # on a busy machine it may be done before the signal comes: once more
 
     assert not target.exists()
     assert out == ""

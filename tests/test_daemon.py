@@ -70,14 +70,8 @@ def test_socket_of_another_daemon_is_not_taken(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         other = tmp_path / "other"
         other.mkdir()
-        (other / "tierd.sock").symlink_to(daemon.socket)
-        second = Daemon(other, more="")
-        assert fails_to_start(second)[0] == BadConfig.exit_code
-        third = tmp_path / "third"
-        third.mkdir()
-        os.link(daemon.socket, third / "tierd.sock")
-        assert fails_to_start(Daemon(third))[0] == LockHeld.exit_code
-        assert not (third / "hot" / "tierd.sock").exists()
+        os.link(daemon.socket, other / "tierd.sock")
+        assert fails_to_start(Daemon(other))[0] == LockHeld.exit_code
         snapshot(daemon, "run42", 1)
 
 
@@ -192,7 +186,7 @@ def test_region_that_never_answers_does_not_keep_it_alive(tmp_path: Path) -> Non
             asked, _ = hole.accept()
             began_s = time.monotonic()
             assert daemon.stop() == 0
-            assert time.monotonic() - began_s < 12
+            assert time.monotonic() - began_s < 10
             assert "Traceback" not in daemon.log
             asked.close()
 
@@ -258,16 +252,6 @@ def test_trainer_that_outlives_the_daemon_sends_again_and_nothing_is_written_twi
             assert again.hear(wire.Persisted).step == 2
             assert daemon.checkpoints("run42", "hot") == [2, 1]
             assert manifest.stat().st_ino == written
-
-
-def test_two_daemons_in_turn_never_give_a_generation_twice(tmp_path: Path) -> None:
-    given: list[int] = []
-    for _ in range(3):
-        with serving(tmp_path) as daemon:
-            with Peer(daemon.socket) as peer:
-                given.append(peer.greet("run42").generation)
-            daemon.kill()
-    assert given == [1, 2, 3]
 
 
 # ── trouble ──

@@ -49,7 +49,7 @@ from tierd.workers.worker import Wake, Worker, run_forever
 log = logging.getLogger("tierd")
 
 DRAIN_LOOK_S = 1.0
-STOP_TIMEOUT_S = 5.0  # from the end of the drain to the end of the process
+STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
 def serve(config: Config, ready: Callable[[str], None] | None = None, *, notify_socket: str = "") -> None:
