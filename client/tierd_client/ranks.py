@@ -24,6 +24,8 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if world_size > 1 else None
+        # All meet once: a rank that left at once would break the connections that others are still making.
+        self.maximum([0])
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` returns here, once it has gone well on every rank. Else all raise: the own error, or the one
