@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format bench prometheus clean
+.PHONY: help venv demo test test-long lint format bench prometheus ceph clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,7 +28,7 @@ demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and se
 test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
 	$(PYTEST) -m "not long"
 
-test-long: $(STAMP) prometheus ## the batteries that take minutes
+test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long
 
 lint: $(STAMP) ## style, types and import floors
@@ -43,6 +43,7 @@ format: $(STAMP) ## put the code in order
 
 bench: $(STAMP) ## stall and durable rate of a snapshot beside the limits of this machine
 	$(VENV)/bin/python bench/snapshot.py
+	$(VENV)/bin/python bench/overlap.py
 
 # The tests against a real Prometheus skip without it, so this may not go wrong: root on Debian installs it, others go on.
 prometheus:
@@ -50,6 +51,14 @@ prometheus:
 		export DEBIAN_FRONTEND=noninteractive; \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } </dev/null >/dev/null 2>&1 \
 		|| echo "prometheus could not be installed: the tests that need it will skip"; \
+	fi
+
+# Likewise for a real S3 server: 64 MB to fetch, so only the long tests ask for it. Its services must not start.
+ceph:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v radosgw >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends radosgw ceph-mon ceph-osd ceph-common; } \
+		</dev/null >/dev/null 2>&1 || echo "ceph could not be installed: the tests that need it will skip"; \
 	fi
 
 clean: ## remove .venv, caches and what the demo left

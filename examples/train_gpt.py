@@ -220,44 +220,45 @@ def main(arguments: list[str] | None = None) -> int:
         model=model, optimizer=optimizer, scheduler=scheduler, dataloader=data, extra=progress
     )
     client = None if args.no_tierd else tierd_client.connect(run=args.run, socket=args.socket, every_steps=args.every)
-    found = client.restore(state) if client else None
-    start = found.step if found else 0
-    if found:
-        print(f"resumed at step {found.step} from {found.tier} in {found.seconds:.2f} s", flush=True)
-    else:
-        print("starting fresh", flush=True)
+    with client or nullcontext():  # signals are seen in here, and after a stop it waits until the last step is durable
+        found = client.restore(state) if client else None
+        start = found.step if found else 0
+        if found:
+            print(f"resumed at step {found.step} from {found.tier} in {found.seconds:.2f} s", flush=True)
+        else:
+            print("starting fresh", flush=True)
 
-    shot = None
-    with open_loss_file(args.loss_file, start) as loss_file, client or nullcontext():
-        for step in range(start + 1, args.steps + 1):
-            started = time.monotonic()
-            rate = scheduler.get_last_lr()[0]
-            loss = train_step()
-            loss_file.write(json.dumps({"step": step, "loss": loss, "lr": rate}).encode() + b"\n")
-            loss_file.flush()  # before the snapshot: a killed trainer's curve holds what its checkpoints hold
-            if step % 10 == 0 or step == args.steps:
-                seconds = time.monotonic() - started
-                print(
-                    f"step {step} loss {loss:.4f} lr {rate:.2e} {seconds:.2f} s, {progress['tokens']} tokens",
-                    flush=True,
-                )
-            if client:
-                milestone = f"step-{step}" if args.milestone_every and step % args.milestone_every == 0 else None
-                if client.due(step) or client.stopping or milestone or step == args.steps:
-                    try:
-                        shot = client.snapshot(step, state, metrics={"loss": loss}, milestone=milestone)
-                    except tierd_client.TierdError as error:
-                        # A dead daemon costs a checkpoint, not the training; but a fenced writer must stop,
-                        # and nothing comes after the last step to make up for it.
-                        if isinstance(error, tierd_client.Stale) or client.stopping or step == args.steps:
-                            raise
-                        print(f"warning: no snapshot of step {step}: {error}", file=sys.stderr, flush=True)
-                if client.stopping:
-                    print(f"stopping at step {step}: the same command resumes", flush=True)
-                    break
-            time.sleep(args.step_delay_s)
-        if shot:
-            shot.wait_persisted(60)
+        shot = None
+        with open_loss_file(args.loss_file, start) as loss_file:
+            for step in range(start + 1, args.steps + 1):
+                started = time.monotonic()
+                rate = scheduler.get_last_lr()[0]
+                loss = train_step()
+                loss_file.write(json.dumps({"step": step, "loss": loss, "lr": rate}).encode() + b"\n")
+                loss_file.flush()  # before the snapshot: a killed trainer's curve holds what its checkpoints hold
+                if step % 10 == 0 or step == args.steps:
+                    seconds = time.monotonic() - started
+                    print(
+                        f"step {step} loss {loss:.4f} lr {rate:.2e} {seconds:.2f} s, {progress['tokens']} tokens",
+                        flush=True,
+                    )
+                if client:
+                    milestone = f"step-{step}" if args.milestone_every and step % args.milestone_every == 0 else None
+                    if client.due(step) or client.stopping or milestone or step == args.steps:
+                        try:
+                            shot = client.snapshot(step, state, metrics={"loss": loss}, milestone=milestone)
+                        except tierd_client.TierdError as error:
+                            # A dead daemon costs a checkpoint, not the training; but a fenced writer must stop,
+                            # and nothing comes after the last step to make up for it.
+                            if isinstance(error, tierd_client.Stale) or client.stopping or step == args.steps:
+                                raise
+                            print(f"warning: no snapshot of step {step}: {error}", file=sys.stderr, flush=True)
+                    if client.stopping:
+                        print(f"stopping at step {step}: the same command resumes", flush=True)
+                        return 0
+                time.sleep(args.step_delay_s)
+            if shot:
+                shot.wait_persisted(60)
     return 0
 
 

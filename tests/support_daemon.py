@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tierd.config import ColdConfig, Config, DaemonConfig, HotConfig, LimitsConfig
+from tierd.config import ColdConfig, Config, DaemonConfig, HealthConfig, HotConfig, LimitsConfig
 from tierd.format import wire
 from tierd.lifecycle.states import SlotEvent, SlotState
 from tierd.slots import Slot
@@ -32,11 +32,12 @@ M = TypeVar("M", bound=wire.ToClient)
 
 
 def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: Any) -> Config:
-    """Everything below `root`, patient nowhere."""
+    """Everything below `root`, patient nowhere. Nobody looks for NaN: what these tests seal are plain bytes."""
     found = Config(
         daemon=DaemonConfig(socket=str(root / "tierd.sock"), listen="127.0.0.1:0", node="here", drain_timeout_s=5.0),
         hot=HotConfig(path=str(root / "hot")),
         cold=[ColdConfig(name=name, url=f"file://{root / name}") for name in cold],
+        health=HealthConfig(examine=False),
         limits=LimitsConfig(hello_timeout_s=0.5, reconcile_interval_s=0.2, retry_min_s=0.05, retry_max_s=0.2),
     )
     return msgspec.structs.replace(found, **sections)

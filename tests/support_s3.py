@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import boto3.session
+import pytest
 from botocore.config import Config
 
 ACCESS_KEY = "tierd-test"
@@ -86,6 +87,18 @@ def _running(command: list[str], address: str) -> Generator[str]:
         if drain.ident is not None:
             drain.join()
         process.stderr.close()
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of a server at 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", *kind, *names, "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
 
 
 Fault = Callable[[str, str], str]

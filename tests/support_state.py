@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support_cli import make_manifest
 from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
 from tierd_client.slots import Slot
 from tierd_client.staging import Stager
-from tierd_client.state import TrainingState
+from tierd_client.state import Capturable, State, TrainingState
+from tierd_client.tensors import DTYPE_NAMES, as_bytes
 
 from tierd.format import checksum
+from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import FileEntry, file_entry
-from tierd.format.shard import FORMAT_VERSION
+from tierd.format.shard import FORMAT_VERSION, TensorSpec, plan_layout
 
 CHUNK_BYTES = 1 << 16
 
@@ -33,7 +36,32 @@ def metadata(tree: Any, *, step: int = 5, rank: int = 0, world_size: int = 1) ->
     }
 
 
-def stage(state: TrainingState, *, rank: int = 0, world_size: int = 1, owned: set[str] | None = None) -> bytes:
+def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any = None, *, rank: int = 0) -> bytes:
+    """A shard with these parts of tensors, each with the place of its first element in the whole, written by hand."""
+    names = {name: tensor.contiguous() for name, tensor, _ in parts}
+    specs = [
+        TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), saved_offsets=at)
+        for name, tensor, at in parts
+    ]
+    tierd = metadata(tree or {}, rank=rank)
+    layout = plan_layout(specs, tierd)
+    return layout.encode_header(tierd) + b"".join(as_bytes(names[entry.name]).numpy().data for entry in layout.tensors)
+
+
+def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5) -> Path:
+    """The shards as a committed checkpoint of a tier at `root`; its folder."""
+    checkpoint = checkpoint_id(run, step, 1)
+    files = [entry_of(raw, f"rank-{rank:05d}-of-{len(raws):05d}.safetensors") for rank, raw in enumerate(raws)]
+    manifest = make_manifest(checkpoint, files)
+    folder = root / checkpoint.run / checkpoint.name
+    folder.mkdir(parents=True)
+    for entry, raw in zip(files, raws, strict=True):
+        (folder / entry.name).write_bytes(raw)
+    (folder / "manifest.json").write_bytes(manifest.encode())
+    return folder
+
+
+def stage(state: Capturable, *, rank: int = 0, world_size: int = 1, owned: set[str] | None = None) -> bytes:
     """The shard that one rank writes."""
     captured = state.capture(rank, world_size)
     tierd = metadata(captured.tree, rank=rank, world_size=world_size)
@@ -75,7 +103,7 @@ class Files:
             os.close(descriptor)
 
 
-def restore(state: TrainingState, files: list[SourceFile], *, rank: int = 0) -> None:
+def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
     shards = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
     plan = state.plan_restore(tree, index_tensors(shards))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -275,3 +277,47 @@ def test_grace_period_leaves_time_to_drain(tmp_path: Path) -> None:
 def test_memory_of_the_daemon_is_bounded_and_has_room() -> None:
     assert sidecar()["resources"]["limits"]["memory"] == "1Gi"
     assert trainer()["resources"]["limits"]["memory"]
+
+
+# ── slurm.sbatch ──
+
+TRAIN = """
+import os, signal, tierd_client, torch
+state = tierd_client.TrainingState(model=torch.nn.Linear(2, 2))
+with tierd_client.connect("gpt-124m") as client:
+    found = client.restore(state)
+    for step in range(found.step + 1 if found else 1, 4):
+        if step == 2 and found is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if client.due(step) or client.stopping:
+            client.snapshot(step, state)
+        if client.stopping:
+            break
+"""
+
+
+def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_done(tmp_path: Path) -> None:
+    """The script itself, with a Slurm of two lines."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "tierd.toml").write_text(
+        '[daemon]\nlisten = "127.0.0.1:0"\n[snapshot]\nevery_steps = 0\n[hot]\npath = "hot"\n'
+    )
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, line in (("srun", 'shift; exec "$@"'), ("scontrol", f'echo "$@" >> {tmp_path}/said')):
+        (commands / name).write_text(f"#!/bin/sh\n{line}\n")
+        (commands / name).chmod(0o755)
+    environ = {
+        **os.environ,
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+        "TIERD_CONFIG": str(tmp_path / "tierd.toml"),
+        "SLURM_JOB_ID": f"test-{os.getpid()}",
+    }
+    said = tmp_path / "said"
+    for expected in (f"requeue {environ['SLURM_JOB_ID']}\n", ""):
+        command = ["bash", str(DEPLOY / "slurm.sbatch")]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        assert (said.read_text() if said.exists() else "") == expected
+        said.unlink(missing_ok=True)

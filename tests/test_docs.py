@@ -133,7 +133,9 @@ def test_every_path_that_is_named_exists() -> None:
 
 OUTSIDE = {
     *("HuggingFaceStorageReader", "init_process_group", "get_optimizer_state_dict"),  # torch.distributed
-    *("state_dict", "load_state_dict"),  # torch
+    *("state_dict", "load_state_dict", "DataLoader", "DistributedSampler", "Embedding"),  # torch
+    "StatefulDataLoader",  # torchdata
+    *("train", "TrainerState", "save_state", "IterableDataset"),  # Hugging Face, torch
     *("Enum", "NewType", "Protocol"),  # Python
 }
 
@@ -170,7 +172,8 @@ def keys(struct: type[msgspec.Struct], above: str = "") -> Iterator[str]:
 KEYS = frozenset(keys(Config))
 VARIABLES = {
     *(f"TIERD_{key.replace('.', '_').upper()}" for key in KEYS),
-    *("TIERD_CONFIG", "TIERD_SOCKET", "TIERD_TRACEBACK", "TIERD_SECTION_KEY"),
+    *("TIERD_CONFIG", "TIERD_SOCKET", "TIERD_RESUME", "TIERD_DEADLINE", "TIERD_STOP_FILE", "TIERD_TRACEBACK"),
+    "TIERD_SECTION_KEY",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tierd_client
 from safetensors import safe_open
-from support_runs import Daemon, Trainer, Training, refusals, together, wait_until
+from support_runs import Daemon, Trainer, Training, refusals, together
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
 
 
@@ -100,17 +100,23 @@ def test_a_rank_that_dies_is_an_error_of_the_others_not_a_hang(daemon: Daemon) -
             trainers[0].snapshot()
 
 
-def test_a_checkpoint_of_another_world_size_is_refused(daemon: Daemon) -> None:
+def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks_and_nothing_is_changed(
+    daemon: Daemon,
+) -> None:
     with ranks(daemon, 2) as first:
         together(first, "train", 1)
         together(first, "durable")
         kill(first)
 
+    with Trainer(extra={"rank": 0}) as alone:
+        alone.connect(daemon.socket)
+        before = alone.digest()
+        with pytest.raises(Mismatch, match=r"extra\.rank: the 2 ranks that saved .* give it load_state_dicts"):
+            alone.restore()
+        assert alone.digest() == before
     with Trainer() as alone:
         alone.connect(daemon.socket)
-        with pytest.raises(Mismatch, match="it has 2 ranks, this run has 1") as caught:
-            alone.restore()
-    assert "HuggingFaceStorageReader" in caught.value.hint
+        assert alone.restore().step == 1
 
 
 def test_a_launcher_without_a_process_group_is_told_what_to_call(
@@ -161,19 +167,6 @@ def test_a_newer_start_fences_every_rank_of_the_older(daemon: Daemon) -> None:
         assert [type(error) for error in refusals(older, "snapshot")] == [Stale, Stale]
 
 
-def test_a_stop_request_to_one_rank_is_seen_by_all_at_the_same_step(daemon: Daemon) -> None:
-    with ranks(daemon, 2) as trainers:
-        together(trainers, "enter")
-        together(trainers, "train", 1)
-        assert together(trainers, "is_stopping") == [False, False]
-        trainers[1].signal(signal.SIGTERM)
-        wait_until(lambda: trainers[1].apply(_stop_was_seen), "the signal")
-        assert together(trainers, "is_stopping") == [False, False]
-
-        together(trainers, "apply", _ask_due)
-        assert together(trainers, "is_stopping") == [True, True]
-
-
 def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         digests = []
@@ -181,7 +174,7 @@ def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) 
             together(trainers, "train", 1)
             together(trainers, "durable")
             digests.append(together(trainers, "digest"))
-        assert [one.step for one in together(trainers, "restore", step=1)] == [1, 1]
+        assert [one.step for one in together(trainers, "restore", resume=1)] == [1, 1]
 
         assert together(trainers, "generation") == [2, 2]
         assert together(trainers, "digest") == digests[0]
@@ -239,11 +232,3 @@ def _put_in_extra(training: Training, name: str) -> None:
 
 def _take_from_extra(training: Training, name: str) -> None:
     del training.extra[name]
-
-
-def _stop_was_seen(training: Training) -> bool:
-    return training.client._stop_seen
-
-
-def _ask_due(training: Training) -> bool:
-    return training.client.due(training.step)

@@ -18,8 +18,12 @@ from tierd.api.packets import PacketConnection, receive_packet
 from tierd.api.session import Session
 from tierd.errors import TierdError
 from tierd.format import wire
-from tierd.format.ids import Generation, Rank, Run
+from tierd.format.ids import CheckpointId, Generation, Rank, Run
 from tierd.workers.restorer import Handover, Restorer
+
+
+async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
+    return None
 
 
 class Slow(Restorer):
@@ -53,6 +57,7 @@ class Asked:
             [],
             metrics=rooms.metrics,
             incidents=rooms.incidents,
+            judge=nobody_knows,
         )
         self.restorer.may_go = asyncio.Event()
         self.finder = Finder(self.restorer, rooms.incidents, self.spawn)

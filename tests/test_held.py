@@ -75,6 +75,33 @@ def test_a_slot_is_offered_filled_sealed_and_free_again_when_released(peer: Peer
         assert one.held.take(3, DEADLINE_S) == 0
 
 
+def test_a_part_that_will_never_be_sealed_is_said_and_said_again_until_a_newer_one_is_whole(peer: Peer) -> None:
+    lost = wire.Lost(step=1, kind="torn", message="m", hint="")
+    with house(peer) as one:
+        one.held.make(2, SIZE)
+        index = one.held.take(1, 0.0)
+        assert index is not None
+        one.held.lose(index, lost)
+        assert [type(said).__name__ for said in peer.receive_until(wire.Lost)[-2:]] == ["Abandon", "Lost"]
+        assert one.use() == [Use.FREE, Use.FREE]
+
+        peer.drop()
+        peer.admit(welcome("second"))
+        assert peer.receive_until(wire.Lost)[-1] == lost
+        fill(one, 2)
+        peer.send(wire.Persisted(step=2, generation=1, seconds=0.1))
+        wait_until(lambda: not one.held._lost, "it to be needless")
+
+
+def test_what_is_being_copied_into_a_slot_is_not_reclaimed(peer: Peer) -> None:
+    with house(peer) as one:
+        one.held.make(2, SIZE)
+        first, second = one.held.take(1, 0.0), one.held.take(2, 0.0)
+        one.held.reclaim(keep=first)
+        assert one.use() == [Use.FILLING, Use.FREE]
+        assert second == 1
+
+
 def test_the_wait_for_a_slot_ends_when_one_is_released(peer: Peer) -> None:
     with house(peer) as one:
         one.held.make(2, SIZE)

@@ -300,3 +300,49 @@ def is_open(slot: Slot) -> bool:
 
 def make_slot_of_same_memory(slot: Slot) -> Slot:
     return Slot(os.dup(slot.fd), slot.capacity_bytes)
+
+
+# ── what a rank will never seal ──
+
+
+def test_a_set_that_a_rank_gives_up_frees_the_slots_of_those_that_have_sealed(memory: MemoryTier) -> None:
+    both = Trainers(memory, world_size=2)
+    both.persist(both.seal(1, 0))
+    both.seal(2, 1, ranks=[1])
+    checkpoint = checkpoint_id(RUN, 2, 1)
+    assert not memory.is_lost(checkpoint)
+    assert memory.lose(RUN, both.generation, 2) == [(Rank(1), 1)]
+    assert memory.is_lost(checkpoint)
+    assert both.states(1) == [SlotState.RETAINED, SlotState.FREE]
+    assert memory.lose(RUN, both.generation, 2) == []
+    assert both.restorable() == [1]
+
+    both.seal(3, 1)
+    assert both.restorable() == [3, 1]
+
+
+def test_a_rank_that_seals_after_another_gave_up_is_let_go_too(memory: MemoryTier) -> None:
+    both = Trainers(memory, world_size=2)
+    assert memory.lose(RUN, both.generation, 2) == []
+    both.seal(2, 1, ranks=[1])
+    assert memory.lose(RUN, both.generation, 2) == [(Rank(1), 1)]
+
+
+def test_what_every_rank_has_sealed_cannot_be_given_up_nor_by_a_stale_generation(memory: MemoryTier) -> None:
+    one = Trainers(memory)
+    one.seal(1, 0)
+    with pytest.raises(BadRequest, match="every rank has sealed it"):
+        memory.lose(RUN, one.generation, 1)
+    Trainers(memory, generation=2)
+    with pytest.raises(Stale):
+        memory.lose(RUN, one.generation, 2)
+    assert one.restorable() == [1]
+
+
+def test_what_is_remembered_of_lost_steps_is_bounded_and_ends_with_the_generation(memory: MemoryTier) -> None:
+    one = Trainers(memory)
+    for step in range(100):
+        memory.lose(RUN, one.generation, step)
+    assert sum(memory.is_lost(checkpoint_id(RUN, step, 1)) for step in range(100)) == 16
+    Trainers(memory, generation=2)
+    assert not memory.is_lost(checkpoint_id(RUN, 99, 1))

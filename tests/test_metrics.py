@@ -34,6 +34,9 @@ PROMISED = {
     "tierd_failures_total": ("counter", {"stage", "kind"}),
     "tierd_cold_requests_total": ("counter", {"tier", "op", "code"}),
     "tierd_verify_failures_total": ("counter", {"tier"}),
+    "tierd_examinations_total": ("counter", {"run", "verdict"}),
+    "tierd_unhealthy_checkpoints": ("gauge", {"run"}),
+    "tierd_stale_snapshots_total": ("counter", {"run"}),
     "tierd_halted": ("gauge", {"reason"}),
 }
 

@@ -107,17 +107,39 @@ def test_ordinals_read_as_english(number: int, word: str) -> None:
 
 def test_unhealthy_checkpoints_are_none_of_the_last_ones() -> None:
     views = [view(1), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
-    assert sequences(views, kept(views, TierPolicy(keep_last=2))) == [1, 2]
+    assert sequences(views, kept(views, TierPolicy(keep_last=2, keep_unhealthy=0))) == [1, 2]
+
+
+def test_an_unhealthy_one_is_none_of_every_nth_but_stays_a_milestone() -> None:
+    views = [view(10, healthy=False), view(20, healthy=False, milestones=["odd"]), view(30), view(31, healthy=True)]
+    policy = TierPolicy(keep_last=1, keep_every=10, keep_every_steps=100, milestones=True, keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [20, 30, 31]
+
+
+def test_the_newest_unhealthy_ones_are_kept_as_evidence() -> None:
+    views = [view(1, healthy=False), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
+    found = kept(views, TierPolicy(keep_last=1, keep_unhealthy=2))
+    assert sequences(views, found) == [2, 3, 4]
+    assert found[views[3].id] == "newest unhealthy, as evidence"
+    assert sequences(views, kept(views, TierPolicy(keep_last=1))) == [2, 4]
+
+
+def test_unjudged_ones_however_many_never_push_out_the_last_that_was_found_healthy() -> None:
+    views = [view(1, healthy=True), view(2, healthy=True), *(view(n) for n in range(3, 20))]
+    found = kept(views, TierPolicy(keep_last=3))
+    assert sequences(views, found) == [2, 17, 18, 19]
+    assert found[views[1].id] == "newest that was found healthy"
 
 
 def test_a_verdict_never_empties_a_run() -> None:
     views = [view(n, healthy=False) for n in (1, 2, 3)]
-    assert kept(views, TierPolicy(keep_last=2)) == {views[2].id: "newest, though none is healthy"}
+    policy = TierPolicy(keep_last=2, keep_unhealthy=0)
+    assert kept(views, policy) == {views[2].id: "newest, though none is healthy"}
 
 
 def test_newest_healthy_is_kept_even_by_a_policy_that_asks_for_none() -> None:
     views = [view(1), view(2), view(3, healthy=False)]
-    assert sequences(views, kept(views, TierPolicy(keep_last=0))) == [2]
+    assert sequences(views, kept(views, TierPolicy(keep_last=0, keep_unhealthy=0))) == [2]
 
 
 def test_nothing_is_kept_of_nothing() -> None:

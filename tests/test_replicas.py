@@ -10,6 +10,7 @@ import pytest
 import torch
 from support_cli import make_manifest
 from support_peer import DEADLINE_S, Peer
+from support_state import entry_of, stage
 from tierd_client import Corrupt, Mismatch, NotFound, TrainingState
 from tierd_client.ranks import Ranks
 from tierd_client.replicas import Replica, Wanted, restore
@@ -56,7 +57,10 @@ def begin(peer: Peer, session: Session, corrupt: list[str] | None = None) -> Any
         if corrupt is not None:
             corrupt.append(replica.name)
 
-    return peer._pool.submit(restore, session, Ranks(0, 1), state, Wanted(), on_corrupt=on_corrupt)
+    def take(replica: Replica) -> None:
+        replica.load(state, 0, 1)
+
+    return peer._pool.submit(restore, session, Ranks(0, 1), Wanted(), take, on_corrupt=on_corrupt)
 
 
 def test_only_asking_for_nothing_in_particular_means_any() -> None:
@@ -106,10 +110,17 @@ def test_a_damaged_replica_is_told_and_left_out_of_the_next_question(peer: Peer)
     session.close()
 
 
-def test_a_checkpoint_of_more_ranks_is_a_mismatch_and_no_other_is_tried(peer: Peer) -> None:
+def test_a_checkpoint_that_does_not_fit_is_a_mismatch_and_no_other_is_tried(peer: Peer) -> None:
     session = peer.open()
     restoring = begin(peer, session)
-    answer(peer, manifest(2).encode(), 2)
-    with pytest.raises(Mismatch, match="it has 2 ranks"):
+    raw = stage(TrainingState(model=torch.nn.Linear(2, 2)))
+    find = peer.receive_until(wire.Find)[-1]
+    assert isinstance(find, wire.Find)
+    found = make_manifest(checkpoint_id("run", 5, 1), [entry_of(raw)])
+    descriptors = [memory(found.encode()), memory(raw)]
+    peer.send(wire.Found(request=find.request, tier="hot"), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with pytest.raises(Mismatch, match="differs from the state"):
         restoring.result(DEADLINE_S)
     session.close()

@@ -108,7 +108,7 @@ async def test_milestone_that_arrives_with_a_deletion_does_not_bring_the_replica
 
         rooms.cold["cold"].mark_milestone = mark_then_lose  # type: ignore[method-assign, assignment]
         worker = replicator(rooms)
-        await worker._mark_milestones()
+        await worker._mark()
         entry = rooms.catalog.get(one.id)
         assert entry is not None
         assert entry.tiers == {"hot"}

@@ -9,17 +9,27 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support_cli import content, flip_a_bit
 from support_rooms import RUN, Rooms, rooms_at
 
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable, Transient
+from tierd.errors import (
+    BadRequest,
+    Corrupt,
+    NewerFormat,
+    NotFound,
+    TierdError,
+    TierUnreachable,
+    Transient,
+    Unhealthy,
+)
 from tierd.format import checksum, layout, wire
-from tierd.format.ids import Rank, checkpoint_id
+from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.states import SlotEvent
 from tierd.workers import restorer as restorer_module
-from tierd.workers.restorer import Handover, Restorer, close_all
+from tierd.workers.restorer import Handover, Judge, Restorer, close_all
 
 SHARD = layout.shard_name(Rank(1), 2)
 
@@ -34,7 +44,10 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
 
 
-def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None) -> Restorer:
+def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None, judge: Judge | None = None) -> Restorer:
+    async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
+        return None
+
     return Restorer(
         rooms.memory,
         rooms.catalog,
@@ -44,6 +57,7 @@ def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None) -> Restorer
         looks or [],
         metrics=rooms.metrics,
         incidents=rooms.incidents,
+        judge=judge or nobody_knows,
     )
 
 
@@ -89,6 +103,61 @@ async def test_trainer_is_told_why_a_newer_checkpoint_was_passed_over(rooms: Roo
     assert found.passed_over == []
 
 
+def of_a_later_tierd(rooms: Rooms, tier: str, one: Manifest) -> None:
+    """The manifest says so."""
+    (rooms.folder(tier, one.id) / "manifest.json").write_bytes(msgspec.structs.replace(one, format_version=2).encode())
+
+
+async def test_newest_checkpoint_of_a_later_tierd_is_not_passed_over_unless_a_step_is_named(rooms: Rooms) -> None:
+    """To lose work by going back to an older tierd is for a person to decide."""
+    await rooms.commit("hot", step=100)
+    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=200))
+    await rooms.look()
+    with pytest.raises(NewerFormat, match="format version 2") as caught:
+        await ask(rooms)
+    assert "resume=" in caught.value.hint
+    assert await where(rooms, step=100) == (100, "hot")
+
+
+async def test_older_checkpoint_of_a_later_tierd_is_no_matter(rooms: Rooms) -> None:
+    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=100))
+    await rooms.commit("cold", step=200)
+    await rooms.look()
+    assert await where(rooms) == (200, "cold")
+
+
+@pytest.mark.parametrize(("content", "error"), [("{", Corrupt), ('{"format_version": 2}', NewerFormat)])
+async def test_run_whose_only_manifest_cannot_be_read_is_never_answered_with_not_found(
+    rooms: Rooms, content: str, error: type[TierdError]
+) -> None:
+    """Not found means that a trainer may start from scratch."""
+    one = await rooms.commit("hot")
+    (rooms.folder("hot", one.id) / "manifest.json").write_text(content)
+    await rooms.look()
+    with pytest.raises(error):
+        await ask(rooms)
+    with pytest.raises(NotFound):
+        await ask(rooms, step=one.step + 1)
+
+
+async def test_newest_of_a_run_is_known_wherever_it_is_and_whether_or_not_it_can_be_read(rooms: Rooms) -> None:
+    worker = restorer(rooms)
+    assert worker.newest(RUN) is None
+    cold = await rooms.commit("cold", step=100)
+    await rooms.look()
+    assert worker.newest(RUN) == cold.id
+    torn = await rooms.commit("hot", step=200)
+    (rooms.folder("hot", torn.id) / "manifest.json").write_text("{")
+    await rooms.look()
+    assert worker.newest(RUN) == torn.id
+    sealed = rooms.seal(300, [b"one"])
+    assert worker.newest(RUN) == sealed.id
+    assert worker.newest(Run("other")) is None
+    assert worker.unseen() == []
+    rooms.catalog.lost_tier("cold", "no such bucket")
+    assert worker.unseen() == ["cold (no such bucket)"]
+
+
 async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
     rooms.seal(100, [content(checkpoint_id(RUN, 100, 1), rank, 20_000) for rank in (0, 1)])
     await rooms.persister().run_once()
@@ -127,11 +196,34 @@ async def test_unhealthy_one_is_passed_by_unless_asked_for(rooms: Rooms) -> None
     await rooms.commit("hot", step=100)
     await rooms.commit("hot", step=200)
     await rooms.look()
-    entry = rooms.catalog.get(checkpoint_id(RUN, 200, 1))
-    assert entry is not None
-    entry.healthy = False
+    rooms.catalog.diagnosed(checkpoint_id(RUN, 200, 1), "hot", is_healthy=False)
     assert await where(rooms) == (100, "hot")
-    assert await where(rooms, step=200) == (200, "hot")
+    with pytest.raises(Unhealthy, match="000000000200"):
+        await ask(rooms, step=200)
+    assert await where(rooms, step=200, allow_unhealthy=True) == (200, "hot")
+    assert await where(rooms, allow_unhealthy=True) == (200, "hot")
+    rooms.catalog.diagnosed(checkpoint_id(RUN, 100, 1), "hot", is_healthy=False)
+    with pytest.raises(Unhealthy):  # and no NotFound: that would be a start from scratch
+        await ask(rooms)
+
+
+async def test_what_nobody_has_examined_is_judged_before_it_is_handed_over(rooms: Rooms) -> None:
+    await rooms.commit("hot", "cold", step=100)
+    await rooms.commit("cold", step=150, sequence=2)
+    rooms.seal(200)
+    await rooms.look()
+    asked: list[int] = []
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        asked.append(checkpoint.step)
+        return checkpoint.step != 200
+
+    worker = restorer(rooms, judge=judge)
+    found = await handover(worker)
+    close_all(found.descriptors)
+    assert (found.manifest.step, found.tier) == (150, "cold")
+    assert "not finite" in found.passed_over[0]
+    assert asked == [200, 150]
 
 
 async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Rooms) -> None:

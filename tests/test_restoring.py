@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support_state import CHUNK_BYTES, Files, entry_of, restore, stage
-from tierd_client import restoring
+from tierd_client import DictState, restoring
 from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
 from tierd_client.state import TrainingState
 from tierd_client.tensors import CapturedTensor, captured
@@ -159,6 +159,44 @@ def test_tensors_of_several_files_come_together(files: Files) -> None:
         restore(TrainingState(model=other), opened[:1])
 
 
+REGIONS = st.tuples(*(st.tuples(st.integers(0, size - 1), st.integers(1, size)) for size in (30, 7, 5)))
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    regions=st.lists(REGIONS, min_size=1, max_size=5),
+    is_strided=st.booleans(),
+    chunk_bytes=st.integers(4096, 8000),
+    block_bytes=st.sampled_from([512, 1000, 1 << 20]),
+)
+def test_regions_of_one_tensor_come_back_however_they_overlap(
+    files: Files, regions: Any, is_strided: bool, chunk_bytes: int, block_bytes: int
+) -> None:
+    stored = torch.randn(30, 7, 5)
+    raw = stage(DictState({"whole": stored, "scalar": torch.tensor(3.0)}))
+    wanted = {"scalar": CapturedTensor("scalar", torch.zeros(()), (), ())}
+    for number, region in enumerate(regions):
+        begin = tuple(low for low, _ in region)
+        shape = tuple(min(low + length, size) - low for (low, length), size in zip(region, stored.shape, strict=True))
+        into = torch.zeros(shape[::-1]).permute(2, 1, 0) if is_strided else torch.zeros(shape)
+        wanted[str(number)] = CapturedTensor("whole", into, begin, shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "BLOCK_BYTES", block_bytes)
+        load([files.on_disk(raw, chunk_bytes=chunk_bytes)], wanted)
+    assert wanted.pop("scalar").tensor == 3.0
+    for one in wanted.values():
+        there = tuple(slice(at, at + size) for at, size in zip(one.saved_offsets, one.shape, strict=True))
+        assert torch.equal(one.tensor, stored[there])
+
+
+def test_only_the_chunks_of_the_wanted_rows_are_read(files: Files) -> None:
+    rows = torch.arange(64.0 * CHUNK_BYTES / 4).view(64, -1)
+    source = files.on_disk(stage(DictState({"rows": rows})))
+    into = torch.zeros(2, rows.shape[1])
+    assert load([source], {"": CapturedTensor("rows", into, (40, 0), (2, rows.shape[1]))}) <= 3 * CHUNK_BYTES
+    assert torch.equal(into, rows[40:42])
+
+
 # ── sharded tensors ──
 
 
@@ -238,6 +276,22 @@ def test_sharded_tensors_are_restored_onto_another_number_of_ranks(
         assert torch.equal(parameter.to_local(), expected)
         assert torch.equal(moment.to_local(), expected * 2)
         assert optimizer.state[parameter]["step"] == 7.0
+
+
+@pytest.mark.parametrize("then", [1, 2, 3, 4, 8])
+def test_only_the_chunks_that_hold_something_of_this_rank_are_read(files: Files, ranks: Any, then: int) -> None:
+    rows = 24 * 256
+    opened = _stage_all(files, ranks, torch.randn(rows, 64), 2)
+    size_bytes = 3 * rows * 64 * 4  # the weight and two moments
+    total = sum(source.entry.size_bytes for source in opened)
+    shards = read_headers(opened)
+    for rank in range(then):
+        module = _sharded(torch.zeros(rows, 64), ranks(rank, then))
+        state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()), rng=False)
+        plan = state.plan_restore(shards[opened[0].name].tierd["state"], index_tensors(shards))
+        read_bytes = load(opened, plan.destinations)
+        spans = 3 * (2 if then in (1, 3) else 1)  # pieces of files that this rank's rows lie in
+        assert size_bytes // then <= read_bytes <= min(total, size_bytes // then + (2 * spans + 1) * CHUNK_BYTES)
 
 
 def test_sharded_tensor_of_which_a_part_is_missing_is_a_mismatch(files: Files, ranks: Any) -> None:

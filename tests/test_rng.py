@@ -56,3 +56,19 @@ def test_cuda_is_not_woken_up() -> None:
     was = torch.cuda.is_initialized()
     assert rng.capture([torch.device("cpu")])["cuda"] == [] or was
     assert torch.cuda.is_initialized() == was
+
+
+def test_numbers_drawn_from_a_seed_are_the_same_each_time_and_leave_no_trace() -> None:
+    def draw() -> list[float]:
+        return [random.random(), np.random.random(), np.random.normal(), torch.rand(()).item()]
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    undisturbed = draw()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    drawn: list[list[float]] = []
+    for seed in (rng.seed_of(1, "a"), rng.seed_of(1, "a"), rng.seed_of(1, "b")):
+        with rng.drawn_from(seed):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert draw() == undisturbed
+    assert rng.seed_of(1, "a") == 2461651067226055738, "seeds are part of what a resumed run depends on"

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 from store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
-from support_kill import kill_when_stalled
+from support_bucket import bucket_server
 from support_s3 import (
     ACCESS_KEY,
     BUCKET,
@@ -21,13 +20,14 @@ from support_s3 import (
     faulty_proxy,
     moto_server,
     rclone_server,
+    self_signed,
     silent_server,
 )
 
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierUnreachable
 from tierd.format import checksum
 from tierd.tiers.s3 import S3Store
-from tierd.tiers.s3_errors import translate
+from tierd.tiers.s3_errors import Trouble, translate, trouble_of
 from tierd.tiers.s3_upload import PART_BYTES_MAX, part_bytes
 
 SMALL_CHUNK_BYTES = 5 << 20  # the smallest part that S3 takes
@@ -83,6 +83,30 @@ class TestRclone(StoreContract):
         await found.close()
 
 
+class TestBucket(StoreContract):
+    """Our own server, which refuses whatever AWS refuses, with pages of three."""
+
+    is_atomic = True
+
+    @pytest.fixture
+    async def store(self) -> AsyncIterator[S3Store]:
+        with bucket_server(page=3) as served:
+            found = bucket(served.url)
+            yield found
+            await found.close()
+
+
+class TestBucketThatKeepsNothing(StoreContract):
+    """As Ceph: no checksums, no conditions."""
+
+    @pytest.fixture
+    async def store(self) -> AsyncIterator[S3Store]:
+        with bucket_server(keeps_checksums=False, honours_conditions=False) as served:
+            found = bucket(served.url)
+            yield found
+            await found.close()
+
+
 # ── uploads ──
 
 
@@ -133,48 +157,22 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
     await store.close()
 
 
-UPLOAD = """
-import asyncio, sys
-from tierd.tiers.s3 import S3Store
-
-class Stalling:
-    async def fill(self, offset, buffer):
-        if offset >= 2 * 5 << 20:
-            print("stalled", flush=True)
-            await asyncio.Event().wait()
-
-store = S3Store(sys.argv[1], endpoint_url=sys.argv[2], parts_in_flight=1)
-asyncio.run(store.put(sys.argv[3], Stalling(), size_bytes=4 * 5 << 20, chunk_bytes=5 << 20))
-"""
-
-
-async def test_what_a_killed_upload_left_is_aborted_by_the_next_one(moto: str) -> None:
-    store = bucket(moto)
-    kill_when_stalled(UPLOAD, store.url, moto, KEY)
-    assert await store.list() == []
-    prefix = store.object_key(KEY)
-    assert len((await store.request("list_multipart_uploads", "look", Prefix=prefix))["Uploads"]) == 1
-    await store.put(KEY, BytesSource(content(BIG)), size_bytes=BIG, chunk_bytes=SMALL_CHUNK_BYTES)
-    assert "Uploads" not in await store.request("list_multipart_uploads", "look", Prefix=prefix)
-    assert await read_whole(store, KEY, BIG) == content(BIG)
-    await store.close()
-
-
 @pytest.mark.parametrize(
     ("size_bytes", "chunk_bytes", "expected"),
     [
-        (1 << 40, 64 << 20, -(-(1 << 40) // 10_000)),
+        (1 << 40, 64 << 20, 128 << 20),
         (625 << 30, 64 << 20, 64 << 20),
         (100 << 20, 16 << 20, 16 << 20),
         (100 << 20, 4096, 64 << 20),
-        (10 << 30, 5 << 30, 64 << 20),
+        (10 << 30, 5 << 30, 5 << 30),
+        (100 << 20, 3 << 20, 66 << 20),
     ],
 )
-def test_parts_are_chunks_where_s3_takes_them(size_bytes: int, chunk_bytes: int, expected: int) -> None:
+def test_parts_are_whole_chunks(size_bytes: int, chunk_bytes: int, expected: int) -> None:
     assert part_bytes(size_bytes, chunk_bytes) == expected
 
 
-def test_a_file_that_would_exhaust_memory_is_refused() -> None:
+def test_a_file_that_s3_has_no_place_for_is_refused() -> None:
     with pytest.raises(BadRequest):
         part_bytes(PART_BYTES_MAX * 10_000 + 1, 5 << 30)
 
@@ -185,18 +183,6 @@ async def test_uploads_keep_to_the_bandwidth_cap(moto: str) -> None:
     await store.put(KEY, BytesSource(content(BIG)), size_bytes=BIG, chunk_bytes=SMALL_CHUNK_BYTES)
     assert time.monotonic() - begin >= 10 / 50  # the last part begins when the 10 MiB before it have had their time
     await store.close()
-
-
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of a server at 127.0.0.1."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", *kind, *names, "-keyout", key, "-out", certificate]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
 
 
 async def test_tls_servers_take_the_checksum_as_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +293,11 @@ async def test_a_server_that_is_down_is_unreachable_at_once() -> None:
     for attempt in (store.list(), store.get_bytes("run/x", size_max=1), store.put_bytes("run/x", b"", if_absent=True)):
         with pytest.raises(TierUnreachable, match=r"no connection \(EndpointConnectionError\)"):
             await attempt
-    assert requests[0] == ("list_objects_v2", "EndpointConnectionError")
+    assert requests == [
+        ("list_objects_v2", "EndpointConnectionError"),
+        ("get_object", "EndpointConnectionError"),
+        ("head_object", "EndpointConnectionError"),
+    ]
     await store.close()
 
 
@@ -412,6 +402,33 @@ class Said(Exception):
 )
 def test_every_answer_is_something_the_caller_can_act_on(code: str, kind: type[Exception]) -> None:
     assert type(translate(Said(code), "read x in cold")) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "trouble"),
+    [
+        ("SlowDown", Trouble.THROTTLED),
+        ("503", Trouble.THROTTLED),
+        ("429", Trouble.THROTTLED),
+        ("InternalError", Trouble.TRANSIENT),
+        ("ConditionalRequestConflict", Trouble.TRANSIENT),
+        ("BadDigest", Trouble.CORRUPT),
+        ("ExpiredToken", Trouble.CREDENTIALS),
+        ("403", Trouble.CREDENTIALS),
+        ("NoSuchBucket", Trouble.MISCONFIGURED),
+        ("RequestTimeTooSkewed", Trouble.MISCONFIGURED),
+        ("PreconditionFailed", Trouble.REFUSED),
+        ("NoSuchUpload", Trouble.REFUSED),
+        ("SomethingNew", Trouble.REFUSED),
+    ],
+)
+def test_every_answer_has_one_thing_to_do_about_it(code: str, trouble: Trouble) -> None:
+    assert trouble_of(Said(code)) is trouble
+
+
+def test_what_gave_no_answer_is_tried_again() -> None:
+    for error in (None, OSError("reset"), TimeoutError()):
+        assert trouble_of(error) is Trouble.TRANSIENT
 
 
 def test_archived_objects_are_named_as_such() -> None:

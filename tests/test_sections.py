@@ -19,6 +19,16 @@ def files(tmp_path: Path) -> Iterator[Files]:
     opened.close()
 
 
+class _Warmup:
+    """Of a callable object LambdaLR keeps the fields."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps)
+
+
 SCHEDULERS = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "multi step": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 1, 4]),
@@ -30,6 +40,15 @@ SCHEDULERS = {
         [torch.optim.lr_scheduler.LinearLR(o, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
         milestones=[2],
     ),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "sequence with a callable object": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LambdaLR(o, _Warmup(2)), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
+        milestones=[2],
+    ),
+    "callable object": lambda o: torch.optim.lr_scheduler.LambdaLR(o, _Warmup(5)),
     "swa": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
     "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1),
 }

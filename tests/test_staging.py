@@ -13,11 +13,12 @@ from safetensors.torch import load
 from support_state import Training, metadata, one_step, stage
 from tierd_client import copying
 from tierd_client.copying import Copier
+from tierd_client.guards import deferrable
 from tierd_client.slots import Slot
 from tierd_client.staging import Stager
 from tierd_client.state import TrainingState
 
-from tierd.errors import Full
+from tierd.errors import Full, Torn
 from tierd.format.shard import parse_header
 
 
@@ -131,6 +132,38 @@ def test_memory_that_runs_short_is_full_before_a_byte_is_staged(monkeypatch: pyt
     slot.close()
 
 
+def test_what_may_be_copied_later_is_copied_when_started_and_the_header_comes_last(slot: Slot) -> None:
+    model = torch.nn.Linear(300, 300)
+    state, stager = TrainingState(model=model, optimizer=torch.optim.SGD(model.parameters())), Stager()
+    captured = state.capture(0, 1)
+    later = deferrable(captured, state.optimizers)
+    assert set(later) == {"model.weight"}
+    staging = stager.begin(captured, None, slot, metadata(captured.tree), later)
+    before = model.weight.detach().clone()
+    with pytest.raises(Torn, match="interrupted"):
+        staging.finish()
+    staging.start()
+    staging.release()
+    assert bytes(slot.view[:8]) == bytes(8)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert staging.is_copied
+    staging.finish()
+    raw = bytes(slot.view[: staging.size_bytes])
+    assert torch.equal(load(raw)["model.weight"], before)
+
+
+def test_strided_tensors_may_be_copied_later_too(slot: Slot) -> None:
+    convolution = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    state, stager = TrainingState(model=convolution, optimizer=torch.optim.SGD(convolution.parameters())), Stager()
+    captured = state.capture(0, 1)
+    staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+    assert staging.is_deferred
+    staging.start()
+    staging.finish()
+    assert torch.equal(load(bytes(slot.view[: staging.size_bytes]))["model.weight"], convolution.weight)
+
+
 # ── copying ──
 
 
@@ -166,3 +199,22 @@ def test_gpu_state_is_staged_behind_the_work_that_makes_it(slot: Slot) -> None:
                 model.weight.copy_(torch.full((2048, 2048), float(value), device="cuda"))
         raw = into(slot, stager, TrainingState(model=model))
         assert (load(raw)["model.weight"] == value).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_what_is_copied_later_holds_back_the_step_and_not_the_host(slot: Slot) -> None:
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state, stager = TrainingState(model=model, optimizer=optimizer), Stager()
+    for value in range(5):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        captured = state.capture(0, 1)
+        staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+        staging.start()
+        staging.release()
+        with torch.no_grad():  # as the step would, behind the copy
+            model.weight.fill_(-1)
+        staging.finish()
+        assert (load(bytes(slot.view[: staging.size_bytes]))["model.weight"] == value).all()

@@ -58,6 +58,15 @@ def test_object_without_state_dict_is_refused_at_once(argument: str) -> None:
         TrainingState(model=small_net(), **{argument: object()})
 
 
+def test_a_refused_argument_comes_with_the_way_out() -> None:
+    model = small_net()
+    schedulers = [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)]
+    with pytest.raises(BadConfig, match=r"list has no state_dict.*go into extra"):
+        TrainingState(model=model, scheduler=schedulers)  # type: ignore[arg-type]
+    with pytest.raises(BadConfig, match="ResumableLoader and DocumentLoader"):
+        TrainingState(model=model, dataloader=torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
+
+
 def test_what_differs_per_rank_carries_the_rank_in_its_names(files: Files) -> None:
     def build(rank: int) -> TrainingState:
         loader = Loader()
@@ -84,3 +93,17 @@ def test_architecture_hash_depends_on_the_model_alone() -> None:
     assert hash_of(small_net()) == hash_of(small_net(), extra={"step": 3})
     assert hash_of(small_net()) != hash_of(small_net().bfloat16())
     assert hash_of(small_net()) != hash_of(torch.nn.Linear(3, 5))
+
+
+def test_parameters_are_compared_between_ranks_and_what_may_differ_is_not() -> None:
+    """A plain tensor of equal size on all ranks may be a part of another one, which only its bytes tell."""
+    training = Training.fresh()
+    training.train(1)
+    training.extra["t"] = torch.zeros(3)
+    held = {one.key: one for one in training.state().capture(1, 2).held()}
+    compared = {key for key, one in held.items() if one.sample is not None}
+    assert compared == {f"model.{name}" for name, _ in training.model.named_parameters()}
+    buffers = {key for key, one in held.items() if one.is_buffer}
+    assert {"model.1.running_mean", "ema.1.running_var", "ema.n_averaged"} <= buffers
+    assert not buffers & compared
+    assert "extra.t@00001" in held

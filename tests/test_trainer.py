@@ -95,6 +95,28 @@ def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: s
             assert peer.hear(wire.Released).slot == 0
 
 
+def test_a_part_that_is_lost_is_told_to_all_ranks_counted_once_and_frees_what_others_sealed(
+    daemon: Daemon, run: str
+) -> None:
+    lost = wire.Lost(step=2, kind="torn", message="m" * 20_000, hint="h")
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
+        generation = first.greet(run, world_size=2).generation
+        second.greet(run, rank=1, world_size=2, generation=generation)
+        for peer in (first, second):
+            peer.attach(0)
+        second.seal(0, 2, b"early")
+        first.send(lost)
+        first.send(lost)
+        for peer in (first, second):
+            told = peer.hear(wire.Failed)
+            assert (told.step, told.kind, told.is_final) == (2, "torn", True)
+            assert told.message.startswith("rank 0: mmm")
+        assert wire.Released(slot=0) in second.heard
+        second.seal(0, 2, b"late")
+        second.hear(wire.Released)
+        assert daemon.metric(f'tierd_snapshots_total{{outcome="failed",run="{run}"}}') == 1
+
+
 def test_generations_are_unique_when_two_trainers_come_at_once(daemon: Daemon, run: str) -> None:
     peers = [Peer(daemon.socket) for _ in range(8)]
     for peer in peers:

@@ -18,10 +18,14 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Filling(slot=1, step=7),
     wire.Abandon(slot=1),
     make_sealed(7, parent=CheckpointRef(run="run41", step=3, generation=1), metrics={"loss": float("inf"), "n": "nan"}),
+    wire.Lost(step=7, kind="torn", message="m", hint="h"),
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Ask(step=7, generation=1),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
-    wire.Goodbye(),
+    wire.Convene(meeting=3),
+    wire.Request(request=1, kind="snapshot", milestone="best"),
+    wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),
+    wire.Goodbye(state="halted", reason="loss is nan"),
 ]
 TO_CLIENT: list[wire.ToClient] = [
     wire.Welcome(
@@ -43,6 +47,9 @@ TO_CLIENT: list[wire.ToClient] = [
     wire.Replicated(step=7, generation=1, tier="cold"),
     wire.Failed(step=7, generation=1, stage="persist", kind="full", message="m", hint="h", is_final=True),
     wire.Fenced(generation=4),
+    wire.Convened(meeting=3),
+    wire.Requested(request=9, kind="force", milestone=None),
+    wire.Agreed(request=1, step=7, generation=3),
     wire.Found(request=1, tier="memory"),
     wire.Progress(request=1, done_bytes=5, total_bytes=10),
     wire.Refused(request=1, kind="not_found", message="m", hint="h"),

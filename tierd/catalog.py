@@ -20,13 +20,18 @@ MEMORY = "memory"
 
 @dataclass(slots=True)
 class Entry:
-    """One checkpoint. `milestones` by tier: a marker is copied like any other file of the checkpoint."""
+    """One checkpoint. `milestones` and `diagnoses` (healthy or not) by tier: a marker lies beside each replica."""
 
     id: CheckpointId
     manifest: Manifest
     tiers: set[str] = field(default_factory=set)
     milestones: dict[str, frozenset[str]] = field(default_factory=dict)
-    healthy: bool | None = None  # None: not judged
+    diagnoses: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool | None:
+        """None: not judged. The bytes are the same everywhere, so one diagnosis holds for all; the worst counts."""
+        return all(self.diagnoses.values()) if self.diagnoses else None
 
     @property
     def all_milestones(self) -> frozenset[str]:
@@ -69,6 +74,13 @@ class Catalog:
         if found := frozenset(milestones):
             entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | found
 
+    def diagnosed(self, checkpoint: CheckpointId, tier: str, *, is_healthy: bool) -> None:
+        """The diagnosis is marked beside the replica in `tier`, unless that has gone meanwhile."""
+        entry = self._entries.get(checkpoint)
+        if entry is not None and tier in entry.tiers:
+            self._touch(checkpoint, tier)
+            entry.diagnoses[tier] = is_healthy
+
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` is gone."""
         self._touch(checkpoint, tier)
@@ -89,6 +101,7 @@ class Catalog:
             return
         entry.tiers.discard(tier)
         entry.milestones.pop(tier, None)
+        entry.diagnoses.pop(tier, None)
         if not entry.tiers:
             del self._entries[checkpoint]
 
@@ -103,6 +116,7 @@ class Catalog:
         used_bytes: int,
         *,
         since: int,
+        diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         manifest_bytes: Mapping[CheckpointId, int] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
     ) -> None:
@@ -120,8 +134,14 @@ class Catalog:
                 continue
             manifest, milestones = found[checkpoint]
             entry = self._entries.get(checkpoint)
-            if entry is None or tier not in entry.tiers or entry.milestones.get(tier, frozenset()) != milestones:
-                self._put(checkpoint, manifest, tier).milestones[tier] = milestones
+            former_marks = (entry.milestones.get(tier, frozenset()), entry.diagnoses.get(tier)) if entry else None
+            diagnosis = diagnoses.get(checkpoint)
+            if entry is None or tier not in entry.tiers or former_marks != (milestones, diagnosis):
+                entry = self._put(checkpoint, manifest, tier)
+                entry.milestones[tier] = milestones
+                entry.diagnoses.pop(tier, None)
+                if diagnosis is not None:
+                    entry.diagnoses[tier] = diagnosis
                 is_news = True
         former = self.tiers[tier]
         unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since}
@@ -156,8 +176,9 @@ class Catalog:
         return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
 
     def newest(self, run: Run, tier: str) -> Manifest | None:
+        """What a restore would take: none that is known to be unhealthy."""
         found = (entry for entry in self._entries.values() if entry.id.run == run and tier in entry.tiers)
-        newest = max(found, key=lambda entry: entry.id.recency, default=None)
+        newest = max((one for one in found if one.healthy is not False), key=lambda one: one.id.recency, default=None)
         return newest.manifest if newest else None
 
     def held(self, tier: str) -> list[Manifest]:
@@ -192,8 +213,14 @@ class Catalog:
             for entry in self._entries.values()
         ]
 
-    def facts(self, memory: Iterable[Manifest] = (), run: Run | None = None) -> list[dict[str, Any]]:
-        """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run."""
+    def facts(
+        self,
+        memory: Iterable[Manifest] = (),
+        run: Run | None = None,
+        diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
+    ) -> list[dict[str, Any]]:
+        """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run. `diagnoses`: on what lies in
+        memory."""
         in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
         listed = {entry.id: entry for entry in self.entries(run)}
         order = ["memory", *self.tiers]
@@ -208,7 +235,7 @@ class Catalog:
                     "generation": checkpoint.generation,
                     "tiers": sorted(tiers, key=order.index),
                     "milestone": min(entry.all_milestones, default=None),
-                    "healthy": entry.healthy,
+                    "healthy": diagnoses.get(checkpoint) if entry.healthy is None else entry.healthy,
                     "size_bytes": entry.manifest.size_bytes,
                     "created_at": entry.manifest.created_at,
                     "metrics": entry.manifest.metrics,

@@ -43,6 +43,10 @@ class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slots: int = 2  # per rank: N + 1, where N snapshots may be under way while the newest is retained
     slot_wait_s: float = 60.0  # snapshot() waits for a free slot at most so long
     when_busy: Literal["wait", "skip"] = "wait"
+    stop_grace_s: float = 25.0  # after a stop: how long the last snapshot may take to be durable; Kubernetes gives 30
+    staging: Literal["sync", "overlap"] = (
+        "sync"  # snapshot() returns when all is copied, or copies during the next step
+    )
 
 
 class HotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +68,7 @@ class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep_every: int = 0  # every n-th checkpoint of the run (sequence divisible by n); 0: none by count
     keep_every_steps: int = 0  # steps divisible by n; 0: none by steps
     milestones: bool = False
+    keep_unhealthy: int = 1  # the newest so many unhealthy ones, as evidence; they count for nothing else
 
 
 class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +76,17 @@ class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     keep_every: int = 10
     milestones: bool = True
+    keep_unhealthy: int = 0
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hot: TierPolicy = TierPolicy()
     cold: ColdPolicy = ColdPolicy()
+
+
+class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    examine: bool = True  # whether every number of a checkpoint's model, optimizer and EMA is checked to be finite
+    restore_wait_s: float = 60.0  # how long a restore waits for the verdict on what nobody has examined yet
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +99,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_min_s: float = 1.0  # backoff of a failing worker: doubling, with jitter, between these
     retry_max_s: float = 300.0
     request_timeout_s: float = 60.0  # one S3 request with no progress
-    parts_in_flight: int = 4  # chunks under way at once for one copy: 64 MiB of memory each
+    parts_in_flight: int = 4  # chunks under way at once in a cold tier: 4 MiB of memory each
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +108,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hot: HotConfig = HotConfig()
     cold: list[ColdConfig] = []
     lifecycle: LifecycleConfig = LifecycleConfig()
+    health: HealthConfig = HealthConfig()
     limits: LimitsConfig = LimitsConfig()
 
     @property

@@ -39,6 +39,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import lock
 from tierd.tiers.tier import Tier, open_cold_tier
 from tierd.tiers.watch import watch
+from tierd.workers.examiner import Examiner
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import Lister, recover
@@ -123,6 +124,17 @@ class _Daemon:
             on_freed=lambda: self._wake("persist"),
             on_forgotten=lambda run: self._door.forget(run),
         )
+        self._examiner = Examiner(
+            self._memory,
+            self._catalog,
+            self._hot,
+            self._hot_store,
+            interval_s=limits.reconcile_interval_s,
+            metrics=self._metrics,
+            incidents=self._incidents,
+            now=_timestamp,
+            on_judged=self._on_judged,
+        )
         restorer = Restorer(
             self._memory,
             self._catalog,
@@ -132,6 +144,7 @@ class _Daemon:
             [self._listers[name].has_looked for name in self._cold],
             metrics=self._metrics,
             incidents=self._incidents,
+            judge=self._judge,
         )
         self._door = TrainerDoor(
             self._memory,
@@ -141,7 +154,7 @@ class _Daemon:
             config,
             metrics=self._metrics,
             incidents=self._incidents,
-            wake_persister=lambda: self._wake("persist"),
+            on_whole=self._on_whole,
             spawn=self._spawn,
         )
         self._operator = Operator(
@@ -199,6 +212,8 @@ class _Daemon:
 
     def _start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         workers: dict[str, Worker] = {"persist": self._persister, "reap": self._reaper}
+        if self._config.health.examine:
+            workers["examine"] = self._examiner
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
         workers |= {f"replicate {name}": replicator for name, replicator in self._replicators.items()}
         self._wakes = {name: Wake() for name in workers}
@@ -273,13 +288,27 @@ class _Daemon:
     def _tell(self, run: Run, message: wire.ToClient) -> None:
         self._door.tell(run, message)
 
+    def _on_whole(self) -> None:
+        """All ranks have sealed a snapshot."""
+        self._wake("persist")
+        self._wake("examine")
+
     def _on_settled(self, run: Run) -> None:
         """A checkpoint was persisted, or could not be."""
         self._door.settle(run)
         self._settled()
+        self._on_judged()
+        self._wake("examine")
+
+    def _on_judged(self) -> None:
+        """What the lifecycle decides may be something else now."""
         for name in self._wakes:
             if name == "reap" or name.startswith("replicate"):
                 self._wake(name)
+
+    async def _judge(self, checkpoint: CheckpointId) -> bool | None:
+        health = self._config.health
+        return await self._examiner.is_healthy(checkpoint, health.restore_wait_s) if health.examine else None
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> object:
         if self._group is None:

@@ -76,14 +76,28 @@ class Unsupported(TierdError):
     exit_code = 2
 
 
+class Torn(TierdError):
+    """Raised when state was changed while a snapshot of it was being copied: that snapshot is given up, no other."""
+
+
 class Mismatch(TierdError):
     """Raised when a checkpoint does not fit the state it is restored into. The message lists what differs."""
+
+
+class Unhealthy(TierdError):
+    """Raised when a checkpoint holds numbers that are not finite, and nobody has said that it is wanted even so."""
+
+    exit_code = 18
 
 
 class LockHeld(TierdError):
     """Raised when another tierd daemon owns the directory or the socket."""
 
     exit_code = 11
+
+
+EXIT_HALTED = 17
+"""Not raised by tierd: a trainer that called `halt` ends so, and `tierd stop` that finds its run halted."""
 
 
 class SlotsBusy(Transient):
@@ -103,7 +117,7 @@ class TierUnreachable(Transient):
 
 
 class TargetNotEmpty(TierdError):
-    """Raised when a restore is asked into a directory that already holds something."""
+    """Raised when what is to begin is there already: a directory to restore into, a run to start from scratch."""
 
     exit_code = 15
 

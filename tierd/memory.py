@@ -7,11 +7,13 @@ a generation older than the run's current one is taken. Plain bookkeeping: no so
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tierd.endings import Endings
 from tierd.errors import BadRequest, Stale
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.wire import Sealed
@@ -46,6 +48,7 @@ class SnapshotSet:
     sealed_at_s: float = 0.0
     failures: int = 0
     manifest: Manifest | None = None  # of the committed checkpoint, or a provisional one made for a restore
+    diagnosis: Diagnosis | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -85,11 +88,13 @@ class _RunMemory:
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
     departed_s: float = 0.0  # monotonic time when a rank last left
+    lost: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_PER_RANK_MAX))
 
 
 class MemoryTier:
     def __init__(self) -> None:
         self._runs: dict[Run, _RunMemory] = {}
+        self.endings = Endings()
 
     # ── what trainers do ──
 
@@ -105,6 +110,7 @@ class MemoryTier:
             memory.generation = generation
             memory.world_size = world_size
             memory.present.clear()
+            memory.lost.clear()
             for unfinished in [one for one in memory.sets.values() if not one.is_whole]:
                 self._forget(memory, unfinished, SlotEvent.SUPERSEDE)
             for gone in [one for one in memory.slots if one >= world_size]:
@@ -115,6 +121,7 @@ class MemoryTier:
                 f"{memory.world_size}",
             )
         memory.present.add(rank)
+        self.endings.entered(run, generation, rank)
         for slot in memory.slots.get(rank, {}).values():
             slot.move(SlotEvent.TRAINER_DIED)  # or has lost its connection: what it was filling, it fills anew
 
@@ -189,12 +196,39 @@ class MemoryTier:
             found.sealed_at_s = now_s
         return found
 
+    def lose(self, run: Run, generation: Generation, step: int) -> list[tuple[Rank, int]]:
+        """A rank will never seal this step, so its set is given up; remembered for those that are yet to seal it.
+
+        Returns the (rank, index) of each slot that is free again because of it.
+        """
+        checkpoint = checkpoint_id(run, step, generation)
+        memory = self._current(run, generation, f"give up {checkpoint}")
+        found = memory.sets.get(checkpoint)
+        if found is not None and found.is_whole:
+            raise BadRequest(f"give up {checkpoint}: every rank has sealed it")
+        if checkpoint not in memory.lost:
+            memory.lost.append(checkpoint)
+        if found is None:
+            return []
+        slots = [
+            (rank, one.index)
+            for rank, one in found.snapshots.items()
+            if memory.slots.get(rank, {}).get(one.index) is one.slot
+        ]
+        self._forget(memory, found, SlotEvent.SUPERSEDE)
+        return slots
+
+    def is_lost(self, checkpoint: CheckpointId) -> bool:
+        memory = self._runs.get(checkpoint.run)
+        return memory is not None and checkpoint in memory.lost
+
     def leave(self, run: Run, rank: Rank, *, now_s: float) -> None:
         """The rank's trainer is gone: what it was filling is free again, what it sealed stays."""
         for slot in self.slots(run, rank).values():
             slot.move(SlotEvent.TRAINER_DIED)
         memory = self._runs[run]
         memory.present.discard(rank)
+        self.endings.left(run, rank)
         memory.departed_s = now_s
 
     # ── what workers do ──
@@ -262,6 +296,10 @@ class MemoryTier:
     def newest_whole(self, run: Run) -> SnapshotSet | None:
         return next(iter(self.whole(run)), None)
 
+    def newest_restorable(self, run: Run) -> SnapshotSet | None:
+        """The newest whole set that is not known to be unhealthy."""
+        return next((one for one in self.whole(run) if one.diagnosis is None or one.diagnosis.healthy), None)
+
     def slot_counts(self) -> Counter[SlotState]:
         return Counter(
             slot.state for memory in self._runs.values() for slots in memory.slots.values() for slot in slots.values()
@@ -270,16 +308,20 @@ class MemoryTier:
     # ── inside ──
 
     def _slot(self, run: Run, generation: Generation, rank: Rank, index: int) -> Slot:
-        memory = self._runs[run]
-        if generation != memory.generation:
-            raise Stale(
-                f"use slot {index} of {run} as generation {generation}: generation {memory.generation} has taken over",
-                hint="another trainer of this run was started later; stop this one",
-            )
+        memory = self._current(run, generation, f"use slot {index} of {run}")
         slot = memory.slots.get(rank, {}).get(index)
         if slot is None:
             raise BadRequest(f"use slot {index} of {run} rank {rank}: it was never attached")
         return slot
+
+    def _current(self, run: Run, generation: Generation, doing: str) -> _RunMemory:
+        memory = self._runs[run]
+        if generation != memory.generation:
+            raise Stale(
+                f"{doing} as generation {generation}: generation {memory.generation} has taken over",
+                hint="another trainer of this run was started later; stop this one",
+            )
+        return memory
 
     def _forget(self, memory: _RunMemory, gone: SnapshotSet, event: SlotEvent) -> None:
         del memory.sets[gone.id]

@@ -24,7 +24,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from tierd import __version__
 
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire")
+STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine")
+VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
 HALT_REASONS = ("unreadable_manifest", "tier_unreachable")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
@@ -137,6 +138,21 @@ class Metrics:
             ["tier"],
             registry=registry,
         )
+        self.examinations_total = Counter(
+            "tierd_examinations_total",
+            "Checkpoints looked at: healthy; unhealthy (numbers that are not finite); failed (could not be read).",
+            ["run", "verdict"],
+            registry=registry,
+        )
+        self.unhealthy_checkpoints = Gauge(
+            "tierd_unhealthy_checkpoints", "Checkpoints in any tier that are unhealthy.", ["run"], registry=registry
+        )
+        self.stale_snapshots_total = Counter(
+            "tierd_stale_snapshots_total",
+            "Snapshots whose weights are those of an earlier step, bit for bit.",
+            ["run"],
+            registry=registry,
+        )
         self.halted = Gauge(
             "tierd_halted",
             "1 while nothing is deleted because something could not be read; the reason says what.",
@@ -151,6 +167,9 @@ class Metrics:
         """Make the series of a run exist, at 0 where they are new."""
         for outcome in SNAPSHOT_OUTCOMES:
             self.snapshots_total.labels(run, outcome)
+        for verdict in VERDICTS:
+            self.examinations_total.labels(run, verdict)
+        self.stale_snapshots_total.labels(run)
 
     def render(self) -> tuple[bytes, str]:
         """The text exposition and its content type, parameters included: set it as a whole header."""

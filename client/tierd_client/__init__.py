@@ -19,12 +19,20 @@ from tierd.errors import (
     NotFound,
     SlotsBusy,
     Stale,
+    TargetNotEmpty,
     TierdError,
     TierUnreachable,
+    Torn,
     Transient,
+    Unhealthy,
     Unsupported,
 )
 from tierd_client.client import Client, Found, connect
+from tierd_client.dict_state import DictState
+from tierd_client.documents import DocumentLoader
+from tierd_client.ending import Halted
+from tierd_client.loader import ResumableLoader
+from tierd_client.sampler import ResumableSampler
 from tierd_client.shots import Shot
 from tierd_client.state import TrainingState
 
@@ -34,18 +42,26 @@ __all__ = [
     "Client",
     "Corrupt",
     "DaemonUnreachable",
+    "DictState",
+    "DocumentLoader",
     "Found",
     "Full",
+    "Halted",
     "Mismatch",
     "NewerFormat",
     "NotFound",
+    "ResumableLoader",
+    "ResumableSampler",
     "Shot",
     "SlotsBusy",
     "Stale",
+    "TargetNotEmpty",
     "TierUnreachable",
     "TierdError",
+    "Torn",
     "TrainingState",
     "Transient",
+    "Unhealthy",
     "Unsupported",
     "__version__",
     "connect",

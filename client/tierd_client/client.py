@@ -8,51 +8,44 @@ back, what it had not acknowledged is sent again. Whatever a call does, it does 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
+import math
 import os
-import platform
-import signal
-import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import msgspec
-import torch
 
-import tierd
-from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, NotFound, SlotsBusy, TierdError, from_kind
-from tierd.format import layout, manifest, wire
-from tierd.format.ids import checkpoint_id
+from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, SlotsBusy, TierdError, from_kind
+from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
-from tierd.format.shard import FORMAT_VERSION
-from tierd_client import replicas
+from tierd_client import replicas, resuming
+from tierd_client.deadline import find_deadline
+from tierd_client.ending import Halted, ending_of, wait_last
 from tierd_client.held import HeldSlots
-from tierd_client.ownership import owner_of
+from tierd_client.joining import join
 from tierd_client.ranks import Ranks, find_ranks
-from tierd_client.session import Identity, Session
+from tierd_client.resuming import Resume, agree_on
 from tierd_client.shots import Shot
-from tierd_client.staging import Stager
-from tierd_client.state import Captured, TrainingState, architecture_hash
+from tierd_client.state import Capturable, State
+from tierd_client.stops import Meaning, Stops, signals_of
+from tierd_client.taker import Taker
 
 log = logging.getLogger("tierd_client")
 
 DEFAULT_SOCKET = ".tierd/tierd.sock"  # what the daemon's built-in config has
-CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
 SILENCE_S = 10.0  # a sealed snapshot unacknowledged for longer: the daemon is hung
 CLOSE_TIMEOUT_S = 10.0
-METRICS_BYTES_MAX = 32 << 10  # they travel in one message of 64 KiB
 SLOTS_MIN, SLOTS_MAX = 2, 16  # one holds the newest snapshot while the other is filled; the daemon takes no more
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that was restored. `tier` is where its bytes came from: memory, hot, or a cold tier's name."""
+    """A checkpoint that was restored. `tier` is where its bytes came from: memory, hot, a cold tier's name, a path."""
 
     step: int
     generation: int
@@ -72,19 +65,37 @@ def connect(
     slots: int | None = None,
     slot_wait_s: float | None = None,
     when_busy: str | None = None,
+    max_runtime_s: float | None = None,
+    stop_file: str | None = None,
+    stop_grace_s: float | None = None,
+    signals: Mapping[int, Meaning | None] | None = None,
+    staging: str | None = None,
 ) -> Client:
     """Begin (or go on with) a run. Every start of the trainer is a new generation, which fences the one before.
 
     `socket`: else $TIERD_SOCKET, else ./.tierd/tierd.sock. `rank`, `world_size`: else from torch.distributed, else
-    from $RANK and $WORLD_SIZE. `when_busy`: "wait" up to `slot_wait_s` for a free slot, or "skip" at once; what is
-    not given comes from the daemon's [snapshot] section.
+    from $RANK and $WORLD_SIZE. `when_busy`: "wait" up to `slot_wait_s` for a free slot, or "skip" at once. `staging`:
+    "sync" copies the state before snapshot() returns, "overlap" during the next step. What is not given comes from
+    the daemon's [snapshot] section.
+
+    The run stops in good order before the earliest of `max_runtime_s` from now, $SLURM_JOB_END_TIME and
+    $TIERD_DEADLINE; when `stop_file` (else $TIERD_STOP_FILE) appears, which is then removed; and at SIGTERM or SIGINT.
+    SIGUSR1 asks for a snapshot. `signals` changes that: {SIGUSR2: "snapshot", SIGUSR1: "stop", SIGINT: None}.
+    `stop_grace_s`: how long leaving `with client:` after a stop may wait for the last snapshot to be durable.
     Raises DaemonUnreachable, Stale, TierUnreachable, BadRequest or BadConfig.
     """
     if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
         raise BadConfig(f"connect {run} with slots={slots}: expected {SLOTS_MIN} to {SLOTS_MAX} per rank")
     if when_busy not in (None, "wait", "skip"):
         raise BadConfig(f'connect {run} with when_busy={when_busy!r}: expected "wait" or "skip"')
+    if stop_grace_s is not None and not 0 <= stop_grace_s < math.inf:
+        raise BadConfig(f"connect {run} with stop_grace_s={stop_grace_s!r}: expected seconds, 0 or more")
+    deadline, caught = find_deadline(os.environ, max_runtime_s, time.time()), signals_of(signals)
+    if staging not in (None, "sync", "overlap"):
+        raise BadConfig(f'connect {run} with staging={staging!r}: expected "sync" or "overlap"')
     ranks = find_ranks(rank, world_size, os.environ)
+    stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
+    stops = Stops(ranks, signals=caught, deadline=deadline, stop_file=stop_file)
     path = socket or os.environ.get("TIERD_SOCKET") or DEFAULT_SOCKET
     overrides = {
         "every_steps": every_steps,
@@ -92,84 +103,133 @@ def connect(
         "slots_per_rank": slots,
         "slot_wait_s": slot_wait_s,
         "when_busy": when_busy,
+        "stop_grace_s": stop_grace_s,
+        "staging": staging,
     }
-    return Client(run, path, ranks, {name: value for name, value in overrides.items() if value is not None})
+    return Client(run, path, ranks, stops, {name: value for name, value in overrides.items() if value is not None})
 
 
 class Client:
     """Use `connect`. One thread trains; nothing here is meant for several at once."""
 
-    def __init__(self, run: str, path: str, ranks: Ranks, overrides: Mapping[str, Any]) -> None:
+    def __init__(self, run: str, path: str, ranks: Ranks, stops: Stops, overrides: Mapping[str, Any]) -> None:
         self._run = run
         self._path = path
         self._ranks = ranks
+        self._stops = stops
+        self._last_shot: Shot | None = None
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
-        self._stager = Stager()
-        self._state: TrainingState | None = None
-        self._is_prepared = False
-        self._owned: set[str] | None = None
-        self._owned_of: list[tuple[str, int]] | None = None
+        self._overrides = overrides
+        self._state: State | None = None
         self._parent: CheckpointRef | None = None
-        self._last_step: int | None = None
-        self._last_snapshot_s = time.monotonic()
-        self._stop_seen = False
-        self._stop_agreed = False
-        self._former_handlers: dict[int, Any] = {}
         self._pid = os.getpid()
         self._is_closed = False
-        self._session, self._held = self._enter()
-        self._told = msgspec.structs.replace(self._session.welcome, **overrides)
-        atexit.register(self.close)  # a script that just ends has still handed its last snapshot over
+        self._join()
+        stops.start(lambda message: self._session.send(message), self._told.every_s)
+        atexit.register(self._close_at_exit)  # a script that just ends has still handed its last snapshot over
 
     @property
     def generation(self) -> int:
         return self._session.welcome.generation
 
     @property
-    def stopping(self) -> bool:
-        """Whether this process was asked to stop (SIGTERM): take a snapshot and leave the loop.
+    def world_size(self) -> int:
+        return self._ranks.world_size
 
-        With several ranks, whether any of them was, as of the last due() or snapshot(): all see it at the same step.
+    def allow_thread(self) -> None:
+        """All ranks: from now on one thread beside the training thread may take snapshots. For integrations."""
+        self._ranks.allow_thread()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run should stop now: take a snapshot and leave the loop.
+
+        With several ranks, as of the last due() or snapshot(): all see it at the same step.
         """
-        return self._stop_agreed or (self._stop_seen and self._ranks.world_size == 1)
+        self._stops.look()
+        return bool(self._stops.reason)
 
     # ── restore ──
 
     def restore(
         self,
-        state: TrainingState,
+        state: State,
         *,
-        step: int | None = None,
+        resume: Resume | None = None,
+        force: bool = False,
         generation: int | None = None,
         milestone: str | None = None,
         tier: str = "auto",
+        allow_unhealthy: bool = False,
     ) -> Found | None:
-        """Put the newest checkpoint that all ranks can reach into `state`, in place. None: there is none, start fresh.
+        """Put a checkpoint into `state`, in place, on any number of ranks. None: there is none, start fresh.
 
-        A damaged replica is reported and the next one tried. Raises Mismatch, with nothing changed, when the
-        checkpoint does not fit; NotFound when what was asked for by name is not there; Corrupt, TierUnreachable or
-        DaemonUnreachable when there is one out of reach: never a silent start from scratch.
+        `resume`: "auto", the newest that all ranks can reach; "require", the same, and NotFound where there is none;
+        a step; the path of a directory with a checkpoint, of this run or another; "scratch", none, which refuses
+        (TargetNotEmpty, TierUnreachable) where there are some or may be, unless `force`. Else $TIERD_RESUME, else
+        "auto". The others narrow the choice. None is taken that holds NaN or Inf (Unhealthy where there is no other, or
+        it was named), unless `allow_unhealthy`. A damaged replica is reported and the next one tried.
+
+        Raises Mismatch, with nothing changed, when the checkpoint does not fit; NotFound when what was asked for by
+        name is not there; Corrupt, NewerFormat, TierUnreachable or DaemonUnreachable when there is one out of reach:
+        never a silent start from scratch.
         """
+        self._state = state
+        policy = agree_on(resume, self._ranks, os.environ)
+        wanted = replicas.Wanted(
+            step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
+        )
+
+        def take(replica: replicas.Replica) -> None:
+            replica.load(state, self._ranks.rank, self._ranks.world_size)
+
+        def choose() -> replicas.Replica | None:
+            return resuming.restore(
+                self._session,
+                self._ranks,
+                policy,
+                wanted,
+                take,
+                run=self._run,
+                force=force,
+                on_corrupt=self._pass_by,
+            )
+
+        found = self._read(choose)
+        self._prepare()
+        return found
+
+    def read(self, wanted: replicas.Wanted, take: Callable[[replicas.Replica], None]) -> Found:
+        """Have `take` read the replica that is wanted: what was read is the state from now on. For integrations.
+
+        `take` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
+        is none, and else as `restore` does.
+        """
+        found = self._read(lambda: replicas.restore(self._session, self._ranks, wanted, take, on_corrupt=self._pass_by))
+        assert found is not None, "where there is none, NotFound was raised"
+        return found
+
+    def _read(self, choose: Callable[[], replicas.Replica | None]) -> Found | None:
         began = time.monotonic()
         self._ranks.together(self._check_open)
-        self._state = state
-        if self._last_step is not None:
+        self._taker.underway.settle()
+        if self._taker.last_step is not None:
             self._renew()
-        wanted = replicas.Wanted(step=step, generation=generation, milestone=milestone, tier=tier)
-        try:
-            replica = replicas.restore(self._session, self._ranks, state, wanted, on_corrupt=self._pass_by)
-        except NotFound:
-            if not wanted.is_any:
-                raise
-            self._prepare()
+        replica = choose()
+        if replica is None:
+            self._parent = None
             return None
         found = replica.manifest
         seconds = time.monotonic() - began
         self._parent = CheckpointRef(run=found.run, step=found.step, generation=found.generation)
         self._report("restored", found.step, replica.tier, seconds, "")
-        self._prepare()
         metrics = {name: float(value) for name, value in found.metrics.items()}
         return Found(found.step, found.generation, replica.tier, seconds, metrics)
+
+    def look(self, wanted: replicas.Wanted, take: Callable[[replicas.Replica], None]) -> None:
+        """As `read`, but changes nothing: `take` only looks. For integrations."""
+        self._ranks.together(self._check_open)
+        replicas.restore(self._session, self._ranks, wanted, take, on_corrupt=self._pass_by)
 
     def _pass_by(self, replica: replicas.Replica, error: Corrupt) -> None:
         log.error("tierd: %s; trying the next replica", error.message)
@@ -178,191 +238,104 @@ class Client:
     # ── snapshot ──
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot should be taken after `step`: every so many steps, or so many seconds.
+        """Whether a snapshot should be taken after `step`: every so many steps or seconds, or because someone asks.
 
-        All ranks ask after each step: the first time, they also make their slots ready.
+        All ranks ask after the same steps: the first time, they also make their slots ready.
         """
         self._prepare()
-        told = self._told
-        by_steps = told.every_steps > 0 and step % told.every_steps == 0
-        by_time = told.every_s > 0 and time.monotonic() - self._last_snapshot_s >= told.every_s
-        # Clocks differ and signals come when they come, but all ranks must do the same.
-        by_time, stop = self._ranks.maximum([by_time, self._stop_seen])
-        self._stop_agreed = bool(stop)
-        return by_steps or bool(by_time)
+        self._taker.underway.poll()
+        is_wished = self._stops.at(step)
+        every_steps = self._told.every_steps
+        return is_wished or (every_steps > 0 and step % every_steps == 0)
 
     def snapshot(
         self,
         step: int,
-        state: TrainingState,
+        state: Capturable,
         *,
         metrics: Mapping[str, float] | None = None,
         milestone: str | None = None,
     ) -> Shot:
-        """Copy the state into a slot and hand it to the daemon. Returns when training may change the state again.
+        """Copy the state into a slot and hand it to the daemon. Returns when training may go on.
 
+        With staging="overlap" the parameters and the optimizer's state are copied while it does: the next step of the
+        optimizer waits for that, and whatever else changes them in place before makes the shot fail with Torn.
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: the step was not staged, training may
         go on. Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over.
         """
+        self._stops.at(step)
+        milestone = self._stops.milestone(milestone)
         began = time.perf_counter()
+        shot = Shot(
+            step,
+            self.generation,
+            _ask=self._ask,
+            _why_waiting=self._why_waiting,
+            _settle=self._taker.underway.settle_here,
+        )
+        self._shots[step, shot.generation] = shot
         try:
-            captured, plain = self._ranks.together(lambda: self._capture(step, state, metrics, milestone))
-            self._share_out(captured)
-            index = self._ranks.together(lambda: self._take_slot(captured, step))
-            size_bytes = self._ranks.together(lambda: self._stage(index, captured, step))
+            self._taker.take(shot, state, metrics=metrics or {}, milestone=milestone, parent=self._parent)
         except BaseException as error:
             self._break_off(step, error, time.perf_counter() - began)
             raise
-        stall_s = time.perf_counter() - began
-        shot = Shot(step, self.generation, stall_s, _ask=self._ask, _why_waiting=self._why_waiting)
-        self._shots[step, shot.generation] = shot
-        self._last_step = step
-        self._last_snapshot_s = time.monotonic()
-        self._held.seal(
-            wire.Sealed(
-                slot=index,
-                step=step,
-                size_bytes=size_bytes,
-                created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                stall_s=stall_s,
-                metrics=plain,
-                milestone=milestone,
-                parent=self._parent,
-                architecture_hash=architecture_hash(captured),
-                versions={
-                    "tierd": tierd.__version__,
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                },
-                resent=False,
-            )
-        )
+        self._last_shot = shot
+        self._stops.taken(step, shot.stall_s, milestone)
         return shot
 
-    def _capture(
-        self, step: int, state: TrainingState, metrics: Mapping[str, float] | None, milestone: str | None
-    ) -> tuple[Captured, dict[str, float | str]]:
+    def wait_staged(self) -> None:
+        """Returns when nothing of the last snapshot is being copied any more: the state may be changed by any means."""
         self._check_open()
-        self._held.reclaim()  # from a snapshot that an interrupt broke off
-        self._state = state
-        checkpoint = checkpoint_id(self._run, step, self.generation)
-        if self._last_step is not None and step <= self._last_step:
-            raise BadRequest(
-                f"snapshot step {step} of {self._run}: step {self._last_step} was taken before it",
-                hint="to go back, restore that step first: it begins a new generation",
-            )
-        if milestone is not None:
-            layout.milestone_key(checkpoint, milestone)
-        plain = _plain(metrics or {})
-        return state.capture(self._ranks.rank, self._ranks.world_size), plain
+        self._taker.underway.settle()
 
     def _break_off(self, step: int, error: BaseException, seconds: float) -> None:
         if os.getpid() != self._pid:
             return
-        self._held.reclaim()
+        self._held.reclaim(keep=self._taker.underway.slot)
+        self._stops.not_taken(error)
         if self._ranks.rank == 0:  # what is true of all ranks is counted once
             outcome = "skipped" if isinstance(error, SlotsBusy | DaemonUnreachable) else "failed"
             self._report(outcome, step, "", seconds, str(error))
 
-    def _share_out(self, captured: Captured) -> None:
-        """Decide which rank writes what several hold. Asked anew only when some rank's tensors have changed."""
-        sizes = captured.sizes() if self._ranks.world_size > 1 else None
-        has_changed, stop = self._ranks.maximum([sizes != self._owned_of, self._stop_seen])
-        self._stop_agreed = bool(stop)
-        if has_changed:
-            everyone = self._ranks.gather(msgspec.json.encode(sizes))
-            held = [msgspec.json.decode(one, type=list[tuple[str, int]]) for one in everyone]
-            self._owned = owner_of(held)[self._ranks.rank]
-            self._owned_of = sizes
-
-    def _take_slot(self, captured: Captured, step: int) -> int:
-        self._make_slots(captured)
-        wait_s = self._told.slot_wait_s if self._told.when_busy == "wait" else 0.0
-        index = self._held.take(step, wait_s)
-        if index is not None:
-            return index
-        raise self._why_waiting() or SlotsBusy(
-            f"snapshot step {step} of {self._run}: no slot free{f' after {wait_s:g} s' if wait_s else ''}",
-            hint="the hot tier is slower than the snapshots come: take fewer, or give more slots",
-        )
-
-    def _stage(self, index: int, captured: Captured, step: int) -> int:
-        metadata = {
-            "format_version": FORMAT_VERSION,
-            "run": self._run,
-            "step": step,
-            "generation": self.generation,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
-            "state": captured.tree,
-        }
-        return self._stager.stage(captured, self._owned, self._held.slot(index), metadata)
-
-    # ── slots ──
-
     def _prepare(self) -> None:
-        """Make the slots before they are needed, so that even the first snapshot finds warm memory.
-
-        Before the first optimizer step there are no moments yet, and the size is not known: later then. What
-        goes wrong here goes wrong again in snapshot(), which says so.
-        """
-        state = self._state
-        if self._is_prepared or state is None or self._ranks.maximum([not state.is_stepped])[0]:
-            return
-        self._is_prepared = True
-        try:
-            captured = self._ranks.together(lambda: state.capture(self._ranks.rank, self._ranks.world_size))
-            self._share_out(captured)
-            self._make_slots(captured)
-        except TierdError as error:
-            log.warning("tierd: make the slots ready: %s", error)
-
-    def _make_slots(self, captured: Captured) -> None:
-        if len(self._held) < self._told.slots_per_rank:
-            plan = self._stager.plan(captured, self._owned, {"format_version": FORMAT_VERSION, "state": captured.tree})
-            self._held.make(self._told.slots_per_rank, plan.size_bytes)
+        if self._state is not None:
+            self._taker.prepare(self._state)
 
     # ── the session ──
 
-    def _enter(self) -> tuple[Session, HeldSlots]:
-        """Rank 0 claims a generation and gives it to the others."""
-        first = self._ranks.together(lambda: self._open(None) if self._ranks.rank == 0 else None)
-        told = self._ranks.from_first(msgspec.json.encode(first.welcome.generation) if first is not None else None)
-        generation = msgspec.json.decode(told or b"0", type=int)
-        session: Session | None = first
-        try:
-            session = self._ranks.together(lambda: first or self._open(generation))
-            held = HeldSlots(session)
-        except BaseException:
-            if session is not None:
-                session.close()
-            raise
-        session.start(on_message=functools.partial(self._on_message, held), on_attach=held.on_attach)
-        return session, held
-
-    def _open(self, generation: int | None) -> Session:
-        identity = Identity(
-            run=self._run, rank=self._ranks.rank, world_size=self._ranks.world_size, generation=generation
+    def _join(self) -> None:
+        """A generation of our own, and all that belongs to it."""
+        self._session, self._held = join(self._run, self._path, self._ranks, self._on_message, self._stops.on_attach)
+        self._told = msgspec.structs.replace(self._session.welcome, **self._overrides)
+        self._taker = Taker(
+            self._run,
+            self.generation,
+            self._ranks,
+            self._held,
+            self._told,
+            check_open=self._check_open,
+            why_waiting=self._why_waiting,
         )
-        return Session(self._path, identity, timeout_s=CONNECT_TIMEOUT_S)
 
     def _renew(self) -> None:
         """Going back in time is a new timeline: a new generation of ours takes over from our own."""
-        session, held = self._session, self._held
+        session, held, taker = self._session, self._held, self._taker
         held.wait_safe(CLOSE_TIMEOUT_S)
         session.has_successor = True
         try:
             self._ranks.agree(None)  # all are ready to be fenced
-            self._session, self._held = self._enter()
+            self._join()
         finally:
             session.has_successor = self._session is not session
+        self._stops.on_attach()  # what was asked of the former session may not have been heard
+        taker.underway.close()
         session.close()
         held.close()
-        self._last_step, self._is_prepared = None, False
 
     def _on_message(self, held: HeldSlots, message: wire.ToClient) -> None:
         """On the session's thread."""
         held.on_message(message)
+        self._stops.on_message(message)
         match message:
             case wire.Persisted() | wire.Replicated():
                 shot = self._shots.get((message.step, message.generation))
@@ -409,50 +382,47 @@ class Client:
     # ── the loop's frame ──
 
     def __enter__(self) -> Client:
-        if threading.current_thread() is threading.main_thread():
-            self._former_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._stops.catch_signals()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._former_handlers.items():
-            signal.signal(number, handler)
-        self._former_handlers.clear()
-        self.close()
+        """After a stop, wait until the last snapshot is durable. Raises Transient when it is not in time."""
+        ending = ending_of(error, self._stops.reason)
+        wait_s = 0.0 if isinstance(error, KeyboardInterrupt) else CLOSE_TIMEOUT_S
+        try:
+            if ending.state == "stopped" and not self._is_closed:
+                wait_last(self._stops, self._last_shot, self._stops.grace_s(self._told.stop_grace_s))
+        except BaseException as late:
+            ending, wait_s = ending_of(late, ""), 0.0
+            raise
+        finally:
+            self._stops.release_signals()
+            self._end(ending, wait_s)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._stop_seen = True
+    def halt(self, reason: str) -> NoReturn:
+        """End with exit code 17, because a person must decide before this run goes on. On all ranks, inside `with`."""
+        log.error("tierd: %s is halted: %s", self._run, reason)
+        raise Halted(reason)
 
     def close(self) -> None:
         """Leave in good order: what was sealed is in the daemon's hands, or the log says that it is not."""
+        self._end(wire.Goodbye(state="finished", reason=""))
+
+    def _close_at_exit(self) -> None:
+        self._end(wire.Goodbye(state="lost", reason="the script ended outside of `with client:`"))
+
+    def _end(self, ending: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        if not self._held.wait_safe(CLOSE_TIMEOUT_S):
+        self._taker.underway.settle()
+        self._taker.underway.close()
+        if not self._held.wait_safe(wait_s):
             log.error("tierd: the last snapshot is not in the hands of a daemon: it is lost with this process")
-        self._session.close()
+        self._stops.close()
+        self._session.close(ending)
         self._held.close()
         self._ranks.close()
-        atexit.unregister(self.close)
-
-
-def _plain(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Metrics as a manifest holds them. Raises BadRequest for what is no number, or for too many to send."""
-    try:
-        plain = manifest.plain_metrics(
-            {
-                str(name): float(value.detach() if isinstance(value, torch.Tensor) else value)
-                for name, value in metrics.items()
-            }
-        )
-        size_bytes = len(msgspec.msgpack.encode(plain))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadRequest(
-            f"snapshot with metrics {', '.join(map(repr, metrics))}: {error}", hint="metrics are numbers"
-        ) from error
-    if size_bytes > METRICS_BYTES_MAX:
-        raise BadRequest(
-            f"snapshot with {len(plain)} metrics: {size_bytes} bytes, more than {METRICS_BYTES_MAX}", hint="send fewer"
-        )
-    return plain
+        atexit.unregister(self._close_at_exit)

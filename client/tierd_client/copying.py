@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -22,7 +22,7 @@ Piece = tuple[int, int, int]
 
 
 class Copier:
-    """Keeps its threads. `copy` returns when all is copied."""
+    """Keeps its threads. `copy` returns when all is copied, `start` at once."""
 
     def __init__(self) -> None:
         # More than the cores that torch was given: those that others keep waiting do not hold up the rest.
@@ -31,24 +31,43 @@ class Copier:
 
     def copy(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
         """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory."""
-        pieces: list[Piece] = []
-        rest_to: list[torch.Tensor] = []
-        rest_from: list[torch.Tensor] = []
-        for destination, source in zip(to, from_, strict=True):
-            length = destination.numel() * destination.element_size()
-            if length >= LARGE_BYTES and has_plain_bytes(source):
-                pieces += _cut(destination.data_ptr(), source.data_ptr(), length)
-            else:
-                rest_to.append(destination)
-                rest_from.append(source)
-        shared = iter(pieces)  # a list's iterator gives each piece to one thread only
-        running = [self._pool.submit(_take, shared) for _ in range(min(self._threads, len(pieces)))]
+        pieces, rest = _sort(to, from_)
+        running: list[Future[None]] = []
         try:
-            copy_each(rest_to, rest_from)
+            self._share(pieces, running)
+            copy_each(*rest)
         finally:
             wait(running)  # whatever happens here: the threads hold bare addresses
         for one in running:
             one.result()
+
+    def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
+        """As `copy`, but all of it is done by the threads: what is added to `running` says when, and what went wrong.
+        The tensors must be kept alive until then."""
+        pieces, rest = _sort(to, from_)
+        if rest[0]:
+            running.append(self._pool.submit(copy_each, *rest))
+        self._share(pieces, running)
+
+    def _share(self, pieces: list[Piece], running: list[Future[None]]) -> None:
+        shared = iter(pieces)  # a list's iterator gives each piece to one thread only
+        running.extend(self._pool.submit(_take, shared) for _ in range(min(self._threads, len(pieces))))
+
+
+def _sort(
+    to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]
+) -> tuple[list[Piece], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """What is copied as bare bytes, and the rest as (to, from)."""
+    pieces: list[Piece] = []
+    rest: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for destination, source in zip(to, from_, strict=True):
+        length = destination.numel() * destination.element_size()
+        if length >= LARGE_BYTES and has_plain_bytes(source):
+            pieces += _cut(destination.data_ptr(), source.data_ptr(), length)
+        else:
+            rest[0].append(destination)
+            rest[1].append(source)
+    return pieces, rest
 
 
 def _cut(to: int, from_: int, length: int) -> Iterator[Piece]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,6 +23,7 @@ from tierd_client.slots import Slot
 log = logging.getLogger("tierd_client")
 
 LOOK_S = 0.25  # how soon a wait sees that the daemon has gone
+LOST_MAX = 16  # as many as a rank may have slots, in which parts could be kept
 ABSENCE_S = 3.0  # a daemon that is being restarted is worth a wait, once; one that stays away is not
 
 
@@ -57,6 +59,7 @@ class HeldSlots:
         self._session = session
         self._changed = threading.Condition(session.lock)
         self._held: dict[int, _Held] = {}
+        self._lost: deque[wire.Lost] = deque(maxlen=LOST_MAX)
         descriptors = session.kept_descriptors
         for kept, descriptor in zip(session.welcome.slots, descriptors, strict=True):
             try:
@@ -116,16 +119,22 @@ class HeldSlots:
             self._session.send(sealed)
             held.sent_s = time.monotonic()
 
-    def reclaim(self) -> None:
-        """Free what a snapshot that was broken off had taken, wherever that was: one thread takes snapshots."""
+    def lose(self, index: int, lost: wire.Lost) -> None:
+        """What was to be sealed in the slot never will be: the other ranks must not keep their parts for it."""
+        with self._changed:
+            self._lost.append(lost)
+            self._free(index)
+            self._session.send(lost)
+            self._changed.notify_all()
+
+    def reclaim(self, *, keep: int | None = None) -> None:
+        """Free what a snapshot that was broken off had taken, wherever that was: one thread takes snapshots.
+        `keep` is the slot into which one is being copied."""
         with self._changed:
             for index, held in self._held.items():
                 if held.use is Use.FILLING:
-                    held.use = Use.FREE
-                    if held.is_offered:
-                        self._session.send(wire.Abandon(slot=index))
-                    else:
-                        self._offer(index)
+                    if index != keep:
+                        self._free(index)
                 elif held.use is Use.SEALED and held.sealed is not None and not held.sent_s:
                     self.seal(msgspec.structs.replace(held.sealed, resent=True))
             self._changed.notify_all()
@@ -172,6 +181,8 @@ class HeldSlots:
             if held.sealed is not None:
                 self._session.send(msgspec.structs.replace(held.sealed, resent=True))
                 held.sent_s = time.monotonic()
+        for lost in self._lost:
+            self._session.send(lost)
         self._changed.notify_all()
 
     def on_message(self, message: wire.ToClient) -> None:
@@ -189,11 +200,21 @@ class HeldSlots:
                     for held in self._held.values():
                         if held.sealed is not None and held.sealed.step == message.step:
                             held.is_persisted = True
+                    while self._lost and self._lost[0].step < message.step:
+                        self._lost.popleft()  # a newer one is whole: nobody keeps parts of it any more
                 case _:
                     return
             self._changed.notify_all()
 
     # ── with the lock held ──
+
+    def _free(self, index: int) -> None:
+        held = self._held[index]
+        held.use = Use.FREE
+        if held.is_offered:
+            self._session.send(wire.Abandon(slot=index))
+        else:
+            self._offer(index)
 
     def _offer(self, index: int) -> None:
         held = self._held[index]

@@ -7,30 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tierd.errors import Unsupported
 
 
-def owner_of(held: Sequence[Sequence[tuple[str, int]]]) -> list[set[str]]:
-    """From every rank's (key, size in bytes) list, the keys that each rank writes.
+class Held(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A tensor, or a part of one, that a rank holds. Ranks with the same key must have the same `sample`, if any."""
 
-    Raises Unsupported when ranks hold different sizes under one key: that is no replica, and writing one of
+    key: str
+    size_bytes: int
+    sample: int | None = None
+    is_buffer: bool = False
+
+
+def owner_of(held: Sequence[Sequence[Held]]) -> list[set[str]]:
+    """From what every rank holds, the keys that each rank writes.
+
+    Raises Unsupported when ranks hold different tensors under one key: those are no replicas, and writing one of
     them would lose the others.
     """
+    first: dict[str, Held] = {}
     holders: dict[str, list[int]] = {}
-    sizes: dict[str, int] = {}
     for rank, tensors in enumerate(held):
-        for key, size_bytes in tensors:
-            if sizes.setdefault(key, size_bytes) != size_bytes:
+        for one in tensors:
+            known = first.setdefault(one.key, one)
+            holders.setdefault(one.key, []).append(rank)
+            if (one.size_bytes, one.sample) != (known.size_bytes, known.sample):
                 raise Unsupported(
-                    f"share out {key}: {sizes[key]} bytes on rank {holders[key][0]}, {size_bytes} on rank {rank}",
+                    f"share out {one.key}: rank {rank} has another one than rank {holders[one.key][0]}"
+                    + (f", {one.size_bytes} bytes and {known.size_bytes}" * (one.size_bytes != known.size_bytes)),
                     hint="a tensor that differs between ranks must be a DTensor, or belong to extra",
                 )
-            holders.setdefault(key, []).append(rank)
     owned: list[set[str]] = [set() for _ in held]
     load_bytes = [0] * len(held)
-    # What only one rank holds is settled first, then the largest first: the greedy order that balances well.
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
-        rank = min(holders[key], key=lambda rank: (load_bytes[rank], rank))
+
+    def candidates(key: str) -> list[int]:
+        # Of different buffers the lowest rank's count: that is the one which DDP gives to all before each forward.
+        return holders[key][:1] if first[key].is_buffer else holders[key]
+
+    # What only one rank can write is settled first, then the largest first: the greedy order that balances well.
+    for key in sorted(holders, key=lambda key: (len(candidates(key)) > 1, -first[key].size_bytes, key)):
+        rank = min(candidates(key), key=lambda rank: (load_bytes[rank], rank))
         owned[rank].add(key)
-        load_bytes[rank] += sizes[key]
+        load_bytes[rank] += first[key].size_bytes
     return owned

@@ -7,7 +7,10 @@ training's NCCL streams.
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import msgspec
@@ -18,14 +21,35 @@ from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kin
 
 T = TypeVar("T")
 
+APART_TIMEOUT = timedelta(days=1)  # ranks that wait there hold up nobody; a peer that dies ends the wait at once
+LOOK_MIN_S, LOOK_MAX_S = 0.001, 0.05
+
 
 class Ranks:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if world_size > 1 else None
+        self._thread = threading.get_ident()
+        self._groups = [_new_group()] if world_size > 1 else []
+        self._apart = _new_group(timeout=APART_TIMEOUT) if world_size > 1 else None
         # All meet once: a rank that left at once would break the connections that others are still making.
         self.maximum([0])
+        self.maximum_apart([0], lambda: False)
+
+    def allow_thread(self) -> None:
+        """All ranks, before one thread beside the one that made this begins to exchange, over a group of its own:
+        ranks must not come to one group with what two threads do, in an order of their own."""
+        if len(self._groups) == 1:
+            self._groups.append(_new_group())
+            with _exchanging():
+                dist.barrier(group=self._groups[1])  # as above
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The group of the calling thread."""
+        if not self._groups:
+            return None
+        return self._groups[0] if threading.get_ident() == self._thread else self._groups[-1]
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` returns here, once it has gone well on every rank. Else all raise: the own error, or the one
@@ -48,6 +72,24 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.int64)
         with _exchanging():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in tensor]
+
+    def maximum_apart(self, values: Sequence[int], is_over: Callable[[], bool]) -> list[int]:
+        """As `maximum`, on one other thread than the training's. Raises Transient when a rank has gone, or it
+        `is_over` before all have come."""
+        if self._apart is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        pause_s = LOOK_MIN_S
+        with _exchanging():
+            work = cast("dist.Work", dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._apart, async_op=True))
+            # Looking, not waiting in there: a thread that the interpreter's end finds inside gloo aborts the process.
+            while not work.is_completed():
+                if is_over():
+                    raise Transient("meet the other ranks: it is over here")
+                time.sleep(pause_s)
+                pause_s = min(LOOK_MAX_S, pause_s * 1.5)
+            work.wait()
         return [int(value) for value in tensor]
 
     def from_first(self, content: bytes | None) -> bytes | None:
@@ -81,11 +123,16 @@ class Ranks:
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in raws]
 
     def close(self) -> None:
-        """Give the group back, unless the training has taken torch.distributed down before."""
-        if self._group is not None and dist.is_initialized():
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(self._group)
-        self._group = None
+        """Give the groups back, unless the training has taken torch.distributed down before."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            _destroy(group)
+        self.leave_apart()
+
+    def leave_apart(self) -> None:
+        """Whoever waits in `maximum_apart` for this rank gets Transient."""
+        group, self._apart = self._apart, None
+        _destroy(group)
 
     def agree(self, error: TierdError | None) -> None:
         """All ranks return, or all raise: the own error, or the one of the lowest rank that has one."""
@@ -98,6 +145,16 @@ class Ranks:
             if raw:
                 kind, message, hint = msgspec.json.decode(raw, type=tuple[str, str, str])
                 raise from_kind(kind, f"rank {rank}: {message}", hint)
+
+
+def _new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -5,21 +5,27 @@ Rank 0 chooses and all ranks take the same one; a damaged one is passed by, and 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
 
-from tierd.errors import Corrupt, Mismatch, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import Rank
 from tierd.format.manifest import Manifest
+from tierd.format.shard import Shard
+from tierd_client.rank_local import RankLocal
 from tierd_client.ranks import Ranks
 from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
 from tierd_client.session import Session
-from tierd_client.state import TrainingState
+from tierd_client.state import State, parse_tree
+from tierd_client.tree import Json
+
+log = logging.getLogger("tierd_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +36,12 @@ class Wanted:
     generation: int | None = None
     milestone: str | None = None
     tier: str = "auto"
+    allow_unhealthy: bool = False
 
     @property
     def is_any(self) -> bool:
         """Whether anything would do. Only then does finding nothing mean to start fresh."""
-        return self == Wanted()
+        return self == Wanted(allow_unhealthy=self.allow_unhealthy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +65,51 @@ class Replica:
         while self.descriptors:
             os.close(self.descriptors.pop())
 
-    def load(self, state: TrainingState, rank: int, world_size: int) -> None:
+    def files(self) -> list[SourceFile]:
+        """Its shards, open while the `with` block lasts. Raises Corrupt when one is too short."""
+        return [
+            SourceFile(f"{self.manifest.id}/{entry.name} in {self.tier}", descriptor, entry)
+            for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)
+        ]
+
+    def load(self, state: State, rank: int, world_size: int) -> None:
         """Read it into `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
         found = self.manifest
-        if found.world_size != world_size:
-            raise Mismatch(
-                f"restore {found.id}: it has {found.world_size} ranks, this run has {world_size}",
-                hint="start with as many ranks, or load its directory with torch's HuggingFaceStorageReader",
-            )
-        files = [
-            SourceFile(f"{found.id}/{entry.name} in {self.tier}", descriptor, entry)
-            for entry, descriptor in zip(found.files, self.descriptors, strict=True)
-        ]
+        files = self.files()
         shards = read_headers(files)
-        name = layout.shard_name(Rank(rank), world_size)
-        mine = next((shards[file.name] for file in files if file.entry.name == name), None)
-        if mine is None or "state" not in mine.tierd:
-            raise Corrupt(f"restore {found.id} from {self.tier}: it has no state of rank {rank}")
-        plan = state.plan_restore(mine.tierd["state"], index_tensors(shards))
+        available = index_tensors(shards)
+        by_name = {file.entry.name: shards[file.name] for file in files}
+        local = None
+        if found.world_size == world_size:
+            tree = self._tree(by_name, rank)
+        else:
+            trees = [self._tree(by_name, saved) for saved in range(found.world_size)]
+            local = RankLocal([parse_tree(one) for one in trees], rank, available, lambda wanted: load(files, wanted))
+            tree = trees[0]
+            if rank == 0:
+                new = "; new ranks draw random numbers of their own" if world_size > found.world_size else ""
+                log.warning("tierd: %d ranks restore %s, which %d saved%s", world_size, found.id, found.world_size, new)
+        plan = state.plan_restore(tree, available, local)
         load(files, plan.destinations)
         plan.finish()
+
+    def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
+        """The state tree of a rank that saved it."""
+        shard = shards.get(layout.shard_name(Rank(rank), self.manifest.world_size))
+        if shard is None or "state" not in shard.tierd:
+            raise Corrupt(f"restore {self.manifest.id} from {self.tier}: it has no state of rank {rank}")
+        return shard.tierd["state"]
 
 
 def restore(
     session: Session,
     ranks: Ranks,
-    state: TrainingState,
     wanted: Wanted,
+    take: Callable[[Replica], None],
     *,
     on_corrupt: Callable[[Replica, Corrupt], None],
 ) -> Replica:
-    """Puts the newest replica that every rank can read into `state`, and returns it, closed.
+    """Has `take` read the newest replica that every rank can read, and returns it, closed.
 
     Raises what the daemon answers: NotFound when there is none, Corrupt when all have been tried.
     """
@@ -102,7 +123,7 @@ def restore(
         try:
             replica = replica or _find(session, exactly, bad)
             with replica:
-                replica.load(state, ranks.rank, ranks.world_size)
+                take(replica)
         except Corrupt as error:
             passed_by = error
             if replica is not None:
@@ -131,7 +152,8 @@ def _tell(ranks: Ranks, first: Replica | None) -> tuple[str, Wanted]:
         raw = msgspec.json.encode((first.name, found.step, found.generation, first.tier))
     told = ranks.from_first(raw)
     name, step, generation, tier = msgspec.json.decode(told or b"", type=tuple[str, int, int, str])
-    return name, Wanted(step=step, generation=generation, tier=tier)
+    # Rank 0 has decided: the others take what it took.
+    return name, Wanted(step=step, generation=generation, tier=tier, allow_unhealthy=True)
 
 
 def _find(session: Session, wanted: Wanted, exclude: Sequence[str]) -> Replica:
@@ -145,6 +167,7 @@ def _find(session: Session, wanted: Wanted, exclude: Sequence[str]) -> Replica:
             milestone=wanted.milestone,
             tier=wanted.tier,
             exclude=list(exclude),
+            allow_unhealthy=wanted.allow_unhealthy,
         )
 
     tier, descriptors = session.find(message)

@@ -48,6 +48,10 @@ class RestorePlan:
 
     # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
 
+    def stored_name(self, path: str, suffix: str) -> str:
+        """How the tensor of a section that differs per rank was stored: a part of a DTensor has no suffix."""
+        return path + suffix if path + suffix in self.available else path
+
     def place(self, name: str, tensor: torch.Tensor) -> None:
         """The stored tensor `name` goes into `tensor`. Notes a difference when it is absent or does not fit."""
         stored = self._stored(name)

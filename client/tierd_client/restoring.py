@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -23,7 +25,7 @@ from tierd.format.manifest import FileEntry
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
 from tierd_client.copying import has_plain_bytes
 from tierd_client.slots import is_sealed, map_to_read, populate
-from tierd_client.tensors import DTYPES, CapturedTensor, as_bytes, from_bytes, overlap
+from tierd_client.tensors import CapturedTensor, as_bytes, overlap
 
 WORKERS = 4
 BLOCK_BYTES = 1 << 20  # fits a core's L2 cache: checksum and copy read it from there
@@ -134,9 +136,13 @@ def index_tensors(shards: Mapping[str, Shard]) -> dict[str, list[TensorEntry]]:
 def load(files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor], *, workers: int = WORKERS) -> int:
     """Reads every wanted tensor, from whichever files hold it or parts of it. Returns how many bytes were read.
 
+    A stored tensor may be wanted several times, in parts: it is the name in the CapturedTensor that counts.
     Raises Corrupt, naming file and chunk; then the destinations hold a mixture.
     """
-    jobs = [job for file in files for job in _jobs(file, wanted)]
+    by_name: dict[str, list[CapturedTensor]] = {}
+    for one in wanted.values():
+        by_name.setdefault(one.name, []).append(one)
+    jobs = [job for file in files for job in _jobs(file, by_name)]
     failed = threading.Event()
     scratch = threading.local()
 
@@ -159,19 +165,18 @@ def load(files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor], *, w
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One chunk of one file, and the tensors that have bytes in it, by offset."""
+    """One chunk of one file, and the tensors that have bytes in it, by offset. `reaches`: the end of all up to each."""
 
     file: SourceFile
     index: int
     length: int
     sinks: Sequence[_Sink]
-    begins: Sequence[int]
+    reaches: Sequence[int]
 
     def take(self, offset: int, block: torch.Tensor) -> None:
         """Copies what lies in the file's bytes from `offset` on to wherever it belongs."""
         end = offset + block.numel()
-        first = max(bisect.bisect_right(self.begins, offset) - 1, 0)
-        for sink in self.sinks[first:]:
+        for sink in self.sinks[bisect.bisect_right(self.reaches, offset) :]:
             if sink.begin >= end:
                 break
             low, high = max(offset, sink.begin), min(end, sink.end)
@@ -179,9 +184,10 @@ class _Job:
                 sink.write(low - sink.begin, block, low - offset, high - low)
 
 
-def _jobs(file: SourceFile, wanted: Mapping[str, CapturedTensor]) -> list[_Job]:
-    entries = [entry for entry in file.shard().tensors.values() if entry.name in wanted and entry.size_bytes]
-    sinks = [sink for entry in entries if (sink := _sink(entry, wanted[entry.name])) is not None]
+def _jobs(file: SourceFile, wanted: Mapping[str, Sequence[CapturedTensor]]) -> list[_Job]:
+    entries = [entry for entry in file.shard().tensors.values() if entry.size_bytes]
+    places = [(entry, one) for entry in entries for one in wanted.get(entry.name, ())]
+    sinks = [sink for entry, one in places if (sink := _sink(entry, one)) is not None]
     sinks.sort(key=lambda sink: sink.begin)
     jobs: list[_Job] = []
     first = 0
@@ -193,16 +199,16 @@ def _jobs(file: SourceFile, wanted: Mapping[str, CapturedTensor]) -> list[_Job]:
             last += 1
         if first < last:
             mine = sinks[first:last]
-            jobs.append(_Job(file, index, length, mine, [sink.begin for sink in mine]))
+            jobs.append(_Job(file, index, length, mine, list(accumulate((sink.end for sink in mine), max))))
     return jobs
 
 
 class _Sink:
     """Where the bytes `[begin, end)` of a file go: straight into a contiguous destination."""
 
-    def __init__(self, entry: TensorEntry, destination: torch.Tensor) -> None:
-        self.begin = entry.offset
-        self.end = entry.offset + entry.size_bytes
+    def __init__(self, begin: int, end: int, destination: torch.Tensor) -> None:
+        self.begin = begin
+        self.end = end
         self._flat = as_bytes(destination)
         self._address = self._flat.data_ptr() if destination.device.type == "cpu" else 0
 
@@ -215,21 +221,24 @@ class _Sink:
 
 
 class _Detour(_Sink):
-    """A destination in other strides, or of another part of the tensor: gathered first, put there when whole."""
+    """A destination in other strides than the file's: gathered first, put there when whole.
 
-    def __init__(self, entry: TensorEntry, wanted: CapturedTensor) -> None:
-        self.begin = entry.offset
-        self.end = entry.offset + entry.size_bytes
-        self._entry = entry
-        self._wanted = wanted
+    `strides`: of the destination's elements in the file, in elements.
+    """
+
+    def __init__(self, begin: int, end: int, destination: torch.Tensor, strides: Sequence[int]) -> None:
+        self.begin = begin
+        self.end = end
+        self._destination = destination
+        self._strides = strides
         self._flat: torch.Tensor | None = None
-        self._missing_bytes = entry.size_bytes
+        self._missing_bytes = end - begin
         self._lock = threading.Lock()
 
     def write(self, at: int, block: torch.Tensor, begin: int, length: int) -> None:
         with self._lock:
             if self._flat is None:
-                self._flat = torch.empty(self._entry.size_bytes, dtype=torch.uint8)
+                self._flat = torch.empty(self.end - self.begin, dtype=torch.uint8)
             flat = self._flat
         ctypes.memmove(flat.data_ptr() + at, block.data_ptr() + begin, length)
         with self._lock:
@@ -237,23 +246,27 @@ class _Detour(_Sink):
             if self._missing_bytes:
                 return
             self._flat = None
-        self._deliver(from_bytes(flat, DTYPES[self._entry.dtype], self._entry.shape))
-
-    def _deliver(self, found: torch.Tensor) -> None:
-        wanted, entry = self._wanted, self._entry
-        shared = overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape) or ()
-        to = tuple(slice(low - at, high - at) for (low, high), at in zip(shared, wanted.saved_offsets, strict=True))
-        from_ = tuple(slice(low - at, high - at) for (low, high), at in zip(shared, entry.saved_offsets, strict=True))
-        wanted.tensor[to].copy_(found[from_])
+        found = flat.view(self._destination.dtype).as_strided(self._destination.shape, self._strides)
+        self._destination.copy_(found)
 
 
 def _sink(entry: TensorEntry, wanted: CapturedTensor) -> _Sink | None:
-    if overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape) is None:
+    """For what a stored part and a wanted one share; from its first byte in the file to its last, no more is read."""
+    shared = overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape)
+    if shared is None:
         return None
-    is_same_part = (entry.saved_offsets, entry.shape) == (wanted.saved_offsets, wanted.shape)
-    if is_same_part and has_plain_bytes(wanted.tensor):
-        return _Sink(entry, wanted.tensor)
-    return _Detour(entry, wanted)
+    strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
+    ranges = list(zip(shared, entry.saved_offsets, strides, strict=True))
+    first = sum((low - at) * stride for (low, _), at, stride in ranges)
+    last = sum((high - 1 - at) * stride for (_, high), at, stride in ranges)
+    itemsize = wanted.tensor.element_size()
+    begin, end = entry.offset + first * itemsize, entry.offset + (last + 1) * itemsize
+    into = wanted.tensor[
+        tuple(slice(low - at, high - at) for (low, high), at in zip(shared, wanted.saved_offsets, strict=True))
+    ]
+    if end - begin == into.numel() * itemsize and has_plain_bytes(into):
+        return _Sink(begin, end, into)
+    return _Detour(begin, end, into, strides)
 
 
 def _bytes(block: torch.Tensor) -> memoryview:

@@ -5,9 +5,11 @@ Captured as bytes, restored last of all. Never initialises CUDA.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,33 @@ def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None
             torch.cuda.set_rng_state(_as_tensor(state), device)
     except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
         raise Corrupt(f"restore rng: {error!r}") from error
+
+
+def seed_of(*what: int | str) -> int:
+    """63 bits that depend on all of `what`, the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 1
+
+
+@contextlib.contextmanager
+def drawn_from(seed: int) -> Generator[None]:
+    """Inside, the generators of the CPU begin from `seed`; afterwards they are where they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFF_FFFF, seed >> 32])
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach for every GPU too
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+def seed_all(seed: bytes) -> None:
+    """Begins every generator anew, CUDA's too. `seed`: 8 bytes or more, a multiple of 4."""
+    random.seed(seed)
+    np.random.seed(np.frombuffer(seed, dtype="<u4"))
+    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # below 2**63; kept for CUDA until that is initialised
 
 
 def _capture_numpy() -> dict[str, Any]:

@@ -7,9 +7,10 @@ them, and changes nothing. Optimizers have a file of their own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
+import msgspec
 import torch
 
 from tierd_client import rng
@@ -27,6 +28,24 @@ class Stateful(Protocol):
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class Shared(Protocol):
+    """A stateful object, a data loader say, that can go on from what any number of ranks had come to."""
+
+    def load_state_dicts(self, states: Sequence[Any], /) -> Any: ...
+
+
+def is_shared(value: object) -> TypeGuard[Shared]:
+    return callable(getattr(value, "load_state_dicts", None))
+
+
+class SectionTree(msgspec.Struct):
+    """One section in the state tree. `suffix` ends the names of its tensors."""
+
+    kind: str
+    suffix: str
+    value: Json
 
 
 class Section(Protocol):
@@ -53,13 +72,14 @@ class ModuleSection:
     def capture(self, into: Collector) -> Json:
         state = self._module.state_dict()
         names = clean_names(state)
+        buffers = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
         objects: dict[str, Json] = {}
         for raw, value in state.items():
             path = f"{self._prefix}.{names[raw]}"
             if _is_object(raw, value):
                 objects[names[raw]] = into.encode(value, path)
             else:
-                into.add(path, value)
+                into.add(path, value, is_buffer=raw in buffers)
         return objects
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
@@ -70,7 +90,7 @@ class ModuleSection:
         copies: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = {}
         for raw, value in state.items():
-            name = f"{self._prefix}.{names[raw]}{suffix}"
+            name = plan.stored_name(f"{self._prefix}.{names[raw]}", suffix)
             if _is_object(raw, value):
                 if names[raw] in saved:
                     objects[raw] = plan.decode(saved[names[raw]])
@@ -117,10 +137,25 @@ class StatefulSection:
         if state == {} and self._owner.state_dict():  # a GradScaler that was disabled, say
             logger.warning("restore: %s is empty in the checkpoint, it starts fresh", self._prefix)
             return
+        if state and isinstance(self._owner, torch.amp.GradScaler) and not self._owner.is_enabled():
+            logger.warning("restore: %s is disabled now, what the checkpoint has of it is left out", self._prefix)
         plan.then(lambda: self._load(state))
 
     def _load(self, state: Any) -> None:
         self._owner.load_state_dict(state)
+        if isinstance(self._owner, torch.utils.data.DataLoader):
+            # torchdata's draws a seed from the global generator when it makes its iterator. To ask for its state has
+            # it made now, before the generators are restored.
+            self._owner.state_dict()
+
+    def plan_shared(self, saved: Sequence[Json], plan: RestorePlan) -> bool:
+        """Its owner gets the states of all ranks that saved the checkpoint, in order. False: it has no way to."""
+        owner = self._owner
+        if not is_shared(owner):
+            return False
+        states = [plan.decode(one) for one in saved]
+        plan.then(lambda: owner.load_state_dicts(states))
+        return True
 
 
 class ValueSection:
@@ -185,3 +220,6 @@ class RngSection:
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
         plan.then(lambda: rng.restore(state, self._devices))
+
+    def plan_new(self, seed: bytes, plan: RestorePlan) -> None:
+        plan.then(lambda: rng.seed_all(seed))

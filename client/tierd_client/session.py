@@ -138,9 +138,9 @@ class Session:
             hint="is `tierd serve` running? Training may go on; it re-attaches by itself",
         )
 
-    def close(self) -> None:
+    def close(self, goodbye: wire.Goodbye | None = None) -> None:
         """Say goodbye, if anyone listens, and end the thread."""
-        self.send(wire.Goodbye())
+        self.send(goodbye or wire.Goodbye())
         self._closed.set()
         with self.lock:
             self._detach()

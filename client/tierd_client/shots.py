@@ -14,13 +14,16 @@ ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that had it: ask a
 
 @dataclass(eq=False)
 class Shot:
-    """One snapshot. `stall_s`: how long the call held up training, waiting for a slot included."""
+    """One snapshot. `stall_s`: how long the call held up training, waiting for a slot included. `guard_wait_s`: with
+    staging="overlap", how long the next step of an optimizer waited for the copy; a GPU waits by itself, uncounted."""
 
     step: int
     generation: int
     stall_s: float = 0.0
+    guard_wait_s: float = 0.0
     _ask: Callable[[Shot], None] = field(default=lambda shot: None, repr=False)
     _why_waiting: Callable[[], TierdError | None] = field(default=lambda: None, repr=False)
+    _settle: Callable[[Shot], None] = field(default=lambda shot: None, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
     _tiers: set[str] = field(default_factory=set, repr=False)
     _trouble: TierdError | None = field(default=None, repr=False)
@@ -43,6 +46,7 @@ class Shot:
 
     def _wait(self, tier: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
+        self._settle(self)
         with self._changed:
             while tier not in self._tiers:
                 if self._ended is not None:

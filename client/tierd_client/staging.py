@@ -1,23 +1,28 @@
 """Copies a captured state into a slot, in its final byte format: device to slot, once, at the speed of memory.
 
 The layout and the views of the slot are made once and kept while names, shapes and dtypes stay. The header is
-written last.
+written last. Tensors that may be copied later are copied by threads and by streams of their own, while training
+goes on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
+from tierd.errors import Torn
 from tierd.format.shard import HeaderOverflow, Layout, TensorSpec, plan_layout
 from tierd_client.copying import Copier, copy_each
+from tierd_client.guards import Watch
 from tierd_client.slots import Slot
 from tierd_client.state import Captured
 from tierd_client.tensors import DTYPES, CapturedTensor, from_bytes
 
+NAMES_MAX = 5  # of the tensors that a message lists
 PREFAULT_WAIT_S = 60.0  # memory that takes longer is being swapped: then the copy may as well fault it in
 
 
@@ -30,7 +35,7 @@ class Stager:
         self._order: list[int] = []
         self._views: weakref.WeakKeyDictionary[Slot, _Views] = weakref.WeakKeyDictionary()
         self._copier = Copier()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
 
     def plan(self, captured: Captured, owned: Collection[str] | None, metadata: dict[str, Any]) -> Layout:
         """The layout for what this rank writes (all, when `owned` is None): a slot needs its `size_bytes`.
@@ -44,7 +49,21 @@ class Stager:
         return self._replan(tensors, signature, metadata)
 
     def stage(self, captured: Captured, owned: Collection[str] | None, slot: Slot, metadata: dict[str, Any]) -> int:
-        """Writes the shard into the slot; its size in bytes. Returns when the bytes are there.
+        """Writes the shard into the slot; its size in bytes. Returns when the bytes are there. Raises as `begin`."""
+        staging = self.begin(captured, owned, slot, metadata, {})
+        staging.finish()
+        return staging.size_bytes
+
+    def begin(
+        self,
+        captured: Captured,
+        owned: Collection[str] | None,
+        slot: Slot,
+        metadata: dict[str, Any],
+        deferrable: Mapping[str, torch.Tensor],
+    ) -> Staging:
+        """Copies all but `deferrable`: names, each with the live object whose memory it is. Those may change only
+        after `Staging.release`.
 
         Grows the slot when it is too small, or when the metadata has outgrown its area. Raises Full when there
         is no memory for that, Unsupported when the header would pass 100 MB.
@@ -59,9 +78,22 @@ class Stager:
         slot.grow(layout.size_bytes)
         # Touching pages that are not there yet would be no faster, and a SIGBUS where memory is short.
         slot.wait_prefaulted(PREFAULT_WAIT_S)
-        self._copy(self._destinations(slot, layout), [tensors[index].tensor for index in self._order], slot)
-        slot.view[: len(header)] = header
-        return layout.size_bytes
+        now: ByDevice = {}
+        later: ByDevice = {}
+        watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for to, index in zip(self._destinations(slot, layout), self._order, strict=True):
+            one = tensors[index]
+            live = deferrable.get(one.name)
+            if live is not None:
+                watched.append((one.name, live, one.tensor))
+            pairs = (now if live is None else later).setdefault(one.tensor.device, ([], []))
+            pairs[0].append(to)
+            pairs[1].append(one.tensor)
+        if any(device.type == "cuda" for device in (*now, *later)):
+            slot.pin()
+        staging = Staging(slot.tensor, header, layout.size_bytes, later, Watch(watched), self._copier, self._streams)
+        staging.copy(now)
+        return staging
 
     def _replan(self, tensors: list[CapturedTensor], signature: list[Any], metadata: dict[str, Any]) -> Layout:
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, saved_offsets=t.saved_offsets) for t in tensors]
@@ -77,29 +109,102 @@ class Stager:
             views = self._views[slot] = _Views(slot.tensor, layout)
         return views.tensors
 
-    def _copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], slot: Slot) -> None:
-        """Device by device; the GPUs first, as their copies run by themselves."""
-        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for destination, source in zip(destinations, sources, strict=True):
-            to, from_ = by_device.setdefault(source.device, ([], []))
-            to.append(destination)
-            from_.append(source)
-        events = [
-            self._copy_from_cuda(device, *pairs, slot) for device, pairs in by_device.items() if device.type == "cuda"
-        ]
-        for device, (to, from_) in by_device.items():
+
+ByDevice = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""(to, from) of the tensors on each device."""
+
+
+class Staging:
+    """One snapshot on its way into its slot. Everything here is done by the thread that trains; what it is interrupted
+    in, it may call again."""
+
+    def __init__(
+        self,
+        mapping: torch.Tensor,
+        header: bytes,
+        size_bytes: int,
+        later: ByDevice,
+        watch: Watch,
+        copier: Copier,
+        streams: Streams,
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._mapping = mapping
+        self._header = header
+        self._later = later
+        self._watch = watch
+        self._copier = copier
+        self._streams = streams
+        self._jobs: list[Future[None]] = []
+        self._copies: list[_CudaCopy] = []
+        self._is_started = not later
+        self.changed: list[str] | None = None
+        """Names of tensors that were changed while they were being copied; None until training was let go."""
+
+    @property
+    def is_deferred(self) -> bool:
+        return bool(self._later)
+
+    def copy(self, tensors: ByDevice) -> None:
+        """Returns when training may change them; the GPUs first, as their copies run by themselves."""
+        for device, (to, from_) in tensors.items():
+            if device.type == "cuda":
+                self._copies.append(self._streams.copy(device, to, from_))
+        for device, (to, from_) in tensors.items():
             if device.type == "cpu":
                 self._copier.copy(to, from_)
             elif device.type != "cuda":
                 copy_each(to, from_)
-        for event in events:
-            event.synchronize()
+        for one in self._copies:
+            one.hold_back()
 
-    def _copy_from_cuda(
-        self, device: torch.device, to: list[torch.Tensor], from_: list[torch.Tensor], slot: Slot
-    ) -> torch.cuda.Event:
-        """Copies on a stream of its own, behind all work queued so far. The event says when the bytes are there."""
-        slot.pin()
+    def start(self) -> None:
+        """Have the rest copied. An interrupt in here spoils the snapshot, and `finish` knows."""
+        for device, (to, from_) in self._later.items():
+            if device.type == "cuda":
+                self._copies.append(self._streams.copy(device, to, from_))
+            else:
+                self._copier.start(to, from_, self._jobs)
+        self._is_started = True
+
+    def release(self) -> None:
+        """Returns when training may change everything: threads have read what is in host memory, and what is queued for
+        a GPU from now on waits there for its copy."""
+        wait(self._jobs)
+        for one in self._copies:
+            one.hold_back()
+        if self.changed is None:
+            self.changed = self._watch.changed()
+
+    @property
+    def is_copied(self) -> bool:
+        return all(one.done() for one in self._jobs) and all(one.is_done for one in self._copies)
+
+    def finish(self) -> None:
+        """Returns when the whole shard is in the slot. Raises Torn when it would not be what was captured."""
+        self.release()
+        for one in self._copies:
+            one.wait()
+        for one in self._jobs:
+            one.result()
+        if not self._is_started:
+            raise Torn("copy the state: it was interrupted before all of it was being copied")
+        if self.changed:
+            raise Torn(
+                f"copy the state: {_listed(self.changed)} changed in place before the copy was done",
+                hint='call client.wait_staged() before such a change, or use staging="sync"',
+            )
+        self._mapping.numpy().data[: len(self._header)] = self._header
+
+
+class Streams:
+    """A stream of its own for each GPU, so that copies run beside the computation."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def copy(self, device: torch.device, to: list[torch.Tensor], from_: list[torch.Tensor]) -> _CudaCopy:
+        """Behind all work queued so far."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
@@ -108,7 +213,31 @@ class Stager:
             copy_each(to, from_, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return event
+        return _CudaCopy(device, event, from_)
+
+
+class _CudaCopy:
+    """`from_` is kept: its memory must not be given to others while the copy runs."""
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event, from_: list[torch.Tensor]) -> None:
+        self._device = device
+        self._event = event
+        self._from = from_
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def hold_back(self) -> None:
+        """Work that is queued from now on waits on the GPU for the copy; the caller does not."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
 
 
 class _Views:

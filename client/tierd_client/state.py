@@ -11,31 +11,50 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from tierd.errors import BadConfig, Corrupt
 from tierd_client.optimizers import OptimizersSection
+from tierd_client.ownership import Held
+from tierd_client.rank_local import RankLocal
 from tierd_client.restore_plan import Available, RestorePlan
 from tierd_client.sections import (
     ModuleSection,
     RngSection,
     Section,
+    SectionTree,
     Stateful,
     StatefulSection,
     TensorsSection,
     ValueSection,
     is_stateful,
 )
-from tierd_client.tensors import CapturedTensor
+from tierd_client.tensors import CapturedTensor, sample_of
 from tierd_client.tree import Collector, Json
 
 logger = logging.getLogger(__name__)
 
 PER_RANK = ("dataloader", "extra", "rng")
 """Sections that differ between ranks: their tensors' names end in @<rank> when there are several."""
+
+
+HINTS = {
+    "scheduler": "several schedulers go into extra, each under a name of its own",
+    "scaler": "torch.amp.GradScaler has them",
+    "dataloader": "ResumableLoader and DocumentLoader of tierd_client have them, and torchdata's StatefulDataLoader",
+}
+
+
+def must_agree(tensor: CapturedTensor) -> bool:
+    """Whether ranks that have a tensor of this name must have the very same one: the model's plain parameters."""
+    return tensor.name.startswith("model.") and not tensor.is_buffer and not tensor.is_distributed
+
+
+def is_per_rank(section: str) -> bool:
+    return section.split(".")[0] in PER_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +65,42 @@ class Captured:
     tree: Json
 
     def sizes(self) -> list[tuple[str, int]]:
-        """(key, size in bytes) of every tensor: what `ownership.owner_of` wants from each rank."""
+        """(key, size in bytes) of every tensor: while they stay the same, so does who writes what."""
         return [(tensor.key, tensor.size_bytes) for tensor in self.tensors]
 
+    def held(self) -> list[Held]:
+        """What `ownership.owner_of` wants from each rank."""
+        return [
+            Held(
+                key=one.key,
+                size_bytes=one.size_bytes,
+                sample=sample_of(one.tensor) if must_agree(one) else None,
+                is_buffer=one.is_buffer,
+            )
+            for one in self.tensors
+        ]
 
-class SectionTree(msgspec.Struct):
-    """One section in the state tree. `suffix` ends the names of its tensors."""
 
-    kind: str
-    suffix: str
-    value: Json
+def parse_tree(tree: Json) -> dict[str, SectionTree]:
+    """Raises Corrupt when it is none of ours."""
+    try:
+        return msgspec.convert(tree, dict[str, SectionTree])
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"read the state tree: {error}") from error
+
+
+class Capturable(Protocol):
+    """What a Client takes snapshots of."""
+
+    def capture(self, rank: int, world_size: int) -> Captured: ...
+
+
+class State(Capturable, Protocol):
+    """What a Client restores into as well."""
+
+    @property
+    def is_stepped(self) -> bool: ...
+    def plan_restore(self, tree: Json, available: Available, local: RankLocal | None = None) -> RestorePlan: ...
 
 
 class TrainingState:
@@ -83,7 +128,7 @@ class TrainingState:
             if owner is not None and not is_stateful(owner):
                 raise BadConfig(
                     f"TrainingState({name}=…): {type(owner).__qualname__} has no state_dict and load_state_dict",
-                    hint="torchdata.stateful_dataloader.StatefulDataLoader has them" if name == "dataloader" else "",
+                    hint=HINTS[name],
                 )
         if ema is not None and not isinstance(ema, dict) and not is_stateful(ema):
             raise BadConfig(f"TrainingState(ema=…): {type(ema).__qualname__} is no module, stateful object or dict")
@@ -100,40 +145,45 @@ class TrainingState:
     @property
     def is_stepped(self) -> bool:
         """Whether every optimizer has its state: before the first step there are no moments to make room for."""
+        return all(len(one.state) > 0 for one in self.optimizers)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         if self._optimizer is None:
-            return True
-        several = [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else self._optimizer
-        return all(len(one.state) > 0 for one in several)
+            return []
+        return [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else list(self._optimizer)
 
     def capture(self, rank: int, world_size: int) -> Captured:
         """The state as it is now, without copying a byte. Raises Unsupported, naming what has no safe form."""
         into = Collector()
         tree: dict[str, Json] = {}
         for name, section in self._sections().items():
-            is_per_rank = name.split(".")[0] in PER_RANK and world_size > 1
-            into.suffix = f"@{rank:05d}" if is_per_rank else ""
+            into.suffix = f"@{rank:05d}" if world_size > 1 and is_per_rank(name) else ""
             tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": section.capture(into)}
         return Captured(into.tensors, tree)
 
-    def plan_restore(self, tree: Json, available: Available) -> RestorePlan:
+    def plan_restore(self, tree: Json, available: Available, local: RankLocal | None = None) -> RestorePlan:
         """How the checkpoint with this rank's `tree` and all shards' tensors goes into the live objects.
 
+        `local`: for another number of ranks than saved it; then any rank's `tree` will do for what they share.
         Changes nothing. Raises Mismatch, listing what differs; Corrupt when `tree` is none of ours. Afterwards
         the caller reads the bytes into `destinations`, then calls `finish`.
         """
-        try:
-            saved = msgspec.convert(tree, dict[str, SectionTree])
-        except msgspec.ValidationError as error:
-            raise Corrupt(f"read the state tree: {error}") from error
+        saved = parse_tree(tree)
         plan = RestorePlan(available, self._accelerator())
-        sections = self._sections() | self._values_only_in(saved)
+        held = self._sections()
+        sections = held | self._values_only_in(saved)
         for name, section in sections.items():
             if name not in saved:
                 logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
             elif saved[name].kind != section.kind:
                 plan.differ(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
+            elif local is not None and is_per_rank(name):
+                local.plan(name, section, plan, is_wanted=name in held)
             else:
                 section.plan(saved[name].value, saved[name].suffix, plan)
+        if not saved.keys() & sections.keys():
+            plan.differ(f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common")
         for name in saved.keys() - sections.keys():
             logger.warning("restore: the checkpoint has %s, which this state lacks: left out", name)
         plan.check()

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierd.errors import Unsupported
+from tierd.format import checksum
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -44,18 +45,23 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path parts that a wrapper (DDP, torch.compile, FSDP, activation checkpointing) puts into a parameter's name."""
 
+SAMPLE_ELEMENTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedTensor:
     """The part of a named tensor that this rank holds: bytes to stage, or the destination of a restore.
 
-    `tensor` is local and live, in any strides; `saved_offsets` is where it begins in `global_shape`.
+    `tensor` is local and live, in any strides; `saved_offsets` is where it begins in `global_shape`. `is_distributed`:
+    a DTensor, which says itself what other ranks hold of it. `is_buffer`: of a module; ranks may have different ones.
     """
 
     name: str
     tensor: torch.Tensor
     saved_offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
+    is_distributed: bool = False
+    is_buffer: bool = False
 
     @property
     def dtype(self) -> str:
@@ -89,19 +95,71 @@ def captured(name: str, tensor: torch.Tensor) -> CapturedTensor:
 
 
 def _captured_dtensor(name: str, tensor: DTensor) -> CapturedTensor:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if any(placement.is_partial() for placement in tensor.placements):
         raise Unsupported(f"capture {name}: a DTensor with pending sums", hint="redistribute it to Shard or Replicate")
     local = local_part(tensor)
     _check(name, local)
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(local.shape):
+    pieces = _pieces(name, tensor)
+    if any(len(ranges) > 1 for ranges in pieces):
         raise Unsupported(
-            f"capture {name}: a DTensor whose local part is {list(local.shape)}, its placements say {list(shape)}",
-            hint="strided sharding is not supported",
+            f"capture {name}: a DTensor placed {tensor.placements}, so that this rank holds it in pieces",
+            hint="a shard has room for one piece of a tensor: shard another dimension, or order the mesh otherwise",
         )
-    return CapturedTensor(name, local, tuple(offsets), tuple(tensor.shape))
+    # A part without elements lies at the end, as torch has it.
+    box = [ranges[0] if ranges else (size, size) for ranges, size in zip(pieces, tensor.shape, strict=True)]
+    if tuple(end - begin for begin, end in box) != tuple(local.shape):
+        raise Unsupported(
+            f"capture {name}: a DTensor whose local part is {list(local.shape)}, its placements {tensor.placements} "
+            f"say {[end - begin for begin, end in box]}",
+            hint="make its dimensions divisible by the mesh",
+        )
+    return CapturedTensor(name, local, tuple(begin for begin, _ in box), tuple(tensor.shape), is_distributed=True)
+
+
+Ranges = list[tuple[int, int]]
+
+
+def _pieces(name: str, tensor: DTensor) -> list[Ranges]:
+    """Per dimension the (begin, end) ranges of the global tensor that this rank's local part is made of, in order.
+
+    torch's compute_local_shape_and_global_offset says only where the first begins. FSDP over tensor parallel shards a
+    dimension twice, the inner one first: its _StridedShard cuts into `split_factor` pieces and takes a part of each.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise Unsupported(f"capture {name}: a DTensor on a mesh that this rank is no part of")
+    found: list[Ranges] = [[(0, size)] for size in tensor.shape]
+    for count, index, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+        factor: int = getattr(placement, "split_factor", 1)
+        whole, found[dim] = found[dim], []
+        for piece in range(factor):
+            for begin, end in _chunk(_chunk(whole, factor, piece), count, index):
+                _append(found[dim], begin, end)
+    return found
+
+
+def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+    """The part `index` of `count`, as torch.chunk cuts: all parts of one size, but the last ones smaller or empty."""
+    size = -(-sum(end - begin for begin, end in ranges) // count)
+    found: Ranges = []
+    at = 0
+    for begin, end in ranges:
+        low, high = max(index * size, at), min((index + 1) * size, at + end - begin)
+        if low < high:
+            _append(found, begin + low - at, begin + high - at)
+        at += end - begin
+    return found
+
+
+def _append(ranges: Ranges, begin: int, end: int) -> None:
+    """To the last one, where that ends at `begin`."""
+    if ranges and ranges[-1][1] == begin:
+        ranges[-1] = (ranges[-1][0], end)
+    else:
+        ranges.append((begin, end))
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -123,7 +181,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _check(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise Unsupported(f"capture {name}: a meta tensor has no bytes", hint="materialise the model first")
-    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout != torch.strided or tensor.is_quantized or _hides_its_bytes(tensor):
         raise Unsupported(
             f"capture {name}: a {type(tensor).__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
             "is no plain dense tensor",
@@ -133,9 +191,20 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise Unsupported(f"capture {name}: dtype {tensor.dtype} has no place in a safetensors file")
 
 
+def _hides_its_bytes(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as flat uint8 sharing its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def sample_of(tensor: torch.Tensor) -> int:
+    """CRC64NVME of a few elements, spread evenly: tensors with different ones differ, at the cost of a glance."""
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLE_ELEMENTS)].cpu().resolve_conj().resolve_neg().contiguous()
+    return checksum.crc64nvme(as_bytes(picked).numpy().data)
 
 
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import tagged
-from tierd_client.tensors import CapturedTensor, captured
+from tierd_client.tensors import CapturedTensor, captured, is_dtensor
 
 Json = tagged.Json
 
@@ -29,7 +30,7 @@ class Collector:
     """Gathers tensors under unique names while sections turn themselves into JSON.
 
     `live` holds the very objects, `tensors` their captured form; `suffix` is put behind the names of a
-    section that differs per rank.
+    section that differs per rank. A DTensor needs none: what a rank has of it is a part of one tensor.
     """
 
     def __init__(self) -> None:
@@ -37,12 +38,13 @@ class Collector:
         self.live: dict[str, torch.Tensor] = {}
         self.suffix = ""
 
-    def add(self, path: str, tensor: torch.Tensor) -> str:
+    def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
         """The name under which `tensor` is stored. Raises Unsupported when it has no place in a shard."""
-        name = path + self.suffix
+        name = path if is_dtensor(tensor) else path + self.suffix
         if name in self.live:  # {"a.b": x, "a": {"b": y}} gives the same path twice
             name = next(made for n in range(2, 1 << 30) if (made := f"{name}#{n}") not in self.live)
-        self.tensors.append(captured(name, tensor))
+        found = captured(name, tensor)
+        self.tensors.append(replace(found, is_buffer=True) if is_buffer else found)
         self.live[name] = tensor
         return name
 

@@ -21,6 +21,7 @@ from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import TierdError
 from tierd.format import checksum, layout
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.incidents import Incidents
@@ -98,19 +99,29 @@ class Operator:
         ]
 
     def _run(self, run: Run) -> Json:
-        whole = self._memory.newest_whole(run)
+        whole = self._memory.newest_restorable(run)
         tiers: dict[str, Json | None] = {MEMORY: self._where(whole.id, whole.head.created_at) if whole else None}
         for name in self._tiers:
             newest = self._catalog.newest(run, name)
             tiers[name] = self._where(newest.id, newest.created_at) if newest else None
         is_here = self._memory.generation(run) > 0
+        state, reason = self._memory.endings.of(run) or (None, "")
         return {
             "run": run,
             "generation": max(self._catalog.generation_max(run), self._memory.generation(run)),
             "world_size": self._memory.world_size(run) if is_here else None,
             "ranks_attached": len(self._memory.present(run)),
+            "state": state,
+            "reason": reason,
             "tiers": tiers,
+            "unhealthy_steps": self._unhealthy_steps(run),
         }
+
+    def _unhealthy_steps(self, run: Run) -> list[int]:
+        """Oldest first; in memory as well, where a verdict may be known before there is a marker."""
+        found = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
+        found |= {one.id for one in self._memory.whole(run) if one.diagnosis is not None and not one.diagnosis.healthy}
+        return [checkpoint.step for checkpoint in sorted(found, key=lambda one: one.recency)]
 
     def _where(self, checkpoint: CheckpointId, created_at: str) -> Json:
         return {
@@ -170,11 +181,14 @@ class Operator:
             metrics.last_committed_step,
             metrics.last_committed_timestamp_seconds,
             metrics.checkpoints,
+            metrics.unhealthy_checkpoints,
             metrics.tier_free_bytes,
         ):
             gauge.clear()
         for run in sorted({*self._catalog.runs(), *self._memory.runs()}):
             metrics.begin_run(run)
+            unhealthy = [entry for entry in self._catalog.entries(run) if entry.healthy is False]
+            metrics.unhealthy_checkpoints.labels(run).set(len(unhealthy))
         for name, free in free_bytes.items():
             held = self._catalog.held(name)
             metrics.tier_used_bytes.labels(name).set(sum(manifest.size_bytes for manifest in held))
@@ -223,7 +237,8 @@ class Operator:
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
-        return _json(self._catalog.facts(self.in_memory(), Run(run) if run else None))
+        diagnoses = {one.id: one.diagnosis.healthy for one in self._memory.whole() if one.diagnosis is not None}
+        return _json(self._catalog.facts(self.in_memory(), Run(run) if run else None, diagnoses))
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
@@ -234,14 +249,24 @@ class Operator:
         entry = self._catalog.get(checkpoint)
         manifest = entry.manifest if entry else in_memory[checkpoint]
         tiers = [name for name in self._tiers if entry and name in entry.tiers]
+        diagnosis = await self._diagnosis(checkpoint)
         return _json(
             {
                 "manifest": msgspec.to_builtins(manifest),
                 "tiers": [*([MEMORY] if checkpoint in in_memory else []), *tiers],
                 "milestones": sorted(entry.all_milestones) if entry else [],
-                "healthy": entry.healthy if entry else None,
+                "healthy": diagnosis.healthy if diagnosis else None,
+                "diagnosis": msgspec.to_builtins(diagnosis),
             }
         )
+
+    async def _diagnosis(self, checkpoint: CheckpointId) -> Diagnosis | None:
+        held, entry = self._memory.find(checkpoint), self._catalog.get(checkpoint)
+        if held is not None and held.diagnosis is not None:
+            return held.diagnosis
+        for tier, is_healthy in entry.diagnoses.items() if entry else ():
+            return await self._tiers[tier].diagnosis(checkpoint, is_healthy=is_healthy)
+        return None
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         """What `tierd lifecycle --json` prints."""
@@ -292,11 +317,13 @@ def _render(status: Json) -> str:
     tiers = [MEMORY, *(tier["name"] for tier in status["tiers"])]
     rows: list[list[str]] = []
     for run in status["runs"]:
-        cells = [run["run"], str(run["generation"]), f"{run['ranks_attached']} of {run['world_size'] or '?'}"]
+        told = f"{run['state'] or 'not seen'}{': ' if run['reason'] else ''}{run['reason']}"
+        cells = [run["run"], str(run["generation"]), told, f"{run['ranks_attached']} of {run['world_size'] or '?'}"]
         for tier in tiers:
             found = run["tiers"].get(tier)
             ago = f", {found['age_s']:.0f} s ago" if found and found["age_s"] is not None else ""
             cells.append(f"step {found['step']}{ago}" if found else "none")
+        cells.append(", ".join(map(str, run["unhealthy_steps"])))
         rows.append(cells)
     places = [
         [t["name"], t["url"], "known" if t["is_known"] else f"not known: {t['error']}", str(t["checkpoints"]),
@@ -312,7 +339,7 @@ def _render(status: Json) -> str:
         "td,th{border:1px solid #bbb;padding:.3em .7em;text-align:left}</style>"
         f"<h1>tierd on {html.escape(status['node'])}</h1><p>version {status['version']}, up "
         f"{status['uptime_s']:.0f} s; deletion halted: {html.escape(halted_text)}</p>"
-        + _table("Newest restorable step", ["run", "generation", "ranks", *tiers], rows)
+        + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], rows)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], places)
         + _table("Still to be copied", ["to", "checkpoints", "oldest"], queues)
         + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)

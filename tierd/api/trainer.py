@@ -20,12 +20,14 @@ from typing import Any
 import tierd
 from tierd.api.finding import Finder, refused
 from tierd.api.packets import PacketConnection
+from tierd.api.requests import Requests
 from tierd.api.session import NO_RANK, Session, Writer
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import BadRequest, Corrupt, Stale, TierdError, TierUnreachable, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run, checkpoint_id
+from tierd.format.manifest import CheckpointRef
 from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotState
 from tierd.memory import MemoryTier
@@ -36,7 +38,9 @@ from tierd.workers.restorer import Restorer, close_all, duplicates
 
 log = logging.getLogger("tierd")
 
+TEXT_MAX = 4096  # of a trainer's words that others are told: their message has room for it
 ACCEPT_PAUSE_S = 0.2  # before the next try when there are no descriptors left
+UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # they travel in one message
 
 
 class TrainerDoor:
@@ -50,7 +54,7 @@ class TrainerDoor:
         *,
         metrics: Metrics,
         incidents: Incidents,
-        wake_persister: Callable[[], None],
+        on_whole: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._memory = memory
@@ -61,9 +65,10 @@ class TrainerDoor:
         self._config = config
         self._metrics = metrics
         self._incidents = incidents
-        self._wake_persister = wake_persister
+        self._on_whole = on_whole
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], Session] = {}
+        self._requests = Requests(self._sessions)
         self._writers: dict[tuple[Run, Rank], Writer] = {}  # who may have a rank's slots mapped
         self._connections = 0
         self._claiming = asyncio.Lock()
@@ -76,6 +81,7 @@ class TrainerDoor:
         for session in self._sessions.values():
             if session.run == run:
                 session.post(message)
+        self._requests.tell(run, message)
 
     def settle(self, run: Run) -> None:
         """Tell ranks which slots are free again, now that a newer snapshot is whole or an older one persisted."""
@@ -147,6 +153,7 @@ class TrainerDoor:
             session, kept = await self._enter(connection, hello, run, Rank(hello.rank))
         try:
             self._welcome(session, kept)
+            self._requests.entered(session)
             async with asyncio.TaskGroup() as group:
                 group.create_task(session.send_queued())
                 try:
@@ -223,7 +230,7 @@ class TrainerDoor:
                 hint="rank 0 connects first and gives its generation to the others",
             )
         await self._restorer.wait_first_looks()
-        unseen = [f"{name} ({known.error})" for name, known in self._catalog.tiers.items() if not known.is_known]
+        unseen = self._restorer.unseen()
         if unseen and not self._catalog.generation_max(run) and not self._memory.generation(run):
             raise TierUnreachable(
                 f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unseen)}",
@@ -258,6 +265,7 @@ class TrainerDoor:
 
     def _welcome(self, session: Session, kept: dict[int, Slot]) -> None:
         told = self._config.snapshot
+        newest = self._restorer.newest(session.run)
         session.post(
             wire.Welcome(
                 protocol=wire.PROTOCOL_VERSION,
@@ -274,6 +282,10 @@ class TrainerDoor:
                 slots_per_rank=told.slots,
                 slot_wait_s=told.slot_wait_s,
                 when_busy=told.when_busy,
+                staging=told.staging,
+                stop_grace_s=told.stop_grace_s,
+                newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
+                unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unseen()[:UNSEEN_MAX]],
             ),
             duplicates([slot.fd for slot in kept.values()]),
         )
@@ -286,10 +298,12 @@ class TrainerDoor:
             try:
                 message = wire.decode_to_daemon(raw)
                 if isinstance(message, wire.Goodbye):
-                    log.info("goodbye %s rank %d", session.run, session.rank)
+                    self._part(session, message)
                     return
                 if isinstance(message, wire.Find):
                     self._finder.ask(session, message)
+                elif isinstance(message, wire.Request):
+                    self._requests.ask(session, message)
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is no trainer")
                 elif isinstance(message, wire.AttachSlot):
@@ -299,6 +313,11 @@ class TrainerDoor:
                     self._take(session, message)
             finally:
                 close_all(descriptors)
+
+    def _part(self, session: Session, goodbye: wire.Goodbye) -> None:
+        log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
+        if self._sessions.get((session.run, session.rank)) is session:  # a fenced one has no say
+            self._memory.endings.said(session.run, session.rank, goodbye.state, goodbye.reason)
 
     def _attach(self, session: Session, message: wire.AttachSlot, descriptors: list[int]) -> None:
         if len(descriptors) != 1:
@@ -322,15 +341,52 @@ class TrainerDoor:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
                 else:
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
+                if self._memory.is_lost(found.id):
+                    self._release_lost(session, message.step)
                 self.settle(run)
                 if found.is_pending:
-                    self._wake_persister()
+                    self._on_whole()
+            case wire.Lost():
+                self._lose(session, message)
             case wire.Ask():
                 self._answer(session, message)
             case wire.Report():
                 self._report(session, message)
+            case wire.Convene():
+                self._requests.convene(session, message)
+            case wire.Answer():
+                self._requests.answer(session, message)
             case _:
                 raise BadRequest(f"take {type(message).__name__} in the middle of a conversation")
+
+    def _lose(self, session: Session, lost: wire.Lost) -> None:
+        """One rank's part is not coming: all ranks hear of it, and those that have sealed get their slots back."""
+        run, generation, rank = session.run, session.generation, session.rank
+        checkpoint = checkpoint_id(run, lost.step, generation)
+        is_news = not self._memory.is_lost(checkpoint)
+        self._release_lost(session, lost.step)
+        if not is_news:
+            return
+        self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
+        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, lost.message[:TEXT_MAX])
+        self.tell(
+            run,
+            wire.Failed(
+                step=lost.step,
+                generation=generation,
+                stage="stage",
+                kind=lost.kind,
+                message=f"rank {rank}: {lost.message[:TEXT_MAX]}",
+                hint=lost.hint[:TEXT_MAX],
+                is_final=True,
+            ),
+        )
+
+    def _release_lost(self, session: Session, step: int) -> None:
+        for rank, index in self._memory.lose(session.run, session.generation, step):
+            other = self._sessions.get((session.run, rank))
+            if other is not None:
+                other.post(wire.Released(slot=index))
 
     def _answer(self, session: Session, ask: wire.Ask) -> None:
         entry = self._catalog.get(checkpoint_id(session.run, ask.step, ask.generation))
@@ -370,6 +426,7 @@ class TrainerDoor:
             pass  # it will not hear the reason
 
     def _leave(self, session: Session) -> None:
+        self._requests.left(session)
         key = (session.run, session.rank)
         if self._sessions.get(key) is session:
             del self._sessions[key]

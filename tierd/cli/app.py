@@ -1,7 +1,8 @@
 """`tierd`: the verbs, what stands before them, and how an error becomes a message and an exit code.
 
 0 ok · 1 failed · 2 usage or config · 3 partial · 10 no such checkpoint · 11 lock held · 12 verification failed ·
-13 daemon unreachable · 14 cold tier unreachable · 15 target not empty · 16 no space · 130 and 143 interrupted.
+13 daemon unreachable · 14 cold tier unreachable · 15 target not empty · 16 no space · 17 the run is halted ·
+18 unhealthy · 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,20 @@ from typing import Annotated, Concatenate, ParamSpec
 
 import typer
 
-from tierd.cli import lifecycle, listing, milestone, restore, serve, show, status, verify, version
+from tierd.cli import (
+    export,
+    lifecycle,
+    listing,
+    milestone,
+    restore,
+    serve,
+    show,
+    snapshot,
+    status,
+    stop,
+    verify,
+    version,
+)
 from tierd.cli.console import say
 from tierd.cli.places import Settings, settings_of
 from tierd.errors import TierdError
@@ -79,8 +93,11 @@ app.command("status")(_guarded(status.status))
 app.command("ls")(_guarded(listing.ls))
 app.command("show")(_guarded(show.show))
 app.command("restore")(_guarded(restore.restore))
+app.command("export")(_guarded(export.export))
 app.command("verify")(_guarded(verify.verify))
 app.command("milestone")(_guarded(milestone.milestone))
+app.command("stop")(_guarded(stop.stop))
+app.command("snapshot")(_guarded(snapshot.snapshot))
 app.command("lifecycle")(_guarded(lifecycle.lifecycle))
 app.command("demo")(_guarded(serve.demo))
 app.command("version")(_guarded(version.version))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from tierd.catalog import MEMORY, Catalog
 from tierd.errors import BadConfig, NotFound
@@ -45,6 +47,7 @@ class Candidate:
     id: CheckpointId
     milestones: frozenset[str]
     tiers: tuple[str, ...]
+    is_healthy: bool | None = None
 
 
 def wanted(run: str | None, step: str, generation: int | None) -> Wanted:
@@ -59,7 +62,10 @@ def wanted(run: str | None, step: str, generation: int | None) -> Wanted:
     return Wanted(run=None if run is None else check_run(run), step=number, milestone=milestone, generation=generation)
 
 
-def candidates(catalog: Catalog, in_memory: Iterable[CheckpointId] = ()) -> list[Candidate]:
+def candidates(
+    catalog: Catalog, in_memory: Mapping[CheckpointId, Mapping[str, Any]] = MappingProxyType({})
+) -> list[Candidate]:
+    """`in_memory`: the rows of what the memory tier holds."""
     held = set(in_memory)
     listed = {entry.manifest.id: entry for entry in catalog.entries()}
     order = [MEMORY, *catalog.tiers]
@@ -68,7 +74,11 @@ def candidates(catalog: Catalog, in_memory: Iterable[CheckpointId] = ()) -> list
         entry = listed.get(checkpoint)
         tiers = (entry.tiers if entry else set[str]()) | ({MEMORY} if checkpoint in held else set[str]())
         milestones = entry.all_milestones if entry else frozenset[str]()
-        found.append(Candidate(id=checkpoint, milestones=milestones, tiers=tuple(sorted(tiers, key=order.index))))
+        is_healthy = entry.healthy if entry else None
+        if is_healthy is None and checkpoint in held:
+            is_healthy = in_memory[checkpoint].get("healthy")
+        in_order = tuple(sorted(tiers, key=order.index))
+        found.append(Candidate(id=checkpoint, milestones=milestones, tiers=in_order, is_healthy=is_healthy))
     return found
 
 

@@ -40,7 +40,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
     generation: int
     world_size: int | None = None
     ranks_attached: int | None = None
+    state: str | None = None
+    reason: str = ""
     tiers: dict[str, Held | None] = {}
+    unhealthy_steps: list[int] = []
 
 
 class TierStatus(msgspec.Struct, kw_only=True):

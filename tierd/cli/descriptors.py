@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,6 +72,9 @@ class DescriptorStore:
 
     async def free_bytes(self) -> int | None:
         return None
+
+    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        return 0
 
     async def close(self) -> None:
         for _, descriptor in self._files.values():

@@ -30,7 +30,7 @@ class Marked(msgspec.Struct, kw_only=True):
 def milestone(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, dots, dashes, underscores.")],
-    step: Annotated[str, typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME.")],
+    step: options.StepName,
     run: options.RunName = None,
     generation: options.GenerationNumber = None,
     dry_run: options.DryRun = False,

@@ -15,7 +15,11 @@ TierName = Annotated[
 GenerationNumber = Annotated[
     int | None, typer.Option("--generation", metavar="G", min=1, help="That generation; the newest otherwise.")
 ]
+SourceTier = Annotated[str, typer.Option("--tier", metavar="TIER", help="auto, memory, hot, or a cold tier's name.")]
+StepName = Annotated[str, typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME.")]
+AllowUnhealthy = Annotated[bool, typer.Option("--allow-unhealthy", help="Also one whose numbers are not all finite.")]
 From = Annotated[
     str | None,
     typer.Option("--from", metavar="PLACE", help="Look in this directory or s3:// URL only; no config, no daemon."),
 ]
+Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait for it at most so long.")]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from tierd.errors import (
     NotFound,
     TierdError,
     TierUnreachable,
+    Unhealthy,
 )
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
@@ -63,24 +65,19 @@ class Restored(msgspec.Struct, kw_only=True):
 def restore(
     context: typer.Context,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty directory.")],
-    tier: Annotated[
-        str, typer.Option("--tier", metavar="TIER", help="auto, memory, hot, or a cold tier's name.")
-    ] = AUTO,
+    tier: options.SourceTier = AUTO,
     run: options.RunName = None,
-    step: Annotated[
-        str, typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME.")
-    ] = "latest",
+    step: options.StepName = "latest",
     generation: options.GenerationNumber = None,
     place: options.From = None,
+    allow_unhealthy: options.AllowUnhealthy = False,
     json: options.Json = False,
 ) -> None:
     """Copy a checkpoint into a directory, verified."""
-    if place is not None and tier != AUTO:
-        raise BadConfig("--from names the one place to look in, --tier a tier of the config", hint="give one of them")
     settings = settings_of(context)
-    target = to.absolute().parent.resolve() / to.absolute().name if not to.is_dir() else to.resolve()
-    check_target(target)
-    restored = asyncio.run(_restore(settings, wanted(run, step, generation), tier, place, target))
+    target = target_of(to, tier, place)
+    wish = wanted(run, step, generation)
+    restored = asyncio.run(bring(settings, wish, tier, place, target, allow_unhealthy=allow_unhealthy))
     if json:
         answer_json(restored)
     else:
@@ -91,35 +88,77 @@ def restore(
         )
 
 
-async def _restore(settings: Settings, wish: Wanted, tier: str, place: str | None, target: Path) -> Restored:
+def target_of(to: Path, tier: str, place: str | None) -> Path:
+    """Where `--to` leads, which must be new or empty."""
+    if place is not None and tier != AUTO:
+        raise BadConfig("--from names the one place to look in, --tier a tier of the config", hint="give one of them")
+    target = to.absolute().parent.resolve() / to.absolute().name if not to.is_dir() else to.resolve()
+    check_target(target)
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What is made of a restored checkpoint and appears at the target in its place.
+
+    `make` is given its folder, and where to work: it returns the durable file or folder to publish. `extra_share` is
+    the room for that, as a share of the checkpoint.
+    """
+
+    make: Callable[[Path, Manifest, Path], Awaitable[Path]]
+    extra_share: float = 1.0
+
+
+async def bring(
+    settings: Settings,
+    wish: Wanted,
+    tier: str,
+    place: str | None,
+    target: Path,
+    making: Making | None = None,
+    *,
+    allow_unhealthy: bool = False,
+) -> Restored:
+    """The wanted checkpoint, verified, at the target; or what is made of it."""
     config = None if place else settings.config()
     in_memory = _in_memory(config, tier) if config else {}
     only = None if tier in (AUTO, MEMORY) else tier
     async with look(settings, place=place, only=only) as places:
         if tier != MEMORY:
             places.check_reachable()
-        chosen = await _choose(wish, tier, places, list(in_memory), place or ("any tier" if tier == AUTO else tier))
-        _check_place(chosen.id, target, config)
-        return await _first_whole(chosen, places, config, target)
+        where = place or ("any tier" if tier == AUTO else tier)
+        chosen = await _choose(wish, tier, places, in_memory, where, allow_unhealthy=allow_unhealthy)
+        _check_place(chosen.id, target, config, is_checkpoint=making is None)
+        return await _first_whole(chosen, places, config, target, making)
 
 
-def _in_memory(config: Config, tier: str) -> dict[CheckpointId, object]:
+def _in_memory(config: Config, tier: str) -> dict[CheckpointId, dict[str, Any]]:
     """What the memory tier holds: asked for by name it must answer, otherwise it may be absent."""
     if tier not in (AUTO, MEMORY):
         return {}
     try:
-        return dict(daemon.find(config).in_memory())
+        return daemon.find(config).in_memory()
     except DaemonUnreachable:
         if tier == MEMORY:
             raise
         return {}
 
 
-async def _choose(wish: Wanted, tier: str, places: Places, in_memory: list[CheckpointId], where: str) -> Candidate:
+async def _choose(
+    wish: Wanted,
+    tier: str,
+    places: Places,
+    in_memory: dict[CheckpointId, dict[str, Any]],
+    where: str,
+    *,
+    allow_unhealthy: bool,
+) -> Candidate:
     """The newest restorable checkpoint that fits. Tells of a newer one that is there but cannot be read."""
     among = candidates(places.catalog, in_memory)
     if tier != AUTO:
-        among = [Candidate(id=one.id, milestones=one.milestones, tiers=(tier,)) for one in among if tier in one.tiers]
+        among = [replace(one, tiers=(tier,)) for one in among if tier in one.tiers]
+    if not allow_unhealthy:
+        among = _healthy(wish, among, where)
     unreadable = {at: why for at, why in places.catalog.unreadable().items() if wish.fits(at[1])}
     try:
         chosen = choose(wish, among, where)
@@ -138,8 +177,26 @@ async def _choose(wish: Wanted, tier: str, places: Places, in_memory: list[Check
     return chosen
 
 
-def _check_place(checkpoint: CheckpointId, target: Path, config: Config | None) -> None:
+def _healthy(wish: Wanted, among: list[Candidate], where: str) -> list[Candidate]:
+    """Without those whose numbers are not all finite; it says so. Raises Unhealthy when no other could be meant."""
+    fits = [one for one in among if wish.fits(one.id, one.milestones)]
+    sick = [one for one in fits if one.is_healthy is False]
+    is_named = wish.step is not None or wish.milestone is not None
+    if sick and (len(sick) == len(fits) or (is_named and choose(wish, among, where).is_healthy is False)):
+        raise Unhealthy(
+            f"restore {max(sick, key=lambda one: one.id.recency).id}: it holds numbers that are not finite",
+            hint="`tierd show` says where; --allow-unhealthy restores it all the same",
+        )
+    for one in sick:
+        older = [fit.id.recency for fit in fits if fit not in sick and fit.id.run == one.id.run]
+        if older and one.id.recency > max(older):
+            say(f"tierd: passed over: {one.id} is unhealthy")
+    return [one for one in among if one not in sick]
+
+
+def _check_place(checkpoint: CheckpointId, target: Path, config: Config | None, *, is_checkpoint: bool) -> None:
     """Inside a tier only the checkpoint's own folder will do: anywhere else it would be read as something it is not."""
+    own = f"{checkpoint.run}/{checkpoint.name}"
     roots = [config.hot_path] if config else []
     roots += (
         [Path(one.url.removeprefix("file://")) for one in config.cold if one.url.startswith("file://")]
@@ -147,24 +204,32 @@ def _check_place(checkpoint: CheckpointId, target: Path, config: Config | None) 
         else []
     )
     for root in (root.resolve() for root in roots):
-        if target.is_relative_to(root) and target != root / checkpoint.run / checkpoint.name:
+        if target.is_relative_to(root) and not (is_checkpoint and target == root / own):
             raise BadConfig(
-                f"restore {checkpoint} into {target}: that is inside the tier at {root}, but not its place there",
-                hint=f"--to {root / checkpoint.run / checkpoint.name}",
+                f"write {checkpoint} into {target}: that is inside the tier at {root}, but not its place there",
+                hint=f"--to {root / own}" if is_checkpoint else "name a place outside of it",
             )
 
 
-async def _first_whole(chosen: Candidate, places: Places, config: Config | None, target: Path) -> Restored:
+async def _first_whole(
+    chosen: Candidate, places: Places, config: Config | None, target: Path, making: Making | None
+) -> Restored:
     """Tries the tiers in order until one gives every byte as its manifest says."""
     passed_over: dict[str, TierdError] = {}
     for name in chosen.tiers:
+        is_copied = False
         try:
             async with _replica(name, chosen.id, places, config) as (source, manifest):
                 began = time.monotonic()
-                with landing(target, size_bytes=manifest.size_bytes) as land:
-                    await _copy(manifest, source, land, chosen)
+                room = round(manifest.size_bytes * (1 + making.extra_share if making else 1))
+                with landing(target, size_bytes=room) as land:
+                    folder = await _copy(manifest, source, land, chosen)
+                    is_copied = True
+                    land.publish(await making.make(folder, manifest, land.partial) if making else folder)
                 seconds = time.monotonic() - began
         except _SOURCE_FAULTS as error:
+            if is_copied:
+                raise  # another replica has the same bytes
             passed_over[name] = error
             say(f"tierd: {name} cannot give {chosen.id}: {error.message}")
             continue
@@ -183,16 +248,21 @@ async def _first_whole(chosen: Candidate, places: Places, config: Config | None,
     raise _worst(chosen, passed_over)
 
 
-async def _copy(manifest: Manifest, source: Tier, land: Landing, chosen: Candidate) -> None:
+async def _copy(manifest: Manifest, source: Tier, land: Landing, chosen: Candidate) -> Path:
     store = DirectoryStore(land.partial)
     try:
         with progress_bar(f"step {chosen.id.step} from {source.name}", manifest.size_bytes) as progress:
             await copy_checkpoint(
-                manifest, source, Tier("restored", store), milestones=chosen.milestones, progress=progress
+                manifest,
+                source,
+                Tier("restored", store),
+                milestones=chosen.milestones,
+                is_healthy=chosen.is_healthy,
+                progress=progress,
             )
     finally:
         await store.close()
-    land.publish(land.partial / chosen.id.run / chosen.id.name)
+    return land.partial / chosen.id.run / chosen.id.name
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from tierd.cli.choice import Wanted, candidates, choose, wanted
 from tierd.cli.console import age, answer, answer_json, metrics_line, say, size, table
 from tierd.cli.places import PARTIAL, Settings, look, settings_of
 from tierd.errors import NotFound
+from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
 
 Facts = dict[str, Any]
@@ -48,13 +49,24 @@ async def _facts(settings: Settings, place: str | None, wish: Wanted) -> tuple[F
             return running.checkpoint(chosen.id), is_whole  # in memory only, not persisted yet
         if entry is None:
             raise NotFound(f"show {chosen.id}: it is gone", hint="`tierd ls` shows what there is")
+        diagnosis = None
+        for tier, is_healthy in entry.diagnoses.items():
+            diagnosis = await places.tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
         facts: Facts = {
             "manifest": msgspec.to_builtins(entry.manifest),
             "tiers": list(chosen.tiers),
             "milestones": sorted(entry.all_milestones),
             "healthy": entry.healthy,
+            "diagnosis": msgspec.to_builtins(diagnosis),
         }
         return facts, is_whole
+
+
+def _health(facts: Facts) -> str:
+    if facts["healthy"] is None:
+        return "not examined"
+    diagnosis = msgspec.convert(facts["diagnosis"], Diagnosis)
+    return f"{'yes' if diagnosis.healthy else 'NO'}: {diagnosis}"
 
 
 def _print(facts: Facts) -> None:
@@ -74,7 +86,7 @@ def _print(facts: Facts) -> None:
         "metrics": metrics_line(manifest["metrics"]) or "-",
         "tiers": ", ".join(tiers),
         "milestones": ", ".join(facts["milestones"]) or "-",
-        "healthy": {True: "yes", False: "no", None: "not judged"}[facts["healthy"]],
+        "healthy": _health(facts),
         "architecture": manifest["architecture_hash"] or "-",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest["versions"].items()) or "-",
     }

@@ -64,6 +64,7 @@ def _run_status(places: Places, run: Run) -> RunStatus:
         run=run,
         generation=places.catalog.generation_max(run),
         tiers={name: _held(manifest) for name, manifest in newest.items() if manifest},
+        unhealthy_steps=sorted(entry.id.step for entry in places.catalog.entries(run) if entry.healthy is False),
     )
 
 
@@ -125,16 +126,25 @@ def _print(found: Status, settings: Settings) -> None:
 
 def _print_run(run: RunStatus, settings: Settings) -> None:
     ranks = "" if run.ranks_attached is None else f", {run.ranks_attached} of {run.world_size or '?'} ranks attached"
-    answer(f"{run.run}  generation {run.generation}{ranks}")
+    answer(f"{run.run}  generation {run.generation}{ranks}{_ending(run)}")
     held_in = {tier: held for tier, held in run.tiers.items() if held}
     for tier, held in held_in.items():
         ago = "" if held.age_s is None else f"{duration(held.age_s)} ago"
         answer(f"  {tier:<10} step {held.step:<10} generation {held.generation:<6} {ago}")
+    if run.unhealthy_steps:
+        answer(f"  UNHEALTHY: step {', '.join(map(str, run.unhealthy_steps))}: numbers that are not finite")
     if not held_in:
         answer("  nothing restorable")
     else:
         answer(f"  get it back:  {restore_command(run, settings)}")
     answer("")
+
+
+def _ending(run: RunStatus) -> str:
+    """Only the daemon knows it: how the trainers are, or how they ended."""
+    meaning = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
+    told = meaning.get(run.state or "", run.state or "")
+    return (f", {told}" if told else "") + (f" ({run.reason})" if run.reason else "")
 
 
 def restore_command(run: RunStatus, settings: Settings) -> str:

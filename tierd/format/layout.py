@@ -3,17 +3,20 @@
 <run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
 <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
+<run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: examined, or unhealthy.json
 <run>/generation-0003.json                                            a marker: generation 3 is taken
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
 
 MANIFEST = "manifest.json"
+HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
 LOCK = ".tierd.lock"
 
@@ -53,6 +56,20 @@ def milestone_key(checkpoint: CheckpointId, milestone: str) -> str:
 def milestone_of(file_name: str) -> str | None:
     match = _MILESTONE.fullmatch(file_name)
     return match[1] if match else None
+
+
+def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
+    return file_key(checkpoint, HEALTHY if is_healthy else UNHEALTHY)
+
+
+def diagnosis_of(file_names: Container[str]) -> bool | None:
+    """None: not judged. Should both markers be there, the worse one counts."""
+    return False if UNHEALTHY in file_names else True if HEALTHY in file_names else None
+
+
+def is_ours(file_name: str) -> bool:
+    """Whether a file of a checkpoint's folder is none of the manifest's: the manifest itself, or a marker."""
+    return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
 
 
 def generation_key(run: Run, generation: Generation) -> str:

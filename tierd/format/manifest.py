@@ -145,8 +145,7 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
 
 
 def _check_file(entry: FileEntry) -> None:
-    is_ours = entry.name == layout.MANIFEST or layout.milestone_of(entry.name) is not None
-    if not layout.is_safe_file_name(entry.name) or is_ours:
+    if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
         raise ValueError(f"file name {entry.name!r}")
     if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
         raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")

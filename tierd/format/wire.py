@@ -16,6 +16,9 @@ PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 
+REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, with no snapshot
+ENDINGS = ("finished", "stopped", "lost", "failed", "halted")  # from the least of news to the gravest
+
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
@@ -26,7 +29,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: a trainer's rank 0 claims a new one; a number: this rank joins or
-    re-attaches to it. `rank` None: no trainer, only `Find` will follow."""
+    re-attaches to it. `rank` None: no trainer, only `Find` and `Request` will follow."""
 
     protocol: int
     version: str
@@ -72,9 +75,20 @@ class Sealed(_Message, frozen=True, kw_only=True):
     resent: bool
 
 
+class Lost(_Message, frozen=True, kw_only=True):
+    """This rank will never seal `step`, which others may have sealed already: the set of it will not become whole.
+    The slot is given back by `Abandon`. `kind`, `message` and `hint` are those of the error."""
+
+    step: int
+    kind: str
+    message: str
+    hint: str
+
+
 class Find(_Message, frozen=True, kw_only=True):
     """Asks for a checkpoint's files as descriptors. `step` None: the newest. `tier` auto, memory, hot or a cold
-    tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad."""
+    tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad. `allow_unhealthy`: also one
+    whose numbers are not all finite."""
 
     request: int
     step: int | None
@@ -82,6 +96,7 @@ class Find(_Message, frozen=True, kw_only=True):
     milestone: str | None
     tier: str
     exclude: list[str]
+    allow_unhealthy: bool = False
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -101,8 +116,36 @@ class Report(_Message, frozen=True, kw_only=True):
     detail: str
 
 
+class Convene(_Message, frozen=True, kw_only=True):
+    """A rank wishes for something: call all ranks of its generation to their meeting of this number."""
+
+    meeting: int
+
+
+class Request(_Message, frozen=True, kw_only=True):
+    """An operator asks the run's trainers for something: a word of REQUESTS. Answered by Agreed or Refused, and who
+    has asked hears of the run's snapshots what its ranks hear. `milestone`: the name that the snapshot is to get."""
+
+    request: int
+    kind: str
+    milestone: str | None
+
+
+class Answer(_Message, frozen=True, kw_only=True):
+    """Rank 0 answers Requested; what is told of the step is in Agreed. `kind` names an error, or is empty."""
+
+    request: int
+    step: int
+    kind: str = ""
+    message: str = ""
+    hint: str = ""
+
+
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """The trainer ends in good order."""
+    """The trainer ends in good order. `state` is a word of ENDINGS."""
+
+    state: str = "lost"
+    reason: str = ""
 
 
 # ── daemon to client ──────────────────────────────────────────────────────────────────────────────────────
@@ -118,7 +161,8 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm.
-    `boot` names this start of the daemon: another one has no memory of what the former held."""
+    `boot` names this start of the daemon: another one has no memory of what the former held. `newest`: the newest
+    checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, and why not."""
 
     protocol: int
     version: str
@@ -131,6 +175,10 @@ class Welcome(_Message, frozen=True, kw_only=True):
     slots_per_rank: int
     slot_wait_s: float
     when_busy: str
+    staging: str = "sync"
+    stop_grace_s: float = 25.0
+    newest: CheckpointRef | None = None
+    unseen: list[str] = []
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
@@ -180,6 +228,29 @@ class Fenced(_Message, frozen=True, kw_only=True):
     generation: int
 
 
+class Convened(_Message, frozen=True, kw_only=True):
+    """All ranks are called to this meeting. Said again to a rank that attaches later."""
+
+    meeting: int
+
+
+class Requested(_Message, frozen=True, kw_only=True):
+    """An operator's Request, under the daemon's own number: to rank 0, but `force` to every rank."""
+
+    request: int
+    kind: str
+    milestone: str | None
+
+
+class Agreed(_Message, frozen=True, kw_only=True):
+    """The answer to Request. stop: the ranks stop at this step. snapshot: one of this step is sealed. force: the
+    trainers are being interrupted, somewhere after it."""
+
+    request: int
+    step: int
+    generation: int
+
+
 class Found(_Message, frozen=True, kw_only=True):
     """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order. `passed_over`:
     why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it."""
@@ -206,8 +277,13 @@ class Refused(_Message, frozen=True, kw_only=True):
     hint: str
 
 
-ToDaemon = Hello | AttachSlot | Filling | Abandon | Sealed | Find | Ask | Report | Goodbye
-ToClient = Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Found | Progress | Refused
+ToDaemon = (
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Ask | Report | Convene | Request | Answer | Goodbye
+)  # fmt: skip
+ToClient = (
+    Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed | Found
+    | Progress | Refused
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)

@@ -79,19 +79,26 @@ class Decision:
 def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
     """What a tier with this policy keeps of one run, and why ("last 3", "every 10th", "milestone best").
 
-    An unhealthy checkpoint is none of the last ones. The newest healthy one is always kept, and the newest of
-    all when none is healthy: a verdict never empties a run.
+    An unhealthy checkpoint counts for nothing but a milestone, and for evidence. The newest
+    that may be healthy is always kept, and the newest that was found healthy, however many unjudged ones are newer;
+    and the newest of all when none is healthy: a verdict never empties a run.
     """
     newest_first = sorted(checkpoints, key=lambda one: one.id.recency, reverse=True)
     healthy = [one for one in newest_first if one.healthy is not False]
     keep_last = max(policy.keep_last, 1)
-    found = {one.id: f"last {keep_last}" for one in healthy[:keep_last]}
+    unhealthy = [one for one in newest_first if one.healthy is False]
+    found = {one.id: "newest unhealthy, as evidence" for one in unhealthy[: policy.keep_unhealthy]}
+    for one in [one for one in healthy if one.healthy][:1]:
+        found[one.id] = "newest that was found healthy"
+    found |= {one.id: f"last {keep_last}" for one in healthy[:keep_last]}
     if newest_first and not healthy:
-        found[newest_first[0].id] = "newest, though none is healthy"
+        found.setdefault(newest_first[0].id, "newest, though none is healthy")
     for one in newest_first:
         # The longest-lived reason is the one that is told.
         if policy.milestones and one.milestones:
             found[one.id] = "milestone " + ", ".join(sorted(one.milestones))
+        elif one.healthy is False:
+            continue
         elif policy.keep_every and one.sequence % policy.keep_every == 0:
             found[one.id] = f"every {_ordinal(policy.keep_every)}"
         elif policy.keep_every_steps and one.id.step % policy.keep_every_steps == 0:

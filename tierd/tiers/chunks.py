@@ -38,11 +38,14 @@ class ChunkSums:
         if expect is not None:
             problems = differences(expect, found)
             if problems:
-                raise Corrupt(
-                    f"{doing}: {problems[0]}",
-                    hint="these are not the bytes that were checkpointed; another replica may have them",
-                )
+                raise _corrupt(doing, problems[0])
         return found
+
+    def check(self, expect: FileEntry, *, first: int, doing: str) -> None:
+        """Raises Corrupt when these pieces are not whole chunks of `expect`, from number `first` on."""
+        for index, found in enumerate(self._chunks(), start=first):
+            if checksum.encode(found) != expect.chunks[index]:
+                raise _corrupt(doing, _difference(expect, index, checksum.encode(found)))
 
     def _chunks(self) -> list[int]:
         chunks: list[int] = []
@@ -63,7 +66,16 @@ def differences(expect: FileEntry, found: FileEntry) -> list[str]:
             f"expected {expect.size_bytes} in chunks of {expect.chunk_bytes}"
         ]
     return [
-        f"chunk {index} of {len(expect.chunks)}: crc64nvme {got}, expected {promised}"
+        _difference(expect, index, got)
         for index, (promised, got) in enumerate(zip(expect.chunks, found.chunks, strict=True))
         if promised != got
     ]
+
+
+def _difference(expect: FileEntry, index: int, got: str) -> str:
+    return f"chunk {index} of {len(expect.chunks)}: crc64nvme {got}, expected {expect.chunks[index]}"
+
+
+def _corrupt(doing: str, problem: str) -> Corrupt:
+    hint = "these are not the bytes that were checkpointed; another replica may have them"
+    return Corrupt(f"{doing}: {problem}", hint=hint)

@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -188,6 +188,9 @@ class DirectoryStore:
 
         with _translated(f"sweep {self.url}"):
             return await self._pool.run(sweep)
+
+    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        return 0  # see sweep_partials
 
     async def close(self) -> None:
         self._pool.close()

@@ -29,12 +29,19 @@ class Pool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.run_until(_nothing, function, *args, **kwargs)
+
+    async def run_until(
+        self, cut: Callable[[], None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `run`; `cut` makes the call end early, and is called when the caller is cancelled."""
         call: asyncio.Task[T] = asyncio.ensure_future(
             aiofiles.os.wrap(function)(*args, executor=self._threads, **kwargs)
         )
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
+            cut()
             while not call.done():
                 try:
                     await asyncio.wait([call])
@@ -97,3 +104,7 @@ class Buffers(Generic[B]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _nothing() -> None:
+    pass

@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all: built in `<target>.partial` beside it, put in place by one rename.
+"""What appears whole or not at all, a directory or a file: built in `<target>.partial`, put in place by one rename.
 
 Killed at any instant it leaves at most `<target>.partial`, which nothing takes for a checkpoint and which the next
 attempt replaces. Refuses a target that holds anything, and a second attempt while the first one still runs.
@@ -32,12 +32,22 @@ class Landing:
         self.is_published = False
 
     def publish(self, built: Path) -> None:
-        """Puts `built`, a durable folder below `partial`, at the target. Durable on return."""
+        """Puts `built`, a durable file or folder below `partial`, at the target. Durable on return."""
         os.rename(built, self.target)
         self.is_published = True
         descriptor = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)  # without it the rename itself may be lost on power failure
+        finally:
+            os.close(descriptor)
+
+
+def make_durable(built: Path) -> None:
+    """What another program has written there, a file or a folder with all below it, outlives a power failure."""
+    for one in [*(sorted(built.rglob("*"), reverse=True) if built.is_dir() else ()), built]:
+        descriptor = os.open(one, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -67,14 +77,12 @@ def check_target(target: Path) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():
-        raise TargetNotEmpty(f"restore into {target}: it is there and is no directory", hint="name a new directory")
+        raise TargetNotEmpty(f"write into {target}: it is there and is no directory", hint="name a new directory")
     if target.is_mount():
-        raise BadConfig(
-            f"restore into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}"
-        )
+        raise BadConfig(f"write into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}")
     if entries := sorted(one.name for one in target.iterdir()):
         shown = ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
-        raise TargetNotEmpty(f"restore into {target}: it holds {shown}", hint="name a new or empty directory")
+        raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
 
 
 def _make_parents(parent: Path) -> list[Path]:
@@ -96,10 +104,10 @@ def _claimed(partial: Path) -> Generator[None, Any]:
         except BlockingIOError:
             is_ours = False
         if not is_ours:
-            raise LockHeld(f"restore into {partial}: another restore is at work there", hint="wait for it, or stop it")
+            raise LockHeld(f"write into {partial}: another one is at work there", hint="wait for it, or stop it")
         entries = os.listdir(partial)
         if entries and _MARK not in entries:
-            raise TargetNotEmpty(f"restore through {partial}: it is there and not ours", hint="move it out of the way")
+            raise TargetNotEmpty(f"write through {partial}: it is there and not ours", hint="move it out of the way")
         try:
             _empty(partial)
             (partial / _MARK).touch()
@@ -124,15 +132,15 @@ def _check_room(target: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < size_bytes + _ROOM_MARGIN_BYTES:
         raise Full(
-            f"restore into {target}: {size_bytes} bytes are needed, {free} are free",
-            hint="make room, or restore onto another disk",
+            f"write into {target}: {size_bytes} bytes are needed, {free} are free",
+            hint="make room, or name another disk",
         )
 
 
 def _explained(error: OSError, target: Path) -> TierdError:
-    message = f"restore into {target}: {error.strerror or error}"
+    message = f"write into {target}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Full(message, hint="make room, or restore onto another disk")
+        return Full(message, hint="make room, or name another disk")
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return TargetNotEmpty(message, hint="something else wrote there meanwhile")
     return TierdError(message, hint="check the path and its permissions")

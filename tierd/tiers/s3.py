@@ -1,52 +1,60 @@
-"""A bucket as a store, and the only place that knows boto3: the low-level client, never its transfer manager.
+"""A bucket as a store: objects below a prefix, each request retried a few times here and for ever by the workers.
 
-Uploads are our own multipart on the file's chunks: each part carries the checksum that was taken once, from the
-buffer that is sent, and the whole is compared with what S3 computed (HEAD, no egress). Servers that ignore
-checksums or conditional writes are still served right: nothing is believed that they did not say.
+Uploads are our own multipart on the file's chunks: each part carries the checksum that was taken once, and the whole
+is compared with what S3 computed (HEAD, no egress). Servers that ignore checksums or conditional writes are still
+served right: nothing is believed that they did not say.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 from urllib.parse import urlsplit
-
-import boto3.session
-import botocore.session
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.loaders import Loader
 
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.tiers.pool import Buffers, Pool, each
-from tierd.tiers.s3_errors import code_of, translate
-from tierd.tiers.s3_upload import Upload
+from tierd.tiers.s3_body import PIECE_BYTES, Body
+from tierd.tiers.s3_client import Answer, Client, Line
+from tierd.tiers.s3_errors import Trouble, code_of, trouble_of
+from tierd.tiers.s3_pace import Bandwidth, Window, backoff_s
+from tierd.tiers.s3_upload import PART_BYTES_MIN, Upload, whole_checksum
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
-CONNECT_TIMEOUT_S_MAX = 10.0
+ATTEMPTS = 3  # of one request, before it goes back to the worker that wanted it, which never gives up
+_FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # at once again would be no better
+SLOWEST_BYTES_PER_S = 64 << 10  # a request whose bytes go slower than this has stopped
+ABORTS_MAX = 100  # in one pass over the uploads that nobody finished
 # Some servers know no DeleteObjects, or want an MD5 with it that boto3 no longer sends.
 _BATCH_UNKNOWN = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
 
-_MODELS = Loader()
-"""Shared by all stores: every further client would read its own copy of S3's service model, 12 MB and 60 ms."""
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A multipart upload under way. `age_s` by the server's own clock; 0 where it does not tell the time."""
+
+    object_key: str
+    upload_id: str
+    age_s: float
+
 
 OnRequest = Callable[[str, str], None]
-Answer = dict[str, Any]
 
 
 class S3Store:
     """Objects below `url` (s3://bucket/prefix). Credentials come from boto3's own chain.
 
-    `on_request` is told (operation, outcome) of every request: an HTTP status, an S3 error code, or the name of
-    what went wrong on the network.
+    `on_request` is told (operation, outcome) of every attempt: an HTTP status, an S3 error code, or the name of
+    what went wrong on the network. `part_bytes_min`: what the server takes as a part at least. `retry_min_s`: the
+    pause before the second attempt of a request; it doubles.
     """
 
     def __init__(
@@ -59,37 +67,31 @@ class S3Store:
         parts_in_flight: int = 4,
         request_timeout_s: float = 60.0,
         max_upload_mib_s: float = 0.0,
+        part_bytes_min: int = PART_BYTES_MIN,
+        retry_min_s: float = 0.2,
         on_request: OnRequest | None = None,
     ) -> None:
         parts = urlsplit(url)
         self.url = url
         self.name = name
-        self._bucket = parts.netloc
         self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self.parts_in_flight = parts_in_flight
-        self._bandwidth = _Bandwidth(max_upload_mib_s * (1 << 20))
+        self.part_bytes_min = part_bytes_min
+        self._request_timeout_s = request_timeout_s
+        self._retry_min_s = retry_min_s
+        self._bandwidth = Bandwidth(max_upload_mib_s * (1 << 20))
+        self.window = Window(parts_in_flight)
         self._on_request = on_request
         self.pool = Pool(parts_in_flight + 2, "tierd-s3")
-        self.buffers: Buffers[bytearray] = Buffers(bytearray, usual_bytes=checksum.CHUNK_BYTES, count=parts_in_flight)
-        self._client: Any = None
-        self._connecting = threading.Lock()
-        self._options: dict[str, Any] = {
-            # A custom endpoint checks no region, but a signature needs one.
-            "region_name": region or ("us-east-1" if endpoint_url else None),
-            "endpoint_url": endpoint_url or None,
-            "config": Config(
-                # Checksums are ours, sent as plain headers: boto3's default adds trailers that other servers refuse.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                # The checksum header protects the bytes; hashing them once more for the signature costs 2 CPU-s per GB.
-                s3={"payload_signing_enabled": False},
-                # The reconciler owns retrying: the SDK's quota runs dry in just the outage it is for.
-                retries={"total_max_attempts": 2, "mode": "standard"},
-                connect_timeout=min(request_timeout_s, CONNECT_TIMEOUT_S_MAX),
-                read_timeout=request_timeout_s,
-                max_pool_connections=parts_in_flight + 2,
-            ),
-        }
+        self.buffers: Buffers[bytearray] = Buffers(bytearray, usual_bytes=PIECE_BYTES, count=parts_in_flight)
+        self._client = Client(
+            f"{url} in {name}",
+            parts.netloc,
+            region=region,
+            endpoint_url=endpoint_url,
+            connections=parts_in_flight + 2,
+            timeout_s=request_timeout_s,
+        )
 
     async def put(
         self,
@@ -104,28 +106,31 @@ class S3Store:
         doing = self._doing("write", key)
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
             raise BadRequest(f"{doing}: {source.nbytes} bytes given, {size_bytes} named")
-        if expect is not None and await self.is_stored(key, expect, doing):
-            if progress is not None:
-                progress(size_bytes)
-            return expect
         upload = Upload(
             store=self,
             key=key,
             source=source,
             size_bytes=size_bytes,
             chunk_bytes=chunk_bytes,
-            expect=expect,
             progress=progress,
             doing=doing,
         )
-        entry = await upload.run()
-        await self._check_arrived(key, entry, doing)
-        return entry
+        if expect is None:
+            expect = await upload.measure()
+        elif (expect.size_bytes, expect.chunk_bytes) != (size_bytes, chunk_bytes):
+            raise BadRequest(f"{doing}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
+        elif await upload.is_done(expect, await self.head(key, doing)):
+            if progress is not None:
+                progress(size_bytes)
+            return expect
+        await upload.run(expect)
+        await self._check_arrived(key, expect, doing)
+        return expect
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         doing = self._doing("write", key)
         # Looked at first, because some servers ignore If-None-Match.
-        if if_absent and await self._head(key, doing) is not None:
+        if if_absent and await self.head(key, doing) is not None:
             return False
         integrity = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(content))}
         condition = {"IfNoneMatch": "*"} if if_absent else {}
@@ -144,9 +149,12 @@ class S3Store:
         def fetch(answer: Answer) -> bytes:
             if answer["ContentLength"] > size_max:
                 raise Corrupt(f"{doing}: {answer['ContentLength']} bytes, more than {size_max}")
-            return cast(bytes, answer["Body"].read())
+            content = cast(bytes, answer["Body"].read())
+            if whole_checksum(answer) not in (None, checksum.encode(checksum.crc64nvme(content))):
+                raise TierUnreachable(f"{doing}: the bytes were altered on their way", hint="they are read again")
+            return content
 
-        return await self._get(doing, fetch, Key=self.object_key(key))
+        return await self._get(doing, fetch, Key=self.object_key(key), ChecksumMode="ENABLED")
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
         found: dict[str, bytes | TierdError] = {}
@@ -165,7 +173,7 @@ class S3Store:
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         doing = self._doing(f"read {len(buffer)} bytes at {offset} of", key)
         if not buffer:
-            if await self._head(key, doing) is None:
+            if await self.head(key, doing) is None:
                 raise NotFound(f"{doing}: no such object")
             return
 
@@ -183,7 +191,8 @@ class S3Store:
                     raise TierUnreachable(f"{doing}: the connection ended after {done} bytes")
                 done += count
 
-        await self._get(doing, fetch, Key=self.object_key(key), Range=f"bytes={offset}-{offset + len(buffer) - 1}")
+        wanted = f"bytes={offset}-{offset + len(buffer) - 1}"
+        await self._get(doing, fetch, size_bytes=len(buffer), Key=self.object_key(key), Range=wanted)
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         doing = f"list {self.url} in {self.name}"
@@ -212,61 +221,138 @@ class S3Store:
     async def free_bytes(self) -> int | None:
         return None
 
+    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        doing = f"look for abandoned uploads in {self.url} in {self.name}"
+        aborted = 0
+        for one in await self.uploads(self._prefix, doing):
+            key = one.object_key.removeprefix(self._prefix)
+            if aborted < ABORTS_MAX and one.age_s > grace_s and is_key(key) and is_abandoned(key):
+                await self.abort_upload(key, one.upload_id, doing)
+                aborted += 1
+        return aborted
+
+    async def uploads(self, prefix: str, doing: str) -> list[Begun]:
+        """Multipart uploads under way for object keys with this prefix; none where the server does not list them."""
+        found: list[Begun] = []
+        after: dict[str, str] = {}
+        while True:
+            try:
+                page = await self.request("list_multipart_uploads", doing, Prefix=prefix, **after)
+            except (TierUnreachable, NotFound) as error:
+                if trouble_of(error.__cause__) is Trouble.REFUSED:
+                    return found
+                raise
+            found += [Begun(one["Key"], one["UploadId"], _age_s(page, one)) for one in page.get("Uploads", ())]
+            if not page.get("IsTruncated"):
+                return found
+            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    async def abort_upload(self, key: str, upload_id: str, doing: str) -> None:
+        try:
+            await self.request("abort_multipart_upload", doing, Key=self.object_key(key), UploadId=upload_id)
+        except (TierUnreachable, NotFound) as error:
+            if code_of(error.__cause__) not in ("NoSuchUpload", "404"):  # done or aborted meanwhile
+                raise
+
     async def close(self) -> None:
         self.pool.close()
         self.buffers.close()
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
     async def request(self, operation: str, doing: str, **arguments: Any) -> Answer:
-        """One request to the bucket, retried by boto3 at most once. Raises what the caller can act on."""
+        """One request to the bucket. Raises what the caller can act on."""
         return await self._get(doing, lambda answer: answer, operation=operation, **arguments)
 
-    async def send(self, operation: str, doing: str, body: bytearray, **arguments: Any) -> Answer:
-        """A request that carries a part, within the bandwidth that the tier may use."""
-        await self._bandwidth.take(len(body))
-        return await self.request(operation, doing, Body=_Body(body), **arguments)
+    async def send(self, operation: str, doing: str, body: Body, size_bytes: int, **arguments: Any) -> Answer:
+        """A request that carries a part, within what the tier may use."""
+        await self._bandwidth.take(size_bytes)
+        return await self._get(
+            doing, lambda answer: answer, operation=operation, size_bytes=size_bytes, body=body, Body=body, **arguments
+        )
 
     async def _get(
-        self, doing: str, use: Callable[[Answer], Any], *, operation: str = "get_object", **arguments: Any
+        self,
+        doing: str,
+        use: Callable[[Answer], Any],
+        *,
+        operation: str = "get_object",
+        size_bytes: int = 0,
+        body: Body | None = None,
+        **arguments: Any,
     ) -> Any:
-        """A request, and what `use` makes of the answer and its body, both in one thread."""
-
-        def call() -> tuple[str, Any]:
-            answer: Answer = getattr(self._connect(), operation)(Bucket=self._bucket, **arguments)
-            body = answer.get("Body")
+        """A request, and what `use` makes of the answer and its body, both in one thread; a few times over, if that
+        may help. `size_bytes`: of what is sent or read."""
+        attempt = 0
+        while True:
+            attempt += 1
             try:
-                return str(answer["ResponseMetadata"]["HTTPStatusCode"]), use(answer)
-            finally:
+                result = await self._attempt(doing, use, operation, size_bytes, body, arguments)
+            except (TierUnreachable, NotFound) as error:
+                trouble = trouble_of(error.__cause__)
+                if trouble is Trouble.THROTTLED:
+                    self.window.slow_down()
+                if trouble is Trouble.CREDENTIALS:
+                    # Read afresh, once: a key that is wrong stays wrong, and the workers come back anyway.
+                    attempt = max(attempt, ATTEMPTS - 1)
+                if trouble in _FINAL or attempt >= ATTEMPTS:
+                    raise
+            else:
                 if body is not None:
-                    body.close()
+                    self.window.went_well()
+                return result
+            await asyncio.sleep(backoff_s(attempt, self._retry_min_s))
 
+    async def _attempt(
+        self,
+        doing: str,
+        use: Callable[[Answer], Any],
+        operation: str,
+        size_bytes: int,
+        body: Body | None,
+        arguments: Answer,
+    ) -> Any:
+        line = Line()
+
+        def cut() -> None:
+            line.cut()
+            if body is not None:
+                body.cut()
+
+        if body is not None:
+            body.seek(0)
+        # Twice the timeout of a socket, which is to speak first where nothing comes at all.
+        stop_watching = self._watch(line, cut, 2 * self._request_timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
         outcome = "cancelled"
         try:
-            outcome, result = await self.pool.run(call)
-        except (BotoCoreError, ClientError) as error:
-            outcome = code_of(error)
-            raise translate(error, doing) from error
+            outcome, result = await self.pool.run_until(cut, self._client.call, operation, doing, line, use, arguments)
         except TierdError as error:
-            outcome = error.kind
+            if body is not None and body.damage is not None and not line.is_cut:
+                outcome = "damaged"
+                raise body.damage from None
+            outcome = "deadline" if line.is_cut else code_of(error.__cause__ or error)
+            if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
+                self._client.renew(line)
             raise
         finally:
+            stop_watching()
             if self._on_request is not None:
                 self._on_request(operation, outcome)
         return result
 
-    def _connect(self) -> Any:
-        """The client, made at the first request: it takes 0.1 s, and it reads files that may be wrong."""
-        with self._connecting:
-            if self._client is None:
-                session = botocore.session.Session()
-                session.register_component("data_loader", _MODELS)
-                try:
-                    self._client = boto3.session.Session(botocore_session=session).client("s3", **self._options)
-                except ValueError as error:
-                    hint = "check region and endpoint_url of this tier"
-                    raise TierUnreachable(f"connect to {self.url} in {self.name}: {error}", hint=hint) from error
-            return self._client
+    def _watch(self, line: Line, cut: Callable[[], None], deadline_s: float) -> Callable[[], None]:
+        """Cuts the line when its request has not ended `deadline_s` after it got a thread."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            nonlocal timer
+            left_s = deadline_s if line.began_s is None else line.began_s + deadline_s - time.monotonic()
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                cut()
+
+        timer = loop.call_later(deadline_s, look)
+        return lambda: timer.cancel()
 
     def object_key(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -274,30 +360,21 @@ class S3Store:
     def _doing(self, verb: str, key: str) -> str:
         return f"{verb} {check_key(key)} in {self.name} ({self.url})"
 
-    async def _head(self, key: str, doing: str) -> Answer | None:
+    async def head(self, key: str, doing: str) -> Answer | None:
         try:
             return await self.request("head_object", doing, Key=self.object_key(key), ChecksumMode="ENABLED")
         except NotFound:
             return None
 
-    async def is_stored(self, key: str, entry: FileEntry, doing: str) -> bool:
-        """Whether the object is there and the server itself says that its bytes are these."""
-        found = await self._head(key, doing)
-        return (
-            found is not None
-            and found["ContentLength"] == entry.size_bytes
-            and _whole_checksum(found) == entry.crc64nvme
-        )
-
     async def _check_arrived(self, key: str, entry: FileEntry, doing: str) -> None:
         """After an upload. A server that keeps no checksums is believed: readers check every chunk anyway."""
-        found = await self._head(key, doing)
+        found = await self.head(key, doing)
         if found is None:
             raise TierUnreachable(f"{doing}: written, and gone again", hint="does someone else delete there?")
         if found["ContentLength"] != entry.size_bytes:
             raise Corrupt(f"{doing}: {found['ContentLength']} bytes arrived of {entry.size_bytes}")
-        if _whole_checksum(found) not in (None, entry.crc64nvme):
-            raise Corrupt(f"{doing}: crc64nvme {_whole_checksum(found)} arrived, {entry.crc64nvme} was sent")
+        if whole_checksum(found) not in (None, entry.crc64nvme):
+            raise Corrupt(f"{doing}: crc64nvme {whole_checksum(found)} arrived, {entry.crc64nvme} was sent")
 
     async def _delete_one(self, key: str) -> None:
         with suppress(NotFound):
@@ -317,47 +394,9 @@ class S3Store:
             await each(self.parts_in_flight, keys, self._delete_one)
 
 
-def _whole_checksum(head: Answer) -> str | None:
-    """The CRC64NVME of the whole object as the server has it; a checksum of checksums ends in "-<parts>"."""
-    found = head.get("ChecksumCRC64NVME")
-    is_whole = found is not None and "-" not in found and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
-    return found if is_whole else None
-
-
-class _Body:
-    """A part as a stream. Handed the buffer itself, boto3 would copy it whole to sign the request.
-
-    `read` gives all that is left, whatever is asked: 16 KiB at a time would be 4096 system calls a part.
-    """
-
-    def __init__(self, part: bytearray) -> None:
-        self._view = memoryview(part)
-        self._at = 0
-
-    def read(self, size: int = -1) -> memoryview:
-        rest = self._view[self._at :]
-        self._at = len(self._view)
-        return rest
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-class _Bandwidth:
-    """A cap on bytes per second: each part waits until the ones before it have had their time. 0: no cap."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-
-    async def take(self, size_bytes: int) -> None:
-        if self._bytes_per_s <= 0:
-            return
-        now = asyncio.get_running_loop().time()
-        begin = max(now, self._free_at)
-        self._free_at = begin + size_bytes / self._bytes_per_s
-        await asyncio.sleep(begin - now)
+def _age_s(page: Answer, upload: Answer) -> float:
+    try:
+        now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return (now - upload["Initiated"]).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return 0.0

@@ -1,11 +1,12 @@
-"""What S3 and the network say, as what the caller can do about it. One table; credentials never show in a message.
+"""What S3 and the network say, as what can be done about it. One place; credentials never show in a message.
 
 Everything that may pass is TierUnreachable: a wrong key or a missing bucket is put right outside, and the daemon
-goes on by itself then.
+goes on by itself then. `trouble` is what to do before giving the request back.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from tierd.errors import Corrupt, Full, NotFound, TierdError, TierUnreachable
@@ -13,6 +14,44 @@ from tierd.errors import Corrupt, Full, NotFound, TierdError, TierUnreachable
 _CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
 _PERMISSION = "this identity needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload here"
 _NETWORK = "check endpoint_url and the network; it is tried again"
+
+
+class Trouble(Enum):
+    """What to do about a request that went wrong."""
+
+    TRANSIENT = "the same again, after a moment"
+    THROTTLED = "the same again, later, and fewer at once"
+    CORRUPT = "altered on its way: the same again"
+    CREDENTIALS = "the same again, with credentials read afresh"
+    AWAY = "nobody is there: come back later"
+    MISCONFIGURED = "a person must change something: tell it, and come back from time to time"
+    REFUSED = "an answer to this request: the caller knows what it means"
+
+
+_TROUBLES: dict[Trouble, set[str]] = {
+    Trouble.THROTTLED: {
+        *("SlowDown", "503", "429", "ServiceUnavailable", "TooManyRequests", "TooManyRequestsException"),
+        *("Throttling", "ThrottlingException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+    },
+    Trouble.CORRUPT: {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"},
+    Trouble.CREDENTIALS: {
+        *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
+        *("SignatureDoesNotMatch", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
+        *("TokenRetrievalError", "400", "403"),  # all that a HEAD says of an expired token
+    },
+    Trouble.MISCONFIGURED: {
+        *("NoSuchBucket", "InvalidBucketName", "AccessDenied", "AllAccessDisabled", "PermanentRedirect", "301"),
+        *("AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "InvalidObjectState", "ProfileNotFound", "SSLError"),
+        "ParamValidationError",
+    },
+    Trouble.AWAY: {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"},
+    # 409: "retry the upload", says S3 of two conditional writes at the same instant.
+    Trouble.TRANSIENT: {
+        *("InternalError", "500", "502", "504", "RequestTimeout", "OperationAborted"),
+        *("ConditionalRequestConflict", "409"),
+    },
+}
+_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES.items() for code in codes}
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
@@ -39,6 +78,11 @@ _MEANING: dict[str, tuple[str, str]] = {
     ),
     "BadDigest": ("the bytes were altered on their way", "it is sent again"),
     "XAmzContentChecksumMismatch": ("the bytes were altered on their way", "it is sent again"),
+    "XAmzContentSHA256Mismatch": ("the bytes were altered on their way", "it is sent again"),
+    "NoSuchUpload": ("the upload is gone", "was it aborted by a lifecycle rule of the bucket? It begins anew"),
+    "ServiceUnavailable": ("S3 asks to slow down", "it is tried again, later each time"),
+    "TooManyRequests": ("S3 asks to slow down", "it is tried again, later each time"),
+    "ConditionalRequestConflict": ("someone else is writing there", "it is tried again"),
     "SlowDown": ("S3 asks to slow down", "it is tried again, later each time"),
     "NoCredentialsError": ("no S3 credentials found", _CREDENTIALS),
     "PartialCredentialsError": ("half of the S3 credentials is missing", _CREDENTIALS),
@@ -63,6 +107,14 @@ def code_of(error: BaseException | None) -> str:
         return type(error).__name__
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
     return str(response.get("Error", {}).get("Code") or status)
+
+
+def trouble_of(error: BaseException | None) -> Trouble:
+    """Of what boto3 raised; None, or anything that has no answer from S3 in it, is the network's."""
+    code = code_of(error)
+    if code in _TROUBLE_OF:
+        return _TROUBLE_OF[code]
+    return Trouble.TRANSIENT if getattr(error, "response", None) is None else Trouble.REFUSED
 
 
 def translate(error: Exception, doing: str) -> TierdError:

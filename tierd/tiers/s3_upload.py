@@ -1,21 +1,25 @@
 """One file on its way into a bucket: a single PUT where it fits one part, else multipart on its chunks.
 
-Each part is filled, summed once and sent from one buffer; parts in flight are bounded over all uploads of the
-store. Nothing is visible before the last request, and that one is only sent when every chunk is as expected.
+Parts are whole chunks, so their checksums are known beforehand. An upload that was interrupted goes on from what the
+server says it has; a part counts only when its bytes are proven to be ours, by checksum or by MD5. Nothing is visible
+before the last request, and that one is only sent when every part is there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import BadRequest, TierdError, TierUnreachable
+from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
 from tierd.tiers.pool import each
+from tierd.tiers.s3_body import PIECE_BYTES, Body
+from tierd.tiers.s3_errors import Trouble, trouble_of
 from tierd.tiers.store import Progress, Source
 
 if TYPE_CHECKING:
@@ -23,18 +27,26 @@ if TYPE_CHECKING:
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 PART_BYTES_MIN = 5 << 20  # but for the last
+PART_BYTES_MAX = 5 << 30
 PARTS_MAX = 10_000
-PART_BYTES_MAX = 512 << 20  # S3 would take 5 GiB, but a part is held in memory
+
+Answer = dict[str, Any]
 
 
-def part_bytes(size_bytes: int, chunk_bytes: int) -> int:
-    """A chunk, where S3 takes it as a part; else 64 MiB, or what makes 10,000 parts. Raises BadRequest past that."""
-    least = max(PART_BYTES_MIN, -(-size_bytes // PARTS_MAX))
-    if least <= chunk_bytes <= checksum.CHUNK_BYTES:
-        return chunk_bytes
-    if least > PART_BYTES_MAX:
-        raise BadRequest(f"upload {size_bytes} bytes: more than {PARTS_MAX} parts of {PART_BYTES_MAX} bytes")
-    return max(checksum.CHUNK_BYTES, least)
+def part_bytes(size_bytes: int, chunk_bytes: int, least_bytes: int = PART_BYTES_MIN) -> int:
+    """A chunk, where S3 takes it as a part; else as many whole chunks as make 64 MiB, or 10,000 parts of the file.
+
+    Raises BadRequest where S3 has no place for that.
+    """
+    least = max(least_bytes, -(-size_bytes // PARTS_MAX))
+    if chunk_bytes >= least:
+        found = chunk_bytes
+    else:
+        usual = checksum.CHUNK_BYTES if least_bytes == PART_BYTES_MIN else least
+        found = -(-max(least, usual) // chunk_bytes) * chunk_bytes
+    if found > PART_BYTES_MAX:
+        raise BadRequest(f"upload {size_bytes} bytes in chunks of {chunk_bytes}: S3 takes no part of {found} bytes")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,98 +56,215 @@ class Upload:
     source: memoryview | Source
     size_bytes: int
     chunk_bytes: int
-    expect: FileEntry | None
     progress: Progress | None
     doing: str
 
-    async def run(self) -> FileEntry:
-        """Sends it. Raises Corrupt, and leaves nothing, when a chunk is not what `expect` says."""
-        part = part_bytes(self.size_bytes, self.chunk_bytes)
-        if self.size_bytes <= part:
-            return await self._send_whole()
-        await self._abort_leftovers()
-        created = await self._request(
-            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
-        )
-        upload_id: str = created["UploadId"]
+    async def measure(self) -> FileEntry:
+        """The file's entry, where nobody has taken it before: one reading more."""
+        sums = ChunkSums(self.size_bytes, self.chunk_bytes)
+
+        async def add(piece: tuple[int, int]) -> None:
+            async with self.store.buffers.lend(PIECE_BYTES) as buffer:
+                view = await self._read(*piece, memoryview(buffer))
+                await self.store.pool.run(sums.add, piece[0], view)
+
+        await each(self.store.parts_in_flight, checksum.chunk_ranges(self.size_bytes, PIECE_BYTES), add)
+        return sums.entry(self.key.rpartition("/")[2], None, self.doing)
+
+    async def run(self, entry: FileEntry) -> None:
+        """Sends it. Raises Corrupt, and nothing becomes visible, when a chunk is not what `entry` says."""
+        if self.size_bytes <= self._part_bytes:
+            await self._send("put_object", entry, 0, self.size_bytes, ChecksumCRC64NVME=entry.crc64nvme)
+            return
+        upload_id, finished = await self._resume(entry)
         try:
-            return await self._send_parts(upload_id, part)
-        except BaseException:
-            with suppress(TierdError):
-                await self._request("abort_multipart_upload", UploadId=upload_id)
+            await self._send_parts(entry, upload_id, finished)
+        except TierdError as error:
+            # What may pass leaves the upload there, for the next attempt to go on with. What the source or the
+            # server says about the parts themselves would only be said again.
+            if not isinstance(error, TierUnreachable) or trouble_of(error.__cause__) is Trouble.REFUSED:
+                with suppress(TierdError):
+                    await self.store.abort_upload(self.key, upload_id, self.doing)
             raise
 
-    @cached_property
-    def _sums(self) -> ChunkSums:
-        return ChunkSums(self.size_bytes, self.chunk_bytes)
+    async def is_done(self, entry: FileEntry, head: Answer | None) -> bool:
+        """Whether the object is there already, with these very bytes: the server's checksum says so, or, where it
+        keeps none, the MD5 of what we would send."""
+        if head is None or head["ContentLength"] != entry.size_bytes:
+            return False
+        kept = whole_checksum(head)
+        if kept is not None:
+            return kept == entry.crc64nvme
+        if _is_md5(head):
+            return head["ETag"].strip('"') == (await self._md5(entry, 0, self.size_bytes)).hex()
+        if not re.fullmatch(rf'"?[0-9a-f]{{32}}-{len(self._ranges())}"?', head["ETag"]):
+            return False
+        md5s = [await self._md5(entry, offset, length) for offset, length in self._ranges()]
+        return head["ETag"].strip('"') == _etag_of_parts(md5s)
 
-    def _entry(self) -> FileEntry:
-        return self._sums.entry(self.key.rpartition("/")[2], self.expect, self.doing)
+    @property
+    def _part_bytes(self) -> int:
+        return part_bytes(self.size_bytes, self.chunk_bytes, self.store.part_bytes_min)
 
-    async def _send_whole(self) -> FileEntry:
-        async with self.store.buffers.lend(self.size_bytes) as buffer:
-            await self._fill(0, buffer)
-            entry = self._entry()
-            await self._send("put_object", buffer, ChecksumCRC64NVME=entry.crc64nvme)
-        return entry
+    def _ranges(self) -> list[tuple[int, int]]:
+        return list(checksum.chunk_ranges(self.size_bytes, self._part_bytes))
 
-    async def _send_parts(self, upload_id: str, part: int) -> FileEntry:
-        parts: dict[int, dict[str, Any]] = {}
+    # ── sending ──
+
+    async def _send_parts(self, entry: FileEntry, upload_id: str, finished: dict[int, str]) -> None:
+        """`finished`: ETags by part number, of parts that are there. Grows."""
+        sums: dict[int, str] = {}
 
         async def send(numbered: tuple[int, tuple[int, int]]) -> None:
             number, (offset, length) = numbered
-            async with self.store.buffers.lend(length) as buffer:
-                sum_of_part = checksum.encode(await self._fill(offset, buffer))
-                answer = await self._send(
-                    "upload_part", buffer, UploadId=upload_id, PartNumber=number, ChecksumCRC64NVME=sum_of_part
-                )
-            parts[number] = {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC64NVME": sum_of_part}
+            sums[number] = self._sum(entry, offset, length)
+            if number in finished:
+                self._tell(length)
+                return
+            about = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
+            answer = await self._send("upload_part", entry, offset, length, **about)
+            finished[number] = answer["ETag"]
 
-        ranges = enumerate(checksum.chunk_ranges(self.size_bytes, part), start=1)
-        await each(self.store.parts_in_flight, ranges, send)
-        entry = self._entry()
+        await each(self.store.parts_in_flight, enumerate(self._ranges(), start=1), send)
+        parts = [
+            {"PartNumber": number, "ETag": finished[number], "ChecksumCRC64NVME": sums[number]}
+            for number in sorted(finished)
+        ]
         try:
             await self._request(
                 "complete_multipart_upload",
                 UploadId=upload_id,
-                MultipartUpload={"Parts": [parts[number] for number in sorted(parts)]},
+                MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=entry.crc64nvme,
                 ChecksumType="FULL_OBJECT",
             )
         except TierUnreachable:
             # Done all the same, when only the answer was lost: a repeated request then finds no such upload.
-            if not await self.store.is_stored(self.key, entry, self.doing):
+            if not self._is_made_of(entry, parts, await self.store.head(self.key, self.doing)):
                 raise
-        return entry
 
-    async def _fill(self, offset: int, buffer: bytearray) -> int:
-        """The part's bytes, and their checksum."""
-        view = memoryview(buffer)
-        if isinstance(self.source, memoryview):
-            await self.store.pool.run(_copy, view, self.source[offset : offset + len(view)])
-        elif view:
-            await self.source.fill(offset, view)
-        return await self.store.pool.run(self._sums.add, offset, view)
+    def _is_made_of(self, entry: FileEntry, parts: list[dict[str, Any]], head: Answer | None) -> bool:
+        if head is None or head["ContentLength"] != entry.size_bytes:
+            return False
+        kept = whole_checksum(head)
+        if kept is not None:
+            return kept == entry.crc64nvme
+        if not all(_is_md5(part) for part in parts):
+            return False
+        return head["ETag"].strip('"') == _etag_of_parts([bytes.fromhex(part["ETag"].strip('"')) for part in parts])
 
-    async def _send(self, operation: str, buffer: bytearray, **arguments: Any) -> dict[str, Any]:
-        key = self.store.object_key(self.key)
-        answer = await self.store.send(operation, self.doing, buffer, Key=key, **arguments)
-        if self.progress is not None:
-            self.progress(len(buffer))
+    async def _send(self, operation: str, entry: FileEntry, offset: int, length: int, **about: Any) -> Answer:
+        async with self.store.window.part(), self.store.buffers.lend(PIECE_BYTES) as buffer:
+            view = memoryview(buffer)
+            body = Body(self.source, entry, offset, length, buffer=view, doing=self.doing)
+            key = self.store.object_key(self.key)
+            answer = await self.store.send(operation, self.doing, body, length, Key=key, **about)
+        self._tell(length)
         return answer
 
-    async def _request(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def _request(self, operation: str, **arguments: Any) -> Answer:
         return await self.store.request(operation, self.doing, Key=self.store.object_key(self.key), **arguments)
 
-    async def _abort_leftovers(self) -> None:
-        """What a killed daemon began for this very key is billed until it is aborted."""
+    def _tell(self, length: int) -> None:
+        if self.progress is not None:
+            self.progress(length)
+
+    def _sum(self, entry: FileEntry, offset: int, length: int) -> str:
+        """The checksum of whole chunks, combined from theirs."""
+        chunks = list(checksum.chunk_ranges(length, self.chunk_bytes))
+        first = offset // self.chunk_bytes
+        sums = [checksum.decode(one) for one in entry.chunks[first : first + len(chunks)]]
+        return checksum.encode(checksum.combine(zip(sums, (size for _, size in chunks), strict=True)))
+
+    # ── going on with an upload that was interrupted ──
+
+    async def _resume(self, entry: FileEntry) -> tuple[str, dict[int, str]]:
+        """(id, ETags of the parts that are there and proven) of the newest upload for this key, or of a new one."""
         key = self.store.object_key(self.key)
-        with suppress(TierdError):  # not every server can list them
-            found = await self.store.request("list_multipart_uploads", self.doing, Prefix=key)
-            for one in found.get("Uploads", ()):
-                if one["Key"] == key:
-                    await self._request("abort_multipart_upload", UploadId=one["UploadId"])
+        begun = [one for one in await self.store.uploads(key, self.doing) if one.object_key == key]
+        begun.sort(key=lambda one: one.age_s)
+        chosen: tuple[str, dict[int, str]] | None = None
+        for one in begun:
+            listed = await self._list_parts(one.upload_id) if chosen is None else None
+            if listed is None:
+                await self.store.abort_upload(self.key, one.upload_id, self.doing)
+            else:
+                chosen = (one.upload_id, await self._proven(entry, listed))
+        if chosen is not None:
+            return chosen
+        created = await self._request(
+            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
+        )
+        return created["UploadId"], {}
+
+    async def _list_parts(self, upload_id: str) -> dict[int, Answer] | None:
+        """By number; None when this upload is gone, or of a kind that we cannot go on with."""
+        found: dict[int, Answer] = {}
+        after: dict[str, Any] = {}
+        while True:
+            try:
+                page = await self._request("list_parts", UploadId=upload_id, **after)
+            except (TierUnreachable, NotFound) as error:
+                if trouble_of(error.__cause__) is Trouble.REFUSED:
+                    return None
+                raise
+            if page.get("ChecksumAlgorithm") not in (None, "CRC64NVME"):
+                return None
+            found |= {one["PartNumber"]: one for one in page.get("Parts", ())}
+            if not page.get("IsTruncated"):
+                return found
+            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    async def _proven(self, entry: FileEntry, listed: dict[int, Answer]) -> dict[int, str]:
+        """ETags of the parts whose bytes are ours. By the server's checksum, for nothing; where it keeps none, by the
+        MD5 that its ETag is: that is one reading more, and still far less than to send it again."""
+        proven: dict[int, str] = {}
+        for number, (offset, length) in enumerate(self._ranges(), start=1):
+            part = listed.get(number)
+            if part is None or part["Size"] != length:
+                continue
+            if "ChecksumCRC64NVME" in part:
+                is_ours = part["ChecksumCRC64NVME"] == self._sum(entry, offset, length)
+            elif _is_md5(part):
+                is_ours = part["ETag"].strip('"') == (await self._md5(entry, offset, length)).hex()
+                if not is_ours:
+                    break  # encrypted by the server, perhaps: its ETags are no MD5s, and more reading is no use
+            else:
+                break
+            if is_ours:
+                proven[number] = part["ETag"]
+        return proven
+
+    async def _md5(self, entry: FileEntry, offset: int, length: int) -> bytes:
+        """Of bytes that the manifest knows. Raises Corrupt where the source has others."""
+        digest = hashlib.md5(usedforsecurity=False)
+        sums = ChunkSums(length, self.chunk_bytes)
+        async with self.store.buffers.lend(PIECE_BYTES) as buffer:
+            for at, size in checksum.chunk_ranges(length, PIECE_BYTES):
+                piece = await self._read(offset + at, size, memoryview(buffer))
+                await self.store.pool.run(digest.update, piece)
+                await self.store.pool.run(sums.add, at, piece)
+        sums.check(entry, first=offset // self.chunk_bytes, doing=self.doing)
+        return digest.digest()
+
+    async def _read(self, offset: int, length: int, buffer: memoryview) -> memoryview:
+        if isinstance(self.source, memoryview):
+            return self.source[offset : offset + length]
+        await self.source.fill(offset, buffer[:length])
+        return buffer[:length]
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    target[:] = source
+def _is_md5(found: Answer) -> bool:
+    return re.fullmatch(r'"?[0-9a-f]{32}"?', found.get("ETag", "")) is not None
+
+
+def _etag_of_parts(md5s: list[bytes]) -> str:
+    """S3's ETag of a multipart object."""
+    return f"{hashlib.md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
+
+
+def whole_checksum(head: Answer) -> str | None:
+    """The CRC64NVME of the whole object as the server has it; a checksum of checksums ends in "-<parts>"."""
+    found = head.get("ChecksumCRC64NVME")
+    is_whole = found is not None and "-" not in found and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+    return found if is_whole else None

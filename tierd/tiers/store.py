@@ -101,4 +101,9 @@ class Store(Protocol):
         """Room left, or None where there is no such limit."""
         ...
 
+    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        """Give up what was begun longer than `grace_s` ago and never finished, for keys that are abandoned; a bounded
+        number each time. Returns how many. Nothing, where what is unfinished leaves no such thing."""
+        ...
+
     async def close(self) -> None: ...

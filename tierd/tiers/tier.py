@@ -14,7 +14,8 @@ from typing import Any
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
-from tierd.format import checksum, layout
+from tierd.format import checksum, health, layout
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.chunks import ChunkSums, differences
@@ -38,6 +39,10 @@ class Listing:
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
         marked = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
         return frozenset(name for name in marked if name is not None)
+
+    def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
+        """Whether it was found healthy; None when it was not judged."""
+        return layout.diagnosis_of(self.files.get(checkpoint, ()))
 
 
 class Tier:
@@ -121,6 +126,19 @@ class Tier:
         content = encode_marker({"milestone": milestone, "created_at": created_at})
         await self.store.put_bytes(layout.milestone_key(checkpoint, milestone), content, if_absent=True)
 
+    async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
+        key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
+        await self.store.put_bytes(key, health.encode(diagnosis), if_absent=True)
+
+    async def diagnosis(self, checkpoint: CheckpointId, *, is_healthy: bool) -> Diagnosis:
+        """What its marker here says, or the bare fact when that cannot be read: details are not worth a failure."""
+        key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
+        try:
+            raw = await self.store.get_bytes(key, size_max=health.MARKER_BYTES_MAX)
+            return health.decode(raw, where=f"of {checkpoint} in {self.name}")
+        except TierdError:
+            return Diagnosis(healthy=is_healthy)
+
     async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
         """False when someone else has claimed it already."""
         key = layout.generation_key(run, generation)
@@ -151,9 +169,10 @@ async def copy_checkpoint(
     target: Tier,
     *,
     milestones: Iterable[str] = (),
+    is_healthy: bool | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Copies a committed checkpoint: files, then milestone markers, then the manifest's own bytes.
+    """Copies a committed checkpoint: files, then the markers, then the manifest's own bytes.
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
@@ -171,6 +190,8 @@ async def copy_checkpoint(
             )
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)
+    if is_healthy is not None:
+        await target.mark_diagnosis(manifest.id, await source.diagnosis(manifest.id, is_healthy=is_healthy))
     if not is_committed:
         await target.commit(manifest, raw=raw)
 

@@ -69,7 +69,17 @@ async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) ->
         catalog.saw_generation(run, generation)
     used = sum(size for files in listing.files.values() for size in files.values())
     sizes = {one: listing.files[one][layout.MANIFEST] for one in found}
-    catalog.saw_tier(tier.name, found, unreadable, used, since=moment, manifest_bytes=sizes, partial=listing.partial)
+    diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
+    catalog.saw_tier(
+        tier.name,
+        found,
+        unreadable,
+        used,
+        since=moment,
+        diagnoses=diagnoses,
+        manifest_bytes=sizes,
+        partial=listing.partial,
+    )
 
 
 async def _manifests(

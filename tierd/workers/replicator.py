@@ -6,6 +6,7 @@ damaged hot replica is never copied. One slow or dead tier holds up no other: ea
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,13 +14,17 @@ from collections.abc import Callable
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.errors import Corrupt, Full, NotFound, TierdError, Transient
-from tierd.format import wire
+from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import clear_uncommitted
+
+log = logging.getLogger("tierd")
+
+UPLOAD_GRACE_S = 24 * 3600.0  # another node may be at work on an upload that we know nothing of
 
 
 class Replicator:
@@ -49,6 +54,7 @@ class Replicator:
         self._tell = tell
         self._on_committed = on_committed
         self._now = now
+        self._swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
         self._done_at = -1  # the catalog's moment when the last pass that did all there was began
 
@@ -63,7 +69,8 @@ class Replicator:
         if began_at == self._done_at:
             return True
         await self._clear_leftovers()
-        await self._mark_milestones()
+        await self._abort_uploads()
+        await self._mark()
         tried: set[CheckpointId] = set()
         while todo := [checkpoint for checkpoint in self.pending() if checkpoint not in tried]:
             checkpoint = min(todo, key=lambda one: self._failures[one])
@@ -93,7 +100,9 @@ class Replicator:
         if entry is None:
             return
         began = time.monotonic()
-        await copy_checkpoint(entry.manifest, self._hot, self._cold, milestones=entry.all_milestones)
+        await copy_checkpoint(
+            entry.manifest, self._hot, self._cold, milestones=entry.all_milestones, is_healthy=entry.healthy
+        )
         self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
         self._metrics.replicate_seconds.labels(tier=self._cold.name).observe(time.monotonic() - began)
         self._metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(entry.manifest.size_bytes)
@@ -112,8 +121,24 @@ class Replicator:
             if checkpoint.run in here:
                 await clear_uncommitted(self._cold, checkpoint)
 
-    async def _mark_milestones(self) -> None:
-        """A milestone marked in one tier holds in all: copy the markers that this tier's replicas lack."""
+    async def _abort_uploads(self) -> None:
+        """Parts of an upload that nobody goes on with are billed for ever. As often as the tier is listed."""
+        if time.monotonic() - self._swept_at_s < self._config.limits.cold_list_interval_s:
+            return
+        here = {manifest.run for manifest in self._catalog.held(self._hot.name)}
+        wanted = set(self.pending())
+
+        def is_abandoned(key: str) -> bool:
+            parsed = layout.parse_key(key)
+            return parsed is not None and parsed[0].run in here and parsed[0] not in wanted
+
+        aborted = await self._cold.store.abort_uploads(is_abandoned, grace_s=UPLOAD_GRACE_S)
+        self._swept_at_s = time.monotonic()
+        if aborted:
+            log.info("aborted %d uploads in %s that nobody goes on with", aborted, self._cold.name)
+
+    async def _mark(self) -> None:
+        """What is marked in one tier holds in all: copy the markers that this tier's replicas lack."""
         for entry in self._catalog.entries():
             if self._cold.name not in entry.tiers:
                 continue
@@ -122,6 +147,10 @@ class Replicator:
                 # Else it was deleted there meanwhile, and must not come back by this.
                 if self._cold.name in entry.tiers:
                     self._catalog.add(entry.manifest, self._cold.name, [milestone])
+            if entry.healthy is not None and self._cold.name not in entry.diagnoses:
+                diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
+                await self._cold.mark_diagnosis(entry.id, diagnosis)
+                self._catalog.diagnosed(entry.id, self._cold.name, is_healthy=diagnosis.healthy)
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:

@@ -10,11 +10,21 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierd.catalog import MEMORY, Catalog
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable, Transient, Unsupported
+from tierd.errors import (
+    BadRequest,
+    Corrupt,
+    NewerFormat,
+    NotFound,
+    TierdError,
+    TierUnreachable,
+    Transient,
+    Unhealthy,
+    Unsupported,
+)
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
@@ -31,6 +41,9 @@ from tierd.workers.recovery import clear_uncommitted
 AUTO = "auto"
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # they travel in one message
 FIRST_LOOK_TIMEOUT_S = 30.0  # how long a first listing of the cold tiers may hold up an answer
+
+Judge = Callable[[CheckpointId], Awaitable[bool | None]]
+"""Whether a checkpoint is healthy; None when nobody could say so in time."""
 
 OnProgress = Callable[[int, int], None]
 """(bytes done, bytes in all) of a fetch from a cold tier."""
@@ -58,6 +71,7 @@ class Restorer:
         *,
         metrics: Metrics,
         incidents: Incidents,
+        judge: Judge,
     ) -> None:
         self._memory = memory
         self._catalog = catalog
@@ -67,11 +81,13 @@ class Restorer:
         self._first_looks = first_looks
         self._metrics = metrics
         self._incidents = incidents
+        self._judge = judge
         # Ranks ask for the same checkpoint at once: it is fetched once.
         self._fetches: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
-        """The newest replica that `find` describes. Raises NotFound only when every tier has been seen."""
+        """The newest replica that `find` describes. Raises NotFound only when every tier has been seen, and Unhealthy
+        rather than hand over numbers that are none, unless they are asked for."""
         if find.tier in (AUTO, *self._cold):
             await self.wait_first_looks()
         elif find.tier not in (MEMORY, self._hot.name):
@@ -86,10 +102,21 @@ class Restorer:
                     hint="`tierd verify` reads them all; docs/RUNBOOK.md#corrupt-chunk",
                 )
                 continue
+            if not find.allow_unhealthy and await self._is_unhealthy(checkpoint):
+                failed = failed or Unhealthy(
+                    f"restore {checkpoint}: it holds numbers that are not finite",
+                    hint="`tierd show` says where; restore an older step, or with allow_unhealthy",
+                )
+                if find.step is not None or find.milestone is not None:
+                    break  # this one was meant, and no other will do
+                if (why := str(failed)) not in passed_over:
+                    passed_over.append(why)
+                continue
+            unreadable = await self._unreadable(run, find, since=checkpoint)
             try:
                 is_hot_bad = f"{checkpoint.name}@{self._hot.name}" in bad
                 found = await self._open(checkpoint, tier, on_progress, is_hot_bad=is_hot_bad)
-                passed_over += self._unreadable_since(checkpoint, find)
+                passed_over += unreadable
                 return replace(found, passed_over=[why[:PASSED_OVER_CHARS] for why in passed_over[:PASSED_OVER_MAX]])
             except TierdError as error:
                 entry = self._catalog.get(checkpoint)
@@ -102,10 +129,16 @@ class Restorer:
                 if isinstance(error, Corrupt):
                     self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", error, checkpoint)
+        unreadable = await self._unreadable(run, find)
         if failed is not None:
             raise failed
+        if unreadable:
+            raise Corrupt(
+                f"find a checkpoint of {run}: there are some, and none can be read: {unreadable[0]}",
+                hint="docs/RUNBOOK.md#unreadable-manifest",
+            )
         wanted = f"step {find.step}" if find.step is not None else find.milestone or "any step"
-        unseen = self._unseen(find.tier)
+        unseen = self.unseen(find.tier)
         if unseen:
             raise TierUnreachable(
                 f"find a checkpoint of {run} ({wanted}): none in reach, and these could not be listed: "
@@ -117,6 +150,13 @@ class Restorer:
             hint="`tierd ls` shows what there is",
         )
 
+    async def _is_unhealthy(self, checkpoint: CheckpointId) -> bool:
+        """What nobody has looked at yet is looked at first: a trainer that died of its NaN must not get it back."""
+        entry = self._catalog.get(checkpoint)
+        if entry is not None and entry.healthy is not None:
+            return not entry.healthy
+        return await self._judge(checkpoint) is False
+
     async def wait_first_looks(self) -> None:
         """Until each cold tier was listed once or could not be: the newest checkpoint may be only there."""
         try:
@@ -126,17 +166,40 @@ class Restorer:
         except TimeoutError:
             pass  # the catalog says which are unknown
 
-    def _unreadable_since(self, checkpoint: CheckpointId, find: Find) -> list[str]:
-        """Why checkpoints of its run that are newer could not be used: their manifests could not be read."""
-        if find.step is not None or find.milestone is not None:
-            return []
-        return [
-            why
-            for (tier, one), why in self._catalog.unreadable().items()
-            if one.run == checkpoint.run and one.recency > checkpoint.recency and find.tier in (AUTO, tier)
-        ]
+    async def _unreadable(self, run: Run, find: Find, *, since: CheckpointId | None = None) -> list[str]:
+        """Why checkpoints that may be what is wanted, newer than `since`, could not be used: no manifest to be read.
 
-    def _unseen(self, wanted: str) -> list[str]:
+        Raises NewerFormat where a later tierd has written one: that is no damage, and to lose the work in it by
+        going back to an older tierd is for a person to decide.
+        """
+        if find.milestone is not None:
+            return []
+        found: list[str] = []
+        for (name, one), why in self._catalog.unreadable().items():
+            is_wanted = find.step in (None, one.step) and find.generation in (None, one.generation)
+            is_newer = since is None or one.recency > since.recency
+            if one.run == run and find.tier in (AUTO, name) and is_wanted and is_newer:
+                found.append(why)
+                with contextlib.suppress(Corrupt, NotFound, Transient):
+                    await self._read_again(one, name)
+        return found
+
+    async def _read_again(self, checkpoint: CheckpointId, tier: str) -> None:
+        try:
+            await (self._hot if tier == self._hot.name else self._cold[tier]).manifest(checkpoint)
+        except NewerFormat as error:
+            raise NewerFormat(
+                error.message, hint="upgrade tierd, or go back on purpose: resume=<an older step>"
+            ) from error
+
+    def newest(self, run: Run) -> CheckpointId | None:
+        """The newest checkpoint of a run in any tier, whether it can be read or not."""
+        found = [entry.id for entry in self._catalog.entries(run)]
+        found += [one.id for one in self._memory.whole(run)]
+        found += [one for _, one in self._catalog.unreadable() if one.run == run]
+        return max(found, key=lambda one: one.recency, default=None)
+
+    def unseen(self, wanted: str = AUTO) -> list[str]:
         """The tiers that might have what is wanted and could not be listed, with the reason."""
         return [
             f"{name} ({known.error})"
@@ -155,8 +218,6 @@ class Restorer:
             if find.generation is not None and checkpoint.generation != find.generation:
                 continue
             if find.milestone is not None and (entry is None or find.milestone not in entry.all_milestones):
-                continue
-            if find.step is None and entry is not None and entry.healthy is False:
                 continue
             if checkpoint in in_memory and find.tier in (AUTO, MEMORY):
                 yield checkpoint, MEMORY

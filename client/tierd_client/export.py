@@ -1,0 +1,177 @@
+"""`python -m tierd_client.export torch|dcp FOLDER TARGET [PREFIX]`: a checkpoint as one state, written by torch.
+
+For `tierd export`. FOLDER is a restored checkpoint. The files are torch's own, pickle and all, made for other tools on
+somebody's word: tierd never reads them. What goes in is plain: tensors, numbers, strings, bytes and their containers,
+so that `torch.load(weights_only=True)` takes it. Holds the whole state in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
+from tierd.format import layout, manifest
+from tierd.format.shard import Shard
+from tierd_client.frameworks.dcp import KIND as DCP_KIND
+from tierd_client.frameworks.dcp import OBJECT, DcpTree
+from tierd_client.optimizers import OptimizersSection, OptimizerTree
+from tierd_client.restore_plan import RestorePlan
+from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
+from tierd_client.sections import ModuleSection
+from tierd_client.state import SectionTree
+
+CPU = torch.device("cpu")
+
+
+def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
+    """The checkpoint in `folder` as one nested dict, on the CPU, every chunk verified.
+
+    By section: `model` is a state dict, `optimizer` one by the names of parameters, as
+    torch.distributed.checkpoint.state_dict has it. What each rank has for itself is a list, by rank. With `prefix`
+    a flat dict of the tensors whose names begin so, without it. Raises Corrupt, NewerFormat or NotFound.
+    """
+    found = manifest.decode((folder / layout.MANIFEST).read_bytes(), where=str(folder / layout.MANIFEST))
+    with ExitStack() as opened:
+        files: list[SourceFile] = []
+        for entry in found.files:
+            descriptor = os.open(folder / entry.name, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            files.append(SourceFile(entry.name, descriptor, entry))
+        shards = read_headers(files)
+        plan = RestorePlan(index_tensors(shards), CPU)
+        if prefix:
+            names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
+            state = {name.removeprefix(prefix): plan.new(name, CPU) for name in names}
+            if not state:
+                raise NotFound(f"export {found.id}: no tensor's name begins with {prefix!r}")
+        else:
+            state = _state(list(shards.values()), plan)
+        plan.check()
+        load(files, plan.destinations)
+        return plain(state)
+
+
+def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
+    by_rank = [_sections(shard) for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))]
+    state: dict[str, Any] = {}
+    for name in dict.fromkeys(name for sections in by_rank for name in sections):
+        held = [sections[name] for sections in by_rank if name in sections]
+        if held[0].kind == DCP_KIND:
+            _fill_dcp(state, held, plan)
+            continue
+        values = [_value(name, one, plan) for one in (held if held[0].suffix else held[:1])]
+        _set(state, name.split(".", 1), values if held[0].suffix else values[0])
+    return state
+
+
+def _sections(shard: Shard) -> dict[str, SectionTree]:
+    try:
+        return msgspec.convert(shard.tierd.get("state", {}), dict[str, SectionTree])
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"read the state tree: {error}") from error
+
+
+def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
+    if section.kind == ModuleSection.kind:
+        objects = {key: plan.decode(value) for key, value in section.value.items()}
+        taken = set(plan.destinations)
+        tensors = {
+            stored.removeprefix(f"{name}.").removesuffix(section.suffix): plan.new(stored, CPU)
+            for stored in plan.available
+            if stored.startswith(f"{name}.") and stored.endswith(section.suffix) and stored not in taken
+        }
+        return tensors | objects
+    if section.kind == OptimizersSection.kind:
+        trees = msgspec.convert(section.value, list[OptimizerTree])
+        prefixes = [name] if len(trees) == 1 else [f"{name}.{index}" for index in range(len(trees))]
+        made = [_optimizer(prefix, tree, plan) for prefix, tree in zip(prefixes, trees, strict=True)]
+        return made[0] if len(made) == 1 else made
+    return plan.decode(section.value)
+
+
+def _optimizer(prefix: str, tree: OptimizerTree, plan: RestorePlan) -> dict[str, Any]:
+    state = {name: plan.decode(value) for name, value in tree.state.items()}
+    groups = [{"params": list(group.params), **plan.decode(group.options)} for group in tree.groups]
+    foreign = {name: plan.new(f"{prefix}.{name}", CPU) for name in tree.foreign}
+    return {"state": state, "param_groups": groups} | ({"params": foreign} if foreign else {})
+
+
+def _fill_dcp(state: dict[str, Any], held: Sequence[SectionTree], plan: RestorePlan) -> None:
+    """Tensors and objects to where they were in the dict that DCP was given."""
+    trees = [msgspec.convert(one.value, DcpTree) for one in held]
+    paths = {name: path for tree in trees for name, path in tree.paths.items()}
+    objects = {name: value for tree in trees for name, value in tree.objects.items()}
+    for name in sorted({*objects, *plan.available}):
+        if name in objects:
+            _set(state, paths.get(name, [name]), plan.decode(objects[name]))
+        elif not name.endswith(OBJECT):
+            _set(state, paths.get(name, [name]), plan.new(name, CPU))
+    _list_up(state)
+
+
+def _set(state: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
+def _list_up(state: dict[Any, Any]) -> None:
+    """Where DCP's path has a number, there was a list."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            inner = cast("dict[Any, Any]", value)
+            _list_up(inner)
+            if inner and all(type(one) is int for one in inner):
+                state[key] = [inner[index] for index in sorted(inner)]
+
+
+def plain(value: Any) -> Any:
+    """What torch's weights_only reader takes: arrays become tensors, or lists where torch has no such dtype."""
+    if isinstance(value, torch.Tensor | torch.dtype | torch.device) or value is None:
+        return value
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        except TypeError:
+            return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item()) if value.dtype.kind not in "mM" else str(value)
+    if isinstance(value, Mapping):
+        items = ((plain(key), plain(item)) for key, item in cast("Mapping[Any, Any]", value).items())
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if isinstance(value, list | tuple | set | frozenset):
+        several = [plain(one) for one in cast("Sequence[Any]", value)]
+        return several if isinstance(value, list) else tuple(several) if isinstance(value, tuple) else set(several)
+    return value
+
+
+def main(arguments: Sequence[str]) -> None:
+    format, folder, target, *prefix = arguments
+    state = whole_state(Path(folder), prefix[0] if prefix else "")
+    if format == "torch":
+        torch.save(state, target)
+    elif format == "dcp":
+        warnings.simplefilter("ignore")  # one process and no torch.distributed is just what is meant
+        save_dcp(state, storage_writer=FileSystemWriter(target), no_dist=True)
+    else:
+        raise BadRequest(f"export as {format}: torch or dcp")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except TierdError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,151 @@
+"""Accelerate: the whole state of what accelerator.prepare() has prepared, as one TrainingState.
+
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+state = training_state(accelerator)
+found = client.restore(state)
+for epoch in range(loader.iteration, epochs):
+    for batch in loader:  # goes on in the middle of the epoch
+
+The same that accelerator.save_state() saves, and the exact position in the data. Take snapshots where
+accelerator.sync_gradients is true: gradients that are still being accumulated are no part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_sampler
+
+from tierd.errors import BadConfig, BadRequest, Unsupported
+from tierd_client import rng
+from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.sections import Stateful
+from tierd_client.state import TrainingState
+
+SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def training_state(
+    accelerator: Accelerator,
+    *,
+    dataloader: Stateful | None = None,
+    ema: torch.nn.Module | Stateful | dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> TrainingState:
+    """Call it once everything is prepared, and registered by accelerator.register_for_checkpointing().
+
+    Several models are one to the checkpoint: `model.0.…`, `model.1.…`. `dataloader`: what keeps the position in the
+    data, in place of the prepared loaders. Raises BadConfig when those cannot keep it exactly, Unsupported for
+    what shards the state in a way of its own.
+    """
+    if accelerator.distributed_type in SHARDED:
+        raise Unsupported(
+            f"checkpoint an Accelerator of {accelerator.distributed_type}: its state is sharded in a way of its own",
+            hint="one process and DDP work; for FSDP2 call fully_shard yourself and use tierd_client.TrainingState",
+        )
+    found: Any = accelerator
+    models: list[torch.nn.Module] = found._models
+    if not models:
+        raise BadConfig("training_state(accelerator): it has no model yet", hint="call it after accelerator.prepare()")
+    loaders = [dataloader] if dataloader is not None else [_Position(one, found) for one in found._dataloaders]
+    ours: dict[str, Stateful] = {"accelerator": _Accumulation(found)}
+    ours |= {f"scheduler_{index}": one for index, one in enumerate(found._schedulers) if index}
+    ours |= {f"dataloader_{index}": one for index, one in enumerate(loaders) if index}
+    ours |= {f"registered_{index}": one for index, one in enumerate(found._custom_objects)}
+    theirs = {} if extra is None else extra
+    if taken := ours.keys() & theirs.keys():
+        raise BadConfig(f"training_state(extra=…): {', '.join(sorted(taken))} is taken", hint="give it another name")
+    return TrainingState(
+        model=models[0] if len(models) == 1 else torch.nn.ModuleList(models),
+        optimizer=[one.optimizer for one in found._optimizers] or None,
+        scheduler=next(iter(found._schedulers), None),
+        scaler=found.scaler,
+        ema=ema,
+        dataloader=next(iter(loaders), None),
+        # Values are restored into the first of the two: the caller's own dict.
+        extra=cast("dict[str, Any]", ChainMap(theirs, cast("dict[str, Any]", ours))),
+    )
+
+
+class _Accumulation:
+    """How many batches the gradients hold. Accelerate counts them over the whole training."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._accelerator.sync_gradients:
+            raise BadRequest(
+                f"snapshot after batch {self._accelerator.step} of {self._accelerator.gradient_accumulation_steps} "
+                "whose gradients are accumulated: they are no part of it",
+                hint="take it where accelerator.sync_gradients is true",
+            )
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+
+
+class _Position:
+    """Where a prepared loader is: in which epoch, after which batch, in which order."""
+
+    def __init__(self, loader: Any, accelerator: Any) -> None:
+        hint = "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, %s))"
+        if not isinstance(loader, DataLoaderShard):
+            raise BadConfig(
+                f"training_state(accelerator): a {type(loader).__name__} does not keep its position exactly",
+                hint=hint % "dispatch_batches=False",
+            )
+        if not loader.use_stateful_dataloader:
+            raise BadConfig(
+                "training_state(accelerator): a prepared loader does not keep its position",
+                hint=hint % "use_seedable_sampler=True" + ", or give dataloader=… that does",
+            )
+        self._sampler: Any = get_sampler(loader)
+        if isinstance(self._sampler, torch.utils.data.RandomSampler) and not self._is_seeded:
+            raise BadConfig(
+                "training_state(accelerator): a prepared loader shuffles in an order that cannot be had again",
+                hint=hint % "use_seedable_sampler=True",
+            )
+        self._loader: Any = loader
+        self._ahead = ReadAhead([accelerator.device])
+        if loader.num_workers == 0:
+            self._watch(loader.base_dataloader, accelerator.device)
+
+    @property
+    def _is_seeded(self) -> bool:
+        return isinstance(self._sampler, SeedableRandomSampler)
+
+    def _watch(self, loader: Any, device: torch.device) -> None:
+        """Accelerate has begun to iterate, to have a first state: begin anew, and draw nothing for it."""
+        before = rng.capture([device])
+        self._ahead.watch(loader)
+        loader.load_state_dict(loader.state_dict())
+        loader.state_dict()
+        rng.restore(before, [device])
+
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loader
+        # The last batch has been handed out; the epoch counts as over for Accelerate when the loop asks for another.
+        is_over = loader.end_of_dataloader and any(one is loader for one in loader.gradient_state.dataloader_references)
+        self._ahead.keep(0 if loader.end_of_dataloader else 1)  # it reads one batch ahead
+        return {
+            "iteration": loader.iteration + is_over,
+            "seed": self._sampler.initial_seed if self._is_seeded else None,
+            "loader": loader.state_dict(),
+            "ahead": self._ahead.states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loader = self._loader
+        loader.iteration = state["iteration"]
+        if self._is_seeded:
+            self._sampler.initial_seed = state["seed"]
+        loader.load_state_dict(state["loader"])
+        # What it draws when it begins must be drawn now, before the generators are put back.
+        loader.base_dataloader.state_dict()
+        loader.dl_state_dict = state["loader"]
+        self._ahead.repeat(state["ahead"])

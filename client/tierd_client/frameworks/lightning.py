@@ -1,0 +1,274 @@
+"""Lightning over tierd: one callback, and `trainer.fit` goes on where a killed one was, to the bit.
+
+trainer = Trainer(callbacks=[TierdCallback("gpt-124m", every_steps=50)])
+trainer.fit(model, data)
+
+Snapshots hold what Lightning's own checkpoint holds, the generators, and the place in the data: the loader's own state
+where it has one (torchdata's StatefulDataLoader), else a plain DataLoader is made to give the same batches again.
+They are taken between two batches, just before the next one is fetched: then nothing of the last one is left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+
+from tierd.errors import Mismatch, Transient, Unsupported
+from tierd_client import rng
+from tierd_client.client import Client, Found, connect
+from tierd_client.dict_state import DictState
+
+log = logging.getLogger("tierd_client")
+
+PER_RANK = ("loops", "place")
+
+
+class Randomness(msgspec.Struct):
+    """All generators at one instant: `everyone` as `rng.capture` gives them, `own` those that loaders were given."""
+
+    everyone: dict[str, Any]
+    own: list[bytes]
+
+
+class Place(msgspec.Struct):
+    """Where a training is in its data: `given` batches of this epoch were trained on, which were all if `is_over`.
+
+    `at_iter`, `at_first`: as the epoch's iterators were made, and as its first batch was fetched.
+    """
+
+    given: int
+    is_over: bool
+    at_iter: Randomness
+    at_first: Randomness | None
+    now: Randomness
+
+
+class TierdCallback(Callback):
+    """Takes snapshots as `due` says, at SIGTERM, and at the end of `fit`; restores the newest when `fit` begins.
+
+    `run` and `options` are those of `tierd_client.connect`; each `fit` connects anew, when the ranks are there.
+    `found` says what was resumed. With `trainer.fit(ckpt_path=…)` training begins there, and not from tierd.
+    SIGTERM ends `fit` before the next batch, with SystemExit, the snapshot taken.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        self.client: Client | None = None
+        self.found: Found | None = None
+        self._run = run
+        self._options = options
+        self._trainer: Any = None
+        self._values: dict[str, Any] = {}
+        self._resumed: Place | None = None
+        self._taken: int | None = None
+        self._asked: int | None = None
+        self._is_due = False
+        self._is_late = False
+
+    # ── Lightning's hooks ──
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if strategy.restore_checkpoint_after_setup:
+            raise Unsupported(
+                f"snapshot a training by {type(strategy).__name__}: its checkpoints are no one dict",
+                hint="save its state with torch.distributed.checkpoint: tierd_client.frameworks.dcp",
+            )
+        self._trainer, self._values, self._asked = trainer, {}, None
+        self.client = connect(self._run, **self._options)
+        self._restore(self.client)
+        source = trainer.fit_loop._data_source
+        ask = source.dataloader
+        source.dataloader = lambda: self._watched(ask())
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.found is not None and checkpoint.get("loops") is not self._values["loops"]:
+            log.warning("tierd: ckpt_path is given: training begins there, not at step %d of tierd", self.found.step)
+            self.found = self._resumed = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise Unsupported(
+                "snapshot a training whose training_step takes a dataloader_iter: there is no instant between batches",
+                hint="let training_step take the batch",
+            )
+        if self.client is not None:
+            # In place of Lightning's own handler, which ends each rank where it happens to be.
+            self.client.__enter__()
+        self._asked = self._taken = trainer.global_step
+        if self.found is not None:
+            self._fill()  # lets go of what was restored, and says how much room a snapshot takes
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._take()
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+
+    # ── restore ──
+
+    def _restore(self, client: Client) -> None:
+        """Hands the newest snapshot to Lightning, as if it had just read a checkpoint file."""
+        self.found = client.restore(DictState(self._values, per_rank=PER_RANK))
+        if self.found is None:
+            return
+        try:
+            self._resumed = msgspec.convert(self._values["place"], Place)
+            checkpoint = {**self._values["checkpoint"], "state_dict": self._values["model"]}
+            checkpoint["loops"] = self._values["loops"]
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise Mismatch(
+                f"resume {self._run} at step {self.found.step}: it is no snapshot of a Lightning training: {error!r}",
+                hint="give this training a run of its own",
+            ) from error
+        # When fit is given no ckpt_path, what lies here is restored.
+        self._trainer._checkpoint_connector._loaded_checkpoint, _ = migrate_checkpoint(checkpoint)
+
+    def _watched(self, loaders: Any) -> WatchedLoader:
+        """The training's loaders, as they were before the kill if there was one."""
+        resumed, self._resumed = self._resumed, None
+        device = self._trainer.strategy.root_device
+        if isinstance(loaders, CombinedLoader):
+            return WatchedLoader(loaders.iterables, loaders._mode, self.before_batch, device, resumed)  # pyright: ignore[reportPrivateUsage]
+        return WatchedLoader(loaders, "max_size_cycle", self.before_batch, device, resumed)
+
+    # ── snapshot ──
+
+    def before_batch(self) -> None:
+        """Called between two batches. Takes a snapshot when one is due, and ends training when asked to."""
+        trainer, client = self._trainer, self.client
+        if client is None or self._asked in (None, trainer.global_step):
+            return  # before the first step, or in the middle of an accumulation
+        self._asked = trainer.global_step
+        self._is_due = client.due(trainer.global_step) or self._is_due
+        loop = trainer.fit_loop.epoch_loop
+        # From here Lightning resumes too, but counts one step more in what it logs, and steps a plateau scheduler
+        # twice. Where it is so at every step, it is no reason to wait.
+        is_late = loop.batch_progress.current.ready == 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        if client.stopping or (self._is_due and (self._is_late or not is_late)):
+            self._take()
+        self._is_late = is_late
+        if client.stopping:
+            raise SIGTERMException
+
+    def _take(self) -> None:
+        """A snapshot of the step that was trained last, unless there is one."""
+        trainer, client = self._trainer, self.client
+        if client is None or trainer.global_step == self._taken:
+            return
+        self._fill()
+        self._taken, self._is_due = trainer.global_step, False
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        try:
+            client.snapshot(trainer.global_step, DictState(self._values, per_rank=PER_RANK), metrics=metrics)
+        except Transient as error:
+            log.warning("tierd: no snapshot of step %d: %s", trainer.global_step, error)
+
+    def _fill(self) -> None:
+        """The training as it is now."""
+        trainer = self._trainer
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        for owner in (trainer.lightning_module, trainer.datamodule):
+            if owner is not None:  # what it was made with: the script gives it again, and it may be any object
+                for name in ("NAME", "KEY", "TYPE"):
+                    checkpoint.pop(getattr(owner, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
+        loop = trainer.fit_loop.epoch_loop
+        place = trainer.fit_loop._combined_loader.place(
+            loop.batch_progress.current.ready, is_over=loop._num_ready_batches_reached()
+        )
+        self._values["model"] = checkpoint.pop("state_dict")
+        self._values["loops"] = checkpoint.pop("loops")
+        self._values["checkpoint"] = checkpoint
+        self._values["place"] = msgspec.to_builtins(place, builtin_types=(bytes,))
+
+    def _leave(self) -> None:
+        if self._trainer is not None:
+            vars(self._trainer.fit_loop._data_source).pop("dataloader", None)
+        client, self.client, self._trainer, self._values = self.client, None, None, {}
+        if client is not None:
+            client.__exit__(None, None, None)
+
+
+class WatchedLoader(CombinedLoader):
+    """Lightning's loader of loaders, which says when a batch is about to be fetched, and goes back to a place.
+
+    Lightning itself restores loaders that have a state. The others give the batches of their epoch again.
+    """
+
+    def __init__(
+        self, iterables: Any, mode: Any, before_batch: Any, device: torch.device, resumed: Place | None = None
+    ) -> None:
+        super().__init__(iterables, mode)
+        self._before_batch = before_batch
+        self._device = device
+        self._resumed = resumed
+        self._at_iter: Randomness | None = None
+        self._at_first: Randomness | None = None
+        self._at_next: Randomness | None = None
+
+    def place(self, given: int, *, is_over: bool) -> Place:
+        now = self._randomness()
+        return Place(given, is_over, self._at_iter or now, self._at_first, now)
+
+    def __iter__(self) -> WatchedLoader:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._set(resumed.now if resumed.is_over else resumed.at_iter)
+        self._at_iter, self._at_first = self._randomness(), None
+        super().__iter__()
+        if resumed is None:
+            return self
+        if not resumed.is_over:
+            self._at_first = resumed.at_first
+            if self._at_first is not None and not self._have_states():
+                self._set(self._at_first)
+                for _ in range(resumed.given):
+                    super().__next__()
+        # Whatever the hooks of a start draw, the next batch must not feel it.
+        self._at_next = self._randomness() if resumed.is_over else resumed.now
+        return self
+
+    def __next__(self) -> Any:
+        self._before_batch()
+        if self._at_next is not None:
+            self._set(self._at_next)
+            self._at_next = None
+        if self._at_first is None:
+            self._at_first = self._randomness()
+        return super().__next__()
+
+    def _have_states(self) -> bool:
+        return all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in self.flattened)
+
+    def _randomness(self) -> Randomness:
+        own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
+        return Randomness(rng.capture([self._device]), own)
+
+    def _set(self, randomness: Randomness) -> None:
+        rng.restore(randomness.everyone, [self._device])
+        for generator, state in zip(self._generators(), randomness.own, strict=False):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def _generators(self) -> Iterator[torch.Generator]:
+        """Those that a loader or its sampler was given, each once."""
+        seen: set[int] = set()
+        for loader in self.flattened:
+            for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                found = getattr(owner, "generator", None)
+                if isinstance(found, torch.Generator) and id(found) not in seen:
+                    seen.add(id(found))
+                    yield found

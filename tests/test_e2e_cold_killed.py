@@ -1,0 +1,96 @@
+"""A real daemon is killed in the middle of an upload, or shown a bucket that is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from store_contract import content
+from support_bucket import Bucket, bucket_server
+from support_cli import make_manifest
+from support_daemon import Daemon, serving, wait_until
+from support_s3 import BUCKET, ENVIRONMENT
+
+from tierd.format import layout
+from tierd.format.ids import checkpoint_id
+from tierd.format.manifest import Manifest
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier
+
+CHUNK_BYTES = 5 << 20  # the smallest part that S3 takes
+SIZE_BYTES = 32 * CHUNK_BYTES - 1
+NAME = "rank-00000-of-00001.safetensors"
+
+
+def make_hot(root: Path) -> Manifest:
+    """One committed checkpoint of one shard, 160 MiB in 32 parts."""
+    checkpoint = checkpoint_id("run42", 100, 1)
+
+    async def write() -> Manifest:
+        tier = Tier("hot", DirectoryStore(root / "hot"))
+        key = layout.file_key(checkpoint, NAME)
+        shard = memoryview(content(SIZE_BYTES))
+        manifest = make_manifest(
+            checkpoint, [await tier.store.put(key, shard, size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES)]
+        )
+        await tier.commit(manifest)
+        await tier.store.close()
+        return manifest
+
+    return asyncio.run(write())
+
+
+def cold(served: Bucket, *, bucket: str = BUCKET) -> str:
+    return f'[[cold]]\nname = "cold"\nurl = "s3://{bucket}/deep"\nendpoint_url = "{served.url}"'
+
+
+def object_key(manifest: Manifest, name: str) -> str:
+    return f"deep/{layout.file_key(manifest.id, name)}"
+
+
+@pytest.mark.parametrize("keeps_checksums", [True, False], ids=["checksums", "etags"])
+def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, keeps_checksums: bool) -> None:
+    manifest = make_hot(tmp_path)
+    with bucket_server(keeps_checksums=keeps_checksums) as served:
+        served.script = lambda operation, key: (
+            "hold" if operation == "upload_part" and served.received_bytes() >= SIZE_BYTES / 2 else ""
+        )
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first:
+            assert served.held.wait(30)
+            first.kill()
+        finished = {one.key: len(one.parts) for one in served.uploads.values()}
+        assert 16 <= finished[object_key(manifest, NAME)] < 32
+        assert served.objects == {}
+
+        served.script = lambda operation, key: ""
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second:
+            wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
+
+        assert served.objects[object_key(manifest, NAME)].content == content(SIZE_BYTES)
+        assert served.objects[object_key(manifest, layout.MANIFEST)].content == manifest.encode()
+        done = sum(one.operation == "upload_part" and one.status == 200 for one in served.seen)
+        assert done == 32, "no finished part is sent twice"
+        assert served.received_bytes() <= 1.1 * SIZE_BYTES
+        assert served.uploads == {}
+
+
+def told(daemon: Daemon, sentence: str) -> None:
+    """In the log, and in the status."""
+    daemon.wait_log(sentence)
+    wait_until(lambda: any(sentence in one["message"] for one in daemon.status()["failures"]), sentence)
+
+
+def test_wrong_bucket_or_key_is_told_at_start_in_one_sentence(tmp_path: Path) -> None:
+    make_hot(tmp_path)
+    with bucket_server() as served:
+        with serving(tmp_path, more=cold(served, bucket="nobodys"), environ=ENVIRONMENT) as daemon:
+            told(daemon, "there is no such bucket (NoSuchBucket)")
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT | {"AWS_ACCESS_KEY_ID": "wrong"}) as daemon:
+            told(daemon, "S3 does not know this access key (InvalidAccessKeyId)")
+            assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in daemon.log
+        served.script = lambda operation, key: "PermanentRedirect"
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
+            told(daemon, "the bucket is in another region (PermanentRedirect)")
+            served.script = lambda operation, key: ""
+            wait_until(lambda: daemon.checkpoints("run42", "cold") == [100], "it to go on by itself")

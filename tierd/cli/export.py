@@ -1,0 +1,219 @@
+"""`tierd export`: a checkpoint's shards put together into whole tensors, in a format of other tools.
+
+`safetensors` is written here, through a small buffer. `torch` and `dcp` are torch's own formats: torch writes them, in
+a process that holds the whole state. Every chunk is verified on the way; PATH appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli import options
+from tierd.cli.choice import wanted
+from tierd.cli.console import answer, answer_json, duration, progress_bar, size
+from tierd.cli.places import settings_of
+from tierd.cli.restore import AUTO, Making, bring, target_of
+from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
+from tierd.format import checksum
+from tierd.format.manifest import Manifest
+from tierd.format.shard import Shard, header_length, parse_header
+from tierd.format.whole import WholeFile, split, whole_tensors
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.publish import make_durable
+
+_SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
+_MADE = "made"  # the folder that is published, below the landing
+
+
+class Format(StrEnum):
+    safetensors = "safetensors"
+    torch = "torch"
+    dcp = "dcp"
+
+
+def export(
+    context: typer.Context,
+    to: Annotated[
+        Path,
+        typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch, a file that is not there yet."),
+    ],
+    format: Annotated[Format, typer.Option("--format", help="What to write. torch and dcp need torch.")],
+    prefix: Annotated[
+        str,
+        typer.Option(
+            "--prefix",
+            metavar="TEXT",
+            help="Only the tensors whose names begin so, without it: 'model.' gives a plain state dict.",
+        ),
+    ] = "",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Split safetensors files at this size: 500MB, 5GB.")
+    ] = "5GB",
+    tier: options.SourceTier = AUTO,
+    run: options.RunName = None,
+    step: options.StepName = "latest",
+    generation: options.GenerationNumber = None,
+    place: options.From = None,
+    allow_unhealthy: options.AllowUnhealthy = False,
+    json: options.Json = False,
+) -> None:
+    """Put a checkpoint's shards together into one state, for other tools."""
+    target = target_of(to, tier, place)
+    if format is Format.torch and target.is_dir():
+        raise BadConfig(f"export into {target}: torch writes one file", hint=f"--to {target / 'checkpoint.pt'}")
+    size_max = _size_bytes(max_shard_size)
+
+    async def make(folder: Path, manifest: Manifest, partial: Path) -> Path:
+        shards = {entry.name: _read_shard(folder / entry.name) for entry in manifest.files}
+        tensors = whole_tensors(shards, prefix)
+        if prefix and not tensors:
+            among = sorted({name.partition(".")[0] + "." for shard in shards.values() for name in shard.tensors})
+            raise NotFound(
+                f"export {manifest.id}: no tensor's name begins with {prefix!r}",
+                hint=f"they begin with {', '.join(among[:20])}",
+            )
+        if format is Format.safetensors:
+            about = {"run": manifest.run, "step": str(manifest.step), "generation": str(manifest.generation)}
+            files = [WholeFile(some, {"format": "pt", **about}) for some in split(tensors, size_max)]
+            await _write_safetensors(files, folder, list(shards), partial)
+        else:
+            await _have_torch_write(format, folder, partial / _MADE, prefix)
+        return partial / _MADE
+
+    if format is not Format.safetensors:
+        _check_torch(format)
+    wish, making = wanted(run, step, generation), Making(make)
+    exported = asyncio.run(
+        bring(settings_of(context), wish, tier, place, target, making, allow_unhealthy=allow_unhealthy)
+    )
+    if json:
+        answer_json(msgspec.to_builtins(exported) | {"format": format.value})
+    else:
+        answer(
+            f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
+            f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
+        )
+
+
+def _size_bytes(text: str) -> int:
+    """Decimal units, as Hugging Face has them."""
+    found = _SIZE.fullmatch(text.strip())
+    size_bytes = int(found[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((found[2] or "B").upper()) if found else 0
+    if size_bytes < 1:
+        raise BadConfig(f"--max-shard-size {text!r} is no size", hint="as in 500MB or 5GB")
+    return size_bytes
+
+
+# ── safetensors ──
+
+
+async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: Sequence[str], partial: Path) -> None:
+    """As Hugging Face names them: one file, or several and an index."""
+    names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    store = DirectoryStore(partial)
+    try:
+        with progress_bar("put together", sum(file.size_bytes for file in files)) as progress:
+            for name, file in zip(names, files, strict=True):
+                with _Assembly(folder, shards, file) as source:
+                    await store.put(
+                        f"{_MADE}/{name}",
+                        source,
+                        size_bytes=file.size_bytes,
+                        chunk_bytes=checksum.CHUNK_BYTES,
+                        progress=progress,
+                    )
+        if len(files) > 1:
+            where = {one.name: name for name, file in zip(names, files, strict=True) for one in file.tensors}
+            total_bytes = sum(one.size_bytes for file in files for one in file.tensors)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+            encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
+            await store.put_bytes(f"{_MADE}/model.safetensors.index.json", encoded)
+    finally:
+        await store.close()
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _read_shard(path: Path) -> Shard:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = header_length(file.read(8), size_bytes, where=path.name)
+        file.seek(0)
+        return parse_header(file.read(length), size_bytes, where=path.name)
+
+
+class _Assembly:
+    """A whole file, as the store asks for it: put together out of the shards in `folder` while it is written."""
+
+    def __init__(self, folder: Path, shards: Sequence[str], file: WholeFile) -> None:
+        self._folder = folder
+        self._names = shards
+        self._file = file
+        self._opened: dict[str, int] = {}
+
+    def __enter__(self) -> _Assembly:
+        self._opened = {name: os.open(self._folder / name, os.O_RDONLY) for name in self._names}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._opened.values():
+            os.close(descriptor)
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        await asyncio.to_thread(self._fill, offset, buffer)
+
+    def _fill(self, offset: int, buffer: memoryview) -> None:
+        header = self._file.header[offset : offset + len(buffer)]
+        buffer[: len(header)] = header
+        done = len(header)
+        for piece in self._file.pieces(offset + done, offset + len(buffer)):
+            view = buffer[piece.at - offset : piece.at - offset + piece.length]
+            read = os.preadv(self._opened[piece.shard], [view], piece.offset)
+            if read != piece.length:
+                raise Corrupt(f"put {piece.shard} into a whole file: it ends early, at byte {piece.offset + read}")
+            done += read
+        if done != len(buffer):
+            raise Corrupt(f"put a whole file together: its bytes {offset} to {offset + len(buffer)} are not all there")
+
+
+# ── torch's own formats ──
+
+
+def _check_torch(format: Format) -> None:
+    missing = [name for name in ("torch", "tierd_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadConfig(
+            f"export --format {format.value}: torch writes it, and {' and '.join(missing)} cannot be imported here",
+            hint="pip install 'tierd[client]', or --format safetensors, which needs neither",
+        )
+
+
+async def _have_torch_write(format: Format, folder: Path, made: Path, prefix: str) -> None:
+    # -P: nothing in the directory that we happen to be in takes the place of torch.
+    command = [sys.executable, "-P", "-m", "tierd_client.export", format.value, str(folder), str(made), prefix]
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, said = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode != 0:
+        lines = said.decode(errors="replace").strip().splitlines() or [f"it ended with {child.returncode}"]
+        raise TierdError(f"export as {format.value}: torch's process: {lines[-1]}", hint="is there memory for it all?")
+    await asyncio.to_thread(make_durable, made)

@@ -1,0 +1,80 @@
+"""How fast a bucket is sent to: a cap on bytes per second, and as many parts at once as it takes without complaint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+BACKOFF_S_MAX = 20.0
+
+
+class Bandwidth:
+    """A cap on bytes per second: each part waits until the ones before it have had their time. 0: no cap."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s  # may be set at any time; parts that wait already are not called back
+        self._free_at = 0.0
+
+    async def take(self, size_bytes: int) -> None:
+        if self.bytes_per_s <= 0:
+            return
+        now = asyncio.get_running_loop().time()
+        begin = max(now, self._free_at)
+        self._free_at = begin + size_bytes / self.bytes_per_s
+        await asyncio.sleep(begin - now)
+
+
+class Window:
+    """Parts in flight over all uploads: half as many when the server asks to slow down, and one more again for each
+    round that went well. Additive increase, multiplicative decrease, as in TCP (RFC 5681)."""
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._limit = float(count_max)
+        self._in_flight = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._unpunished = 0  # parts begun before the last halving, whose complaints are about the old rate
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    @asynccontextmanager
+    async def part(self) -> AsyncGenerator[None, None]:
+        while self._in_flight >= self.limit:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            finally:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            self._unpunished = max(0, self._unpunished - 1)
+            self._call()
+
+    def went_well(self) -> None:
+        self._limit = min(float(self._count_max), self._limit + 1 / self._limit)
+        self._call()
+
+    def slow_down(self) -> None:
+        if self._unpunished == 0:
+            self._limit = max(1.0, self._limit / 2)
+            self._unpunished = self._in_flight
+
+    def _call(self) -> None:
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+
+def backoff_s(attempt: int, least_s: float) -> float:
+    """Doubling from `least_s`, times 0.5 to 1 at random so that ranks and nodes do not come back in step."""
+    return min(BACKOFF_S_MAX, least_s * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1.0)
