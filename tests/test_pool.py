@@ -80,6 +80,17 @@ async def test_the_first_error_stops_the_rest_and_comes_alone() -> None:
     assert set(cancelled) <= {0, 2}
 
 
+async def test_item_whose_work_is_cancelled_from_within_is_not_taken_for_done() -> None:
+    """As happens when a thread passes on the cancellation of something else: a task group stays silent about it."""
+
+    async def act(item: int) -> None:
+        if item == 1:
+            raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="not done"):
+        await each(3, range(3), act)
+
+
 async def test_buffers_are_lent_up_to_their_count_and_reused() -> None:
     made: list[int] = []
 

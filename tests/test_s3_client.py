@@ -82,6 +82,27 @@ async def test_server_that_is_half_gone_costs_a_bounded_time(served: Bucket, ope
     await store.close()
 
 
+async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket) -> None:
+    """What was cut is this attempt, not the next; and a file with a part left out is never asked to be put together."""
+
+    class SlowOnce(BytesSource):
+        begun = 0
+
+        async def fill(self, offset: int, buffer: memoryview) -> None:
+            self.begun += 1
+            if self.begun == 2:
+                await asyncio.sleep(60)
+            await super().fill(offset, buffer)
+
+    store = store_at(served, request_timeout_s=0.1)
+    data = content(SIZE_BYTES)
+    entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+    await store.put(KEY, SlowOnce(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
+    assert served.count("complete_multipart_upload") == 1
+    assert await store.get_bytes(KEY, size_max=SIZE_BYTES) == data
+    await store.close()
+
+
 async def test_request_of_a_caller_that_is_cancelled_ends_at_once(served: Bucket) -> None:
     """A daemon that stops waits for no part of 64 MiB."""
     store = store_at(served, request_timeout_s=60, parts_in_flight=2)

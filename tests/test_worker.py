@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -37,18 +37,20 @@ class Task:
 
     name = "list"
 
-    def __init__(self, script: list[bool | Exception], *, interval_s: float = 100.0, is_urgent: bool = False) -> None:
+    def __init__(
+        self, script: Sequence[bool | BaseException], *, interval_s: float = 100.0, is_urgent: bool = False
+    ) -> None:
         self.interval_s = interval_s
         self.is_urgent = is_urgent
         self.passes_s: list[float] = []
         self.passed = asyncio.Event()
-        self._script = script
+        self._script = list(script)
 
     async def run_once(self) -> bool:
         self.passes_s.append(asyncio.get_running_loop().time())
         self.passed.set()
         outcome = self._script.pop(0) if self._script else True
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
@@ -112,3 +114,10 @@ def test_new_work_wakes_an_urgent_worker_out_of_its_backoff_but_not_too_soon() -
 @pytest.mark.parametrize("failures", [1, 2, 10, 1000, 10**9])
 def test_backoff_never_passes_its_limit(failures: int) -> None:
     assert 0.5 * LIMITS.retry_min_s <= backoff_s(failures, LIMITS) <= LIMITS.retry_max_s
+
+
+def test_worker_whose_pass_was_cancelled_from_within_goes_on_and_says_so() -> None:
+    """A call in a thread may pass on the cancellation of something else; the loop would end with nobody told."""
+    task, errors = run(lambda: Task([asyncio.CancelledError(), True]), 3)
+    assert len(task.passes_s) == 3
+    assert [str(error) for error in errors] == ["a pass of list was cancelled from within"]

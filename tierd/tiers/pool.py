@@ -56,7 +56,11 @@ class Pool:
 
 
 async def each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[object]]) -> None:
-    """`act` on every item, at most `limit` at once. The first error stops the rest and is raised alone."""
+    """`act` on every item, at most `limit` at once. The first error stops the rest and is raised alone.
+
+    Returns only when every item is done: a task group holds a member that was cancelled from within for one that ended
+    well, and its item would be left out in silence. Raises RuntimeError then.
+    """
     waiting = iter(items)
 
     async def work() -> None:
@@ -65,11 +69,12 @@ async def each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[obje
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(limit):
-                group.create_task(work())
+            members = [group.create_task(work()) for _ in range(limit)]
     except BaseExceptionGroup as errors:
         first: BaseException = errors.exceptions[0]
         raise first from first.__cause__
+    if any(member.cancelled() for member in members):
+        raise RuntimeError("work was cancelled from within, and is not done")
 
 
 class Buffers(Generic[B]):

@@ -263,11 +263,18 @@ class S3Store:
         """One request to the bucket. Raises what the caller can act on."""
         return await self._get(doing, lambda answer: answer, operation=operation, **arguments)
 
-    async def send(self, operation: str, doing: str, body: Body, size_bytes: int, **arguments: Any) -> Answer:
-        """A request that carries a part, within what the tier may use."""
+    async def send(
+        self, operation: str, doing: str, make_body: Callable[[], Body], size_bytes: int, **arguments: Any
+    ) -> Answer:
+        """A request that carries a part, within what the tier may use. Each attempt has a body of its own."""
         await self._bandwidth.take(size_bytes)
         return await self._get(
-            doing, lambda answer: answer, operation=operation, size_bytes=size_bytes, body=body, Body=body, **arguments
+            doing,
+            lambda answer: answer,
+            operation=operation,
+            size_bytes=size_bytes,
+            make_body=make_body,
+            **arguments,
         )
 
     async def _get(
@@ -277,7 +284,7 @@ class S3Store:
         *,
         operation: str = "get_object",
         size_bytes: int = 0,
-        body: Body | None = None,
+        make_body: Callable[[], Body] | None = None,
         **arguments: Any,
     ) -> Any:
         """A request, and what `use` makes of the answer and its body, both in one thread; a few times over, if that
@@ -286,6 +293,7 @@ class S3Store:
         while True:
             attempt += 1
             try:
+                body = None if make_body is None else make_body()
                 result = await self._attempt(doing, use, operation, size_bytes, body, arguments)
             except (TierUnreachable, NotFound) as error:
                 trouble = trouble_of(error.__cause__)
@@ -297,7 +305,7 @@ class S3Store:
                 if trouble in _FINAL or attempt >= ATTEMPTS:
                     raise
             else:
-                if body is not None:
+                if make_body is not None:
                     self.window.went_well()
                 return result
             await asyncio.sleep(backoff_s(attempt, self._retry_min_s))
@@ -319,7 +327,7 @@ class S3Store:
                 body.cut()
 
         if body is not None:
-            body.seek(0)
+            arguments = {**arguments, "Body": body}
         # Twice the timeout of a socket, which is to speak first where nothing comes at all.
         stop_watching = self._watch(line, cut, 2 * self._request_timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
         outcome = "cancelled"

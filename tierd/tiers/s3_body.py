@@ -21,7 +21,7 @@ class Body:
     """Bytes `offset` to `offset + length` of a file: whole chunks of `entry`. boto3 reads it in a thread of its own;
     the source is asked on the event loop. `buffer` has PIECE_BYTES, where the source is not memory already.
 
-    Read again after `seek(0)`, for another attempt. What went wrong with the source itself is in `damage`.
+    For one attempt: once cut, it stays so. What went wrong with the source itself is in `damage`.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import hashlib
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable
@@ -155,10 +156,9 @@ class Upload:
 
     async def _send(self, operation: str, entry: FileEntry, offset: int, length: int, **about: Any) -> Answer:
         async with self.store.window.part(), self.store.buffers.lend(PIECE_BYTES) as buffer:
-            view = memoryview(buffer)
-            body = Body(self.source, entry, offset, length, buffer=view, doing=self.doing)
+            make_body = partial(Body, self.source, entry, offset, length, buffer=memoryview(buffer), doing=self.doing)
             key = self.store.object_key(self.key)
-            answer = await self.store.send(operation, self.doing, body, length, Key=key, **about)
+            answer = await self.store.send(operation, self.doing, make_body, length, Key=key, **about)
         self._tell(length)
         return answer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from tierd.config import LimitsConfig
 
@@ -55,6 +55,11 @@ async def run_forever(
         is_well = False
         try:
             is_well = await worker.run_once()
+        except asyncio.CancelledError:
+            if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
+                raise
+            # Something within was cancelled, not this worker: it would end, and nobody would be told.
+            on_error(worker.name, RuntimeError(f"a pass of {worker.name} was cancelled from within"))
         except Exception as error:  # the one broad catch: a bug in one worker must not end the daemon
             on_error(worker.name, error)
         failures = 0 if is_well else failures + 1
