@@ -38,7 +38,7 @@ def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: An
         hot=HotConfig(path=str(root / "hot")),
         cold=[ColdConfig(name=name, url=f"file://{root / name}") for name in cold],
         health=HealthConfig(examine=False),
-        limits=LimitsConfig(hello_timeout_s=0.5, reconcile_interval_s=0.2, retry_min_s=0.05, retry_max_s=0.2),
+        limits=LimitsConfig(hello_timeout_s=2.0, reconcile_interval_s=0.2, retry_min_s=0.05, retry_max_s=0.2),
     )
     return msgspec.structs.replace(found, **sections)
 
@@ -114,7 +114,7 @@ class Daemon:
             [hot]
             path = "hot"
             [limits]
-            hello_timeout_s = 0.5
+            hello_timeout_s = 2.0
             reconcile_interval_s = 0.2
             retry_min_s = 0.05
             retry_max_s = 0.2

@@ -222,7 +222,7 @@ class HeldSlots:
         self._session.send(wire.AttachSlot(slot=index, capacity_bytes=held.offered_bytes), [held.slot.fd])
 
     def _are_safe(self) -> bool:
-        boot = self._session.welcome.boot if self._session.is_attached else ""
+        boot = self._session.welcome.boot if self._session.is_there() else ""
         return all(
             held.use is not Use.SEALED or held.is_persisted or (held.accepted_by and held.accepted_by == boot)
             for held in self._held.values()

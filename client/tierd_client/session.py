@@ -10,6 +10,7 @@ import array
 import itertools
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -88,6 +89,15 @@ class Session:
     @property
     def is_attached(self) -> bool:
         return self._attached
+
+    def is_there(self) -> bool:
+        """Whether the daemon has its end open at this moment: the listening thread hears of a death a little later."""
+        poll = select.poll()
+        with self.lock:
+            if not self._attached:
+                return False
+            poll.register(self._socket, 0)  # POLLHUP and POLLERR always count
+            return not poll.poll(0)
 
     @property
     def absent_s(self) -> float:
