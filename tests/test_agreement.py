@@ -74,6 +74,18 @@ def _loop(training: Training, seed: int, slowest_s: float, every: int = 1) -> tu
     return due, None
 
 
+def _loop_until_due(training: Training, seed: int, count: int) -> list[int]:
+    """The first so many steps that were due."""
+    chance, due = random.Random(seed), list[int]()
+    for step in range(1, FOREVER):
+        time.sleep(chance.uniform(0, 0.004))
+        if training.client.due(step):
+            due.append(step)
+        if len(due) == count:
+            break
+    return due
+
+
 def _loop_with_snapshots(training: Training) -> list[int]:
     """It never asks whether one is due: snapshots are its points."""
     taken: list[int] = []
@@ -178,12 +190,9 @@ def test_a_wish_before_the_first_step_comes_true_there(daemon: Daemon) -> None:
 def test_by_time_the_clock_of_rank_0_makes_the_same_steps_due_on_all(daemon: Daemon) -> None:
     with ranks(daemon, 2, every_s=0.1) as trainers:
         for rank, trainer in enumerate(trainers):
-            trainer.begin("apply", _loop, rank, 0.004)
-        time.sleep(0.7)  # how long it trains, not a wait for anything
-        trainers[0].signal(signal.SIGINT)
-        (due, stopped), other = [trainer.end() for trainer in trainers]
-        assert (due, stopped) == other
-        assert len(due) >= 3
+            trainer.begin("apply", _loop_until_due, rank, 3)
+        due, other = [trainer.end() for trainer in trainers]
+        assert due == other
 
 
 def test_many_wishes_on_ranks_of_different_speeds_with_the_daemon_killed_between_never_part_them(
@@ -205,7 +214,7 @@ def test_many_wishes_on_ranks_of_different_speeds_with_the_daemon_killed_between
         found = [trainer.end() for trainer in trainers]
     assert all(one == found[0] for one in found), found
     due, stopped = found[0]
-    assert len(due) > 5
+    assert due, "wishes that come close together, or while there is no daemon, come true as one"
     assert stopped is not None
 
 
