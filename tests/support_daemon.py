@@ -24,7 +24,7 @@ from tierd.format import wire
 from tierd.lifecycle.states import SlotEvent, SlotState
 from tierd.slots import Slot
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 CREATED_AT = "2025-01-01T00:00:00.000+00:00"
 PAGE_BYTES = 4096
 
@@ -34,7 +34,7 @@ M = TypeVar("M", bound=wire.ToClient)
 def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: Any) -> Config:
     """Everything below `root`, patient nowhere. Nobody looks for NaN: what these tests seal are plain bytes."""
     found = Config(
-        daemon=DaemonConfig(socket=str(root / "tierd.sock"), listen="127.0.0.1:0", node="here", drain_timeout_s=5.0),
+        daemon=DaemonConfig(socket=str(root / "tierd.sock"), listen="127.0.0.1:0", node="here", drain_timeout_s=10.0),
         hot=HotConfig(path=str(root / "hot")),
         cold=[ColdConfig(name=name, url=f"file://{root / name}") for name in cold],
         health=HealthConfig(examine=False),
@@ -110,7 +110,7 @@ class Daemon:
             socket = "tierd.sock"
             listen = "127.0.0.1:0"
             node = "here"
-            drain_timeout_s = 5.0
+            drain_timeout_s = 10.0
             [hot]
             path = "hot"
             [limits]

@@ -14,7 +14,7 @@ from tierd_client.session import Identity, Session
 
 from tierd.format import wire
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 IDENTITY = Identity(run="run", rank=0, world_size=1, generation=None)
 
 

@@ -19,7 +19,7 @@ from support_cli import House, content, make_checkpoint, make_house
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 
 
 @pytest.fixture

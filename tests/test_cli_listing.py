@@ -299,7 +299,7 @@ def test_a_reader_that_has_enough_is_no_error(house: House) -> None:
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     os.close(writer)
 

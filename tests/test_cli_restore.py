@@ -329,7 +329,7 @@ def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum:
         while not list(partial.glob("run42/*/*")) and process.poll() is None and time.monotonic() < deadline:
             os.sched_yield()
         process.send_signal(signum)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         if process.returncode != 0:
             break
         shutil.rmtree(target)  # on a busy machine it may be done before the signal comes: once more

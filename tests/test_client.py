@@ -418,7 +418,7 @@ client = tierd_client.connect({run!r}, socket={daemon.socket!r})
 client.snapshot(7, tierd_client.TrainingState(model=torch.nn.Linear(2, 2)))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: daemon.get(f"/api/v1/checkpoints?run={run}"), "the checkpoint")

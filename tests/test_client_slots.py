@@ -158,7 +158,7 @@ def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(slot.tensor[0]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["-11", "0"]
 

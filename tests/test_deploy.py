@@ -118,7 +118,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / "tierd.service")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     complaints = [line for line in done.stderr.splitlines() if "tierd.service" in line]
@@ -317,7 +317,7 @@ def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_done(tmp_p
     said = tmp_path / "said"
     for expected in (f"requeue {environ['SLURM_JOB_ID']}\n", ""):
         command = ["bash", str(DEPLOY / "slurm.sbatch")]
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr.decode()
         assert (said.read_text() if said.exists() else "") == expected
         said.unlink(missing_ok=True)

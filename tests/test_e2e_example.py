@@ -71,7 +71,7 @@ def test_a_checkpoint_is_read_by_safetensors_and_by_stock_torch_and_equals_the_m
     hot, cold = daemon.folder(4), daemon.folder(4, tier="cold")
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", STOCK, str(hot), str(live)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
     names = sorted(path.name for path in hot.iterdir())

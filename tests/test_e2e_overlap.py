@@ -136,7 +136,7 @@ client = tierd_client.connect("run", socket={daemon.socket!r}, staging="overlap"
 client.snapshot(7, tierd_client.TrainingState(model=model, optimizer=optimizer))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: daemon.steps("hot") == [7], "the checkpoint")

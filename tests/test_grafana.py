@@ -67,7 +67,7 @@ def labels_in(query: str) -> Iterator[tuple[str, set[str]]]:
 
 def promtool(*arguments: str) -> None:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *arguments], cwd=GRAFANA, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([PROMTOOL, *arguments], cwd=GRAFANA, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -121,7 +121,7 @@ def test_a_question_ends_when_the_connection_does_even_if_it_is_back_at_once(pee
     peer.drop()
     peer.admit(welcome())
     with pytest.raises(DaemonUnreachable, match="went away while it was asked"):
-        asking.result(5)
+        asking.result(DEADLINE_S)
     session.close()
 
 

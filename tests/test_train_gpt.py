@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 def train(*more: object) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, more)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
             pytest.fail("the daemon did not start: " + "".join(heard))
         yield tmp_path / "t.sock"
         daemon.terminate()
-        daemon.communicate(timeout=30)
+        daemon.communicate(timeout=120)
 
 
 def test_two_runs_write_the_same_bytes_and_learn(undisturbed: bytes, tmp_path: Path) -> None:

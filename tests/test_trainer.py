@@ -466,7 +466,7 @@ peer.settimeout(10)
 print(peer.recv(65536))
 """
     with unharmed(daemon):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
         assert "uid 65534" in done.stdout, done.stderr
 
 
