@@ -53,20 +53,18 @@ class HotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     path: str = ".tierd/hot"
 
 
-class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str = "cold"
-    url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
-    region: str = ""
-    endpoint_url: str = ""
-    max_upload_mib_s: float = 0.0  # 0: no cap
-
-
 class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which checkpoints of a run a tier keeps: the union of what each key asks for."""
 
     keep_last: int = 3
     keep_every: int = 0  # every n-th checkpoint of the run (sequence divisible by n); 0: none by count
     keep_every_steps: int = 0  # steps divisible by n; 0: none by steps
+    keep_hourly: int = 0  # of the last n hours that have one, the newest each, by created_at in UTC; 0: none by time
+    keep_daily: int = 0
+    keep_weekly: int = 0  # ISO weeks, from Monday
+    keep_best: int = 0  # the n best by best_metric, which snapshot(metrics=...) gave; 0: none by metric
+    best_metric: str = ""
+    best_mode: Literal["min", "max"] = "min"
     milestones: bool = False
     keep_unhealthy: int = 1  # the newest so many unhealthy ones, as evidence; they count for nothing else
 
@@ -77,6 +75,15 @@ class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_every: int = 10
     milestones: bool = True
     keep_unhealthy: int = 0
+
+
+class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "cold"
+    url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
+    region: str = ""
+    endpoint_url: str = ""
+    max_upload_mib_s: float = 0.0  # 0: no cap
+    lifecycle: ColdPolicy | None = None  # in place of lifecycle.cold as a whole
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +125,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def hot_path(self) -> Path:
         return Path(self.hot.path)
+
+    @property
+    def own_policies(self) -> dict[str, TierPolicy]:
+        """By name, of the cold tiers that have a lifecycle of their own."""
+        return {one.name: one.lifecycle for one in self.cold if one.lifecycle is not None}
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -227,8 +239,12 @@ def _check(config: Config, where: str) -> Config:
         raise _refusal(where, "snapshot.slots", config.snapshot.slots, "2 to 16")
     if config.limits.retry_max_s < config.limits.retry_min_s:
         raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
+    _check_policy(config.lifecycle.hot, where, "lifecycle.hot")
+    _check_policy(config.lifecycle.cold, where, "lifecycle.cold")
     for one in config.cold:
         _check_cold(one, where)
+        if one.lifecycle is not None:
+            _check_policy(one.lifecycle, where, f"cold.lifecycle of {one.name}")
     _check_apart(config, where)
     return config
 
@@ -245,6 +261,14 @@ def _check_numbers(config: Config, where: str) -> None:
             raise _refusal(where, key, value, "more than 0")
         if value == 0 and keys[-1] == "keep_last":
             raise _refusal(where, key, value, "1 or more")
+
+
+def _check_policy(policy: TierPolicy, where: str, key: str) -> None:
+    """Half of a rule keeps nothing, and nobody would notice before the best one is gone."""
+    if policy.keep_best and not policy.best_metric:
+        raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
+    if policy.best_metric and not policy.keep_best:
+        raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
 
 
 def _check_daemon(daemon: DaemonConfig, where: str) -> None:

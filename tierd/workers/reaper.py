@@ -114,7 +114,7 @@ def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     return [
         decision
         for views, cold, hot_known in _judged(catalog, config)
-        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known)
+        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
     ]
 
 
@@ -123,7 +123,7 @@ def decide(catalog: Catalog, config: Config) -> list[Action]:
     return [
         action
         for views, cold, hot_known in _judged(catalog, config)
-        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known)
+        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
     ]
 
 
