@@ -361,3 +361,34 @@ def test_a_rule_that_would_keep_nothing_or_is_unknown_is_refused(
     tmp_path: Path, section: str, policy: str, said: str
 ) -> None:
     assert said in refusal(tmp_path, f"{section}\n{policy}")
+
+
+# ── storage classes ──
+
+
+def test_storage_classes_of_a_bucket_are_read(tmp_path: Path) -> None:
+    text = '[[cold]]\nurl = "s3://b"\nstorage_class = "STANDARD_IA"\nmilestone_storage_class = "DEEP_ARCHIVE"'
+    (cold,) = loaded(tmp_path, text).cold
+    assert (cold.storage_class, cold.milestone_storage_class) == ("STANDARD_IA", "DEEP_ARCHIVE")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('url = "file:///c"\nstorage_class = "STANDARD"', "only a bucket has storage classes"),
+        ('url = "file:///c"\nmilestone_storage_class = "GLACIER_IR"', "only a bucket has storage classes"),
+        ('url = "s3://b"\nstorage_class = "GLACIER"', "takes hours to restore"),
+        ('url = "s3://b"\nstorage_class = "DEEP_ARCHIVE"', "takes hours to restore"),
+        ('url = "s3://b"\nstorage_class = "glacier_ir"', "as S3 spells it"),
+        ('url = "s3://b"\nmilestone_storage_class = "GLACIER IR"', "as S3 spells it"),
+        (
+            'url = "s3://b"\nmilestone_storage_class = "GLACIER_IR"\nlifecycle = { milestones = false }',
+            "keeps no milestones",
+        ),
+        ('url = "s3://b"\nmilestone_storage_class = "GLACIER_IR"\n[lifecycle.cold]\nmilestones = false', "keeps no"),
+    ],
+)
+def test_storage_class_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
+    message = refusal(tmp_path, f"[[cold]]\n{text}")
+    assert said in message
+    assert "storage_class of cold" in message

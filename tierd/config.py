@@ -25,6 +25,8 @@ DEFAULT_FILE = "tierd.toml"
 DEFAULT_ROOT = ".tierd"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
 _TIER_WORDS = ("auto", "memory", "hot")
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
+ARCHIVED = ("GLACIER", "DEEP_ARCHIVE")  # a GET is refused until someone has asked for a copy, and hours have passed
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +85,8 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     region: str = ""
     endpoint_url: str = ""
     max_upload_mib_s: float = 0.0  # 0: no cap
+    storage_class: str = ""  # of a bucket's new objects; empty: not sent, which is STANDARD
+    milestone_storage_class: str = ""  # of shards that are a milestone's when they are sent; empty: as storage_class
     lifecycle: ColdPolicy | None = None  # in place of lifecycle.cold as a whole
 
 
@@ -245,6 +249,7 @@ def _check(config: Config, where: str) -> Config:
         _check_cold(one, where)
         if one.lifecycle is not None:
             _check_policy(one.lifecycle, where, f"cold.lifecycle of {one.name}")
+        _check_storage_classes(one, one.lifecycle or config.lifecycle.cold, where)
     _check_apart(config, where)
     return config
 
@@ -297,6 +302,21 @@ def _check_cold(one: ColdConfig, where: str) -> None:
         endpoint = urlsplit(one.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             raise _refusal(where, f"cold.endpoint_url of {one.name}", one.endpoint_url, "http://host or https://host")
+
+
+def _check_storage_classes(one: ColdConfig, policy: ColdPolicy, where: str) -> None:
+    for name, found in (("storage_class", one.storage_class), ("milestone_storage_class", one.milestone_storage_class)):
+        key = f"cold.{name} of {one.name}"
+        if found and not one.url.startswith("s3://"):
+            raise _refusal(where, key, found, "none: only a bucket has storage classes")
+        if found and not re.fullmatch(r"[A-Z][A-Z0-9_-]{0,63}", found):
+            raise _refusal(where, key, found, "a storage class as S3 spells it, such as STANDARD_IA or GLACIER_IR")
+    if one.storage_class in ARCHIVED:
+        expected = "a class that can be read at once: what is archived takes hours to restore, and is billed for months"
+        raise _refusal(where, f"cold.storage_class of {one.name}", one.storage_class, expected)
+    if one.milestone_storage_class and not policy.milestones:
+        key = f"cold.milestone_storage_class of {one.name}"
+        raise _refusal(where, key, one.milestone_storage_class, "none where the lifecycle keeps no milestones")
 
 
 def _check_apart(config: Config, where: str) -> None:
