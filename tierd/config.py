@@ -87,6 +87,7 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_upload_mib_s: float = 0.0  # 0: no cap
     storage_class: str = ""  # of a bucket's new objects; empty: not sent, which is STANDARD
     milestone_storage_class: str = ""  # of shards that are a milestone's when they are sent; empty: as storage_class
+    price_per_gib_month: float = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: not told
     lifecycle: ColdPolicy | None = None  # in place of lifecycle.cold as a whole
 
 

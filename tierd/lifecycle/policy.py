@@ -105,16 +105,21 @@ def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[Chec
         found.setdefault(newest_first[0].id, "newest, though none is healthy")
     # The longest-lived reason is the one that is told.
     found |= _by_time(healthy, policy) | _best(healthy, policy)
-    for one in newest_first:
-        if policy.milestones and one.milestones:
-            found[one.id] = "milestone " + ", ".join(sorted(one.milestones))
-        elif one.healthy is False:
-            continue
-        elif policy.keep_every and one.sequence % policy.keep_every == 0:
-            found[one.id] = f"every {_ordinal(policy.keep_every)}"
-        elif policy.keep_every_steps and one.id.step % policy.keep_every_steps == 0:
-            found[one.id] = f"every {policy.keep_every_steps} steps"
+    found |= {one.id: reason for one in newest_first if (reason := lasting(one, policy))}
     return found
+
+
+def lasting(one: CheckpointView, policy: TierPolicy) -> str | None:
+    """Why this one is kept for ever, whatever comes after it."""
+    if policy.milestones and one.milestones:
+        return "milestone " + ", ".join(sorted(one.milestones))
+    if one.healthy is False:
+        return None
+    if policy.keep_every and one.sequence % policy.keep_every == 0:
+        return f"every {_ordinal(policy.keep_every)}"
+    if policy.keep_every_steps and one.id.step % policy.keep_every_steps == 0:
+        return f"every {policy.keep_every_steps} steps"
+    return None
 
 
 def _by_time(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
