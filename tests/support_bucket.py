@@ -45,6 +45,8 @@ STATUSES = {
     "InvalidAccessKeyId": 403,
     "AccessDenied": 403,
     "RequestTimeTooSkewed": 403,
+    "InvalidObjectState": 403,
+    "InvalidStorageClass": 400,
     "PermanentRedirect": 301,
     "NoSuchBucket": 404,
     "NoSuchKey": 404,
@@ -73,6 +75,8 @@ FAULTS = {
     "drip": "the answer's body comes byte by byte",
     "error-in-200": "CompleteMultipartUpload is refused with status 200, as AWS does after its first white space",
 }
+STORAGE_CLASSES = {"", "STANDARD", "STANDARD_IA", "GLACIER_IR", "GLACIER", "DEEP_ARCHIVE"}
+ARCHIVED = {"GLACIER", "DEEP_ARCHIVE"}
 SKEW_MAX = timedelta(minutes=15)
 
 
@@ -93,6 +97,7 @@ class Stored:
     etag: str
     crc64nvme: int
     part_count: int = 0
+    storage_class: str = ""
 
 
 @dataclass
@@ -102,6 +107,7 @@ class Begun:
     key: str
     initiated: datetime
     algorithm: str
+    storage_class: str = ""
     parts: dict[int, Stored] = field(default_factory=dict)
 
 
@@ -126,7 +132,8 @@ class Bucket:
     """What the server holds and has seen. Set `script` to spoil requests.
 
     `honours_conditions`: If-None-Match counts. `keeps_checksums`: as AWS, else checksums are neither kept nor checked,
-    as on Ceph. `lists_uploads`: ListMultipartUploads is known. `page`: entries in one page of any listing.
+    as on Ceph. `lists_uploads`: ListMultipartUploads is known. `page`: entries in one page of any listing. `thawed`:
+    keys of archived objects that can be read for a while.
     """
 
     def __init__(
@@ -146,6 +153,7 @@ class Bucket:
         self.script: Script = lambda operation, key: ""
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, Begun] = {}
+        self.thawed: set[str] = set()
         self.access_keys = {ACCESS_KEY}
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
@@ -174,7 +182,17 @@ class Bucket:
 
     def get_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         stored = self._object(key)
+        if stored.storage_class in ARCHIVED and key not in self.thawed:
+            raise Refused("InvalidObjectState")
+        return self._shown(stored, headers)
+
+    def head_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
+        return self._shown(self._object(key), headers)
+
+    def _shown(self, stored: Stored, headers: Any) -> Answer:
         found = Answer(headers={"ETag": stored.etag}, body=stored.content)
+        if stored.storage_class not in ("", "STANDARD"):
+            found.headers["x-amz-storage-class"] = stored.storage_class
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("Range", "")):
             begin, end, size = int(wanted[1]), int(wanted[2]), len(stored.content)
             if begin >= size:
@@ -184,8 +202,6 @@ class Bucket:
         elif headers.get("x-amz-checksum-mode") == "ENABLED":
             found.headers |= self._checksum(stored)
         return found
-
-    head_object = get_object
 
     def delete_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         self.objects.pop(key, None)
@@ -212,7 +228,9 @@ class Bucket:
 
     def create_multipart_upload(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         upload_id = hashlib.sha256(f"{key} {len(self.uploads)} {time.monotonic_ns()}".encode()).hexdigest()
-        self.uploads[upload_id] = Begun(key, self.now(), headers.get("x-amz-checksum-algorithm", ""))
+        self.uploads[upload_id] = Begun(
+            key, self.now(), headers.get("x-amz-checksum-algorithm", ""), self._storage_class(headers)
+        )
         return Answer(
             body=_xml("InitiateMultipartUploadResult", _element_text("Key", key), _element_text("UploadId", upload_id))
         )
@@ -253,6 +271,7 @@ class Bucket:
             f'"{hashlib.md5(md5s).hexdigest()}-{len(parts)}"',
             checksum.combine((part.crc64nvme, len(part.content)) for part in parts),
             len(parts),
+            upload.storage_class,
         )
         if self.keeps_checksums:
             self._compare("x-amz-checksum-crc64nvme", headers, checksum.encode(whole.crc64nvme))
@@ -329,7 +348,14 @@ class Bucket:
         crc64nvme = checksum.crc64nvme(body)
         if self.keeps_checksums:
             self._compare("x-amz-checksum-crc64nvme", headers, checksum.encode(crc64nvme))
-        return Stored(body, f'"{hashlib.md5(body).hexdigest()}"', crc64nvme)
+        etag = f'"{hashlib.md5(body).hexdigest()}"'
+        return Stored(body, etag, crc64nvme, storage_class=self._storage_class(headers))
+
+    def _storage_class(self, headers: Any) -> str:
+        found = headers.get("x-amz-storage-class", "")
+        if found not in STORAGE_CLASSES:
+            raise Refused("InvalidStorageClass")
+        return found
 
     def _place(self, key: str, stored: Stored, headers: Any) -> None:
         if self.honours_conditions and headers.get("If-None-Match") == "*" and key in self.objects:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 from support_cli import make_manifest
 
@@ -169,3 +171,11 @@ def test_facts_are_newest_first_within_a_run_and_name_tiers_from_near_to_far(cat
     ]
     assert facts[0]["milestone"] == "first"
     assert [row["step"] for row in catalog.facts(in_memory, A.id.run)] == [200, 100]
+
+
+def test_views_have_what_the_rules_by_time_and_metric_look_at(catalog: Catalog) -> None:
+    for manifest, created_at in ((A, "2026-03-01T01:00:00+02:00"), (B, "yesterday")):
+        saw(catalog, "hot", msgspec.structs.replace(manifest, created_at=created_at), since=catalog.moment())
+        (found,) = catalog.views()
+        assert found.created_at == {A.id: datetime(2026, 2, 28, 23, tzinfo=UTC)}.get(manifest.id)
+        assert found.metrics == {"loss": 2.5}

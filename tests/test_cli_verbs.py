@@ -125,7 +125,7 @@ def test_lifecycle_says_what_would_be_done_and_does_nothing(house: House) -> Non
     make_checkpoint(house.cold, step=1)
     make_checkpoint(house.cold, step=2, sequence=2)
 
-    planned = house.json("lifecycle")
+    planned = house.json("lifecycle")["planned"]
 
     copies = [one["step"] for one in planned if one["action"] == "replicate"]
     assert sorted(copies) == [3, 4, 5]
@@ -137,9 +137,31 @@ def test_lifecycle_says_what_would_be_done_and_does_nothing(house: House) -> Non
 def test_lifecycle_explains_why_what_stays_stays(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=10, sequence=10, milestones=("best",))
 
-    assert house.json("lifecycle") == []
-    reasons = {one["tier"]: (one["action"], one["reason"]) for one in house.json("lifecycle", "--explain")}
+    assert house.json("lifecycle")["planned"] == []
+    explained = house.json("lifecycle", "--explain")["planned"]
+    reasons = {one["tier"]: (one["action"], one["reason"]) for one in explained}
     assert reasons == {"hot": ("keep", "last 3"), "cold": ("keep", "milestone best")}
+
+
+def test_lifecycle_forecasts_what_each_tier_will_hold_and_cost(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.config.write_text('[hot]\npath = "hot"\n[[cold]]\nurl = "file://cold"\nprice_per_gib_month = 1e6\n')
+    for number in range(3):
+        created_at = f"2026-01-01T0{number}:00:00+00:00"
+        make_checkpoint(house.hot, house.cold, step=number + 1, sequence=number + 1, created_at=created_at)
+    make_checkpoint(house.hot, run="other")
+
+    told = {(one["run"], one["tier"]): one for one in house.json("lifecycle")["forecast"]}
+    printed = house.tierd("lifecycle", "--explain", "--run", "run42")
+
+    cold = told["run42", "cold"]
+    assert (cold["interval_s"], told["other", "hot"]["interval_s"]) == (3600, None)
+    assert cold["steady_cost"] == pytest.approx(3 * 40_000 / (1 << 30) * 1e6)
+    assert cold["growth_cost"] == pytest.approx(72 * 40_000 / (1 << 30) * 1e6)
+    assert told["run42", "hot"]["steady_cost"] is None
+    lines = [line.split() for line in printed.stdout.splitlines()]
+    assert lines[-2][:5] == ["hot", "run42", "1", "h", "0"]
+    assert lines[-1][-2:] == ["112", "2,682"], "a steady cost, and what each month adds"
 
 
 def test_an_unreadable_manifest_halts_deletion_and_lifecycle_says_so(house: House) -> None:

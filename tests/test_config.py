@@ -316,3 +316,79 @@ def test_setting_one_key_of_the_cold_policy_keeps_the_defaults_of_the_others(tmp
 
 def test_no_number_has_a_default_that_is_refused(tmp_path: Path) -> None:
     assert loaded(tmp_path, "").limits == config.LimitsConfig()
+
+
+RULES = 'keep_hourly = 24\nkeep_daily = 7\nkeep_weekly = 4\nkeep_best = 2\nbest_metric = "loss"\nbest_mode = "max"'
+
+
+def test_rules_by_time_and_by_metric_are_read(tmp_path: Path) -> None:
+    found = loaded(tmp_path, f"[lifecycle.cold]\n{RULES}").lifecycle.cold
+    assert (found.keep_hourly, found.keep_daily, found.keep_weekly) == (24, 7, 4)
+    assert (found.keep_best, found.best_metric, found.best_mode) == (2, "loss", "max")
+
+
+def test_a_cold_tier_can_have_a_lifecycle_of_its_own_in_place_of_the_common_one(tmp_path: Path) -> None:
+    text = """
+        [[cold]]
+        url = "s3://a"
+        [[cold]]
+        name = "dr"
+        url = "s3://b"
+        lifecycle = { keep_last = 1, keep_every = 100 }
+        [lifecycle.cold]
+        keep_last = 9
+        keep_weekly = 4
+    """
+    found = loaded(tmp_path, text)
+    assert found.own_policies == {"dr": config.ColdPolicy(keep_last=1, keep_every=100)}
+    assert found.own_policies["dr"].keep_weekly == 0, "as a whole: nothing comes from lifecycle.cold"
+    assert found.own_policies["dr"].milestones
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("keep_best = 2", "best_metric is ''"),
+        ('best_metric = "loss"', "keep_best is 0"),
+        ('keep_best = 2\nbest_metric = "loss"\nbest_mode = "median"', "best_mode"),
+        ("keep_weekly = -1", "keep_weekly is -1"),
+        ("keep_monthly = 1", "keep_monthly"),
+        ("keep_last = 0", "keep_last is 0"),
+    ],
+)
+@pytest.mark.parametrize("section", ["[lifecycle.hot]", "[lifecycle.cold]", "[[cold]]\n[cold.lifecycle]"])
+def test_a_rule_that_would_keep_nothing_or_is_unknown_is_refused(
+    tmp_path: Path, section: str, policy: str, said: str
+) -> None:
+    assert said in refusal(tmp_path, f"{section}\n{policy}")
+
+
+# ── storage classes ──
+
+
+def test_storage_classes_of_a_bucket_are_read(tmp_path: Path) -> None:
+    text = '[[cold]]\nurl = "s3://b"\nstorage_class = "STANDARD_IA"\nmilestone_storage_class = "DEEP_ARCHIVE"'
+    (cold,) = loaded(tmp_path, text).cold
+    assert (cold.storage_class, cold.milestone_storage_class) == ("STANDARD_IA", "DEEP_ARCHIVE")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('url = "file:///c"\nstorage_class = "STANDARD"', "only a bucket has storage classes"),
+        ('url = "file:///c"\nmilestone_storage_class = "GLACIER_IR"', "only a bucket has storage classes"),
+        ('url = "s3://b"\nstorage_class = "GLACIER"', "takes hours to restore"),
+        ('url = "s3://b"\nstorage_class = "DEEP_ARCHIVE"', "takes hours to restore"),
+        ('url = "s3://b"\nstorage_class = "glacier_ir"', "as S3 spells it"),
+        ('url = "s3://b"\nmilestone_storage_class = "GLACIER IR"', "as S3 spells it"),
+        (
+            'url = "s3://b"\nmilestone_storage_class = "GLACIER_IR"\nlifecycle = { milestones = false }',
+            "keeps no milestones",
+        ),
+        ('url = "s3://b"\nmilestone_storage_class = "GLACIER_IR"\n[lifecycle.cold]\nmilestones = false', "keeps no"),
+    ],
+)
+def test_storage_class_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
+    message = refusal(tmp_path, f"[[cold]]\n{text}")
+    assert said in message
+    assert "storage_class of cold" in message

@@ -210,3 +210,19 @@ def test_a_shard_named_as_something_else_is_refused(name: str) -> None:
     disguised = msgspec.structs.replace(golden(), files=[msgspec.structs.replace(golden().files[0], name=name)])
     with pytest.raises(Corrupt, match="file name"):
         manifest.decode(disguised.encode(), where="disguised")
+
+
+@pytest.mark.parametrize(
+    ("created_at", "utc"),
+    [
+        ("2026-01-02T03:04:05.678+00:00", "2026-01-02T03:04:05.678000+00:00"),
+        ("2026-01-01T01:00:00+02:00", "2025-12-31T23:00:00+00:00"),
+        ("2026-01-01T01:00:00", "2026-01-01T01:00:00+00:00"),
+        ("0001-01-01T00:00:00+23:59", None),
+        ("", None),
+        ("soon", None),
+    ],
+)
+def test_time_of_a_checkpoint_is_told_in_utc_or_not_at_all(created_at: str, utc: str | None) -> None:
+    found = msgspec.structs.replace(golden(), created_at=created_at).created
+    assert (found and found.isoformat()) == utc

@@ -192,7 +192,9 @@ async def test_one_checkpoint_is_shown_with_its_manifest(house: House) -> None:
 
 async def test_plan_of_the_lifecycle_is_told(house: House) -> None:
     await with_history(house)
-    (planned,) = await house.json("/api/v1/lifecycle")
+    told = await house.json("/api/v1/lifecycle")
+    assert {one["tier"] for one in told["forecast"]} == {"hot", "cold"}
+    (planned,) = told["planned"]
     assert planned == {
         "run": RUN,
         "step": 7,

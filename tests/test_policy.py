@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +42,8 @@ def view(
     milestones: Iterable[str] = (),
     healthy: bool | None = None,
     run: str = "gpt",
+    at: str | None = None,
+    metrics: Mapping[str, float | str] | None = None,
 ) -> CheckpointView:
     return CheckpointView(
         id=checkpoint_id(run, sequence * 10 if step is None else step, generation),
@@ -45,6 +51,8 @@ def view(
         milestones=frozenset(milestones),
         healthy=healthy,
         tiers=frozenset(tiers),
+        created_at=None if at is None else datetime.fromisoformat(at).replace(tzinfo=UTC),
+        metrics=metrics or {},
     )
 
 
@@ -144,6 +152,105 @@ def test_newest_healthy_is_kept_even_by_a_policy_that_asks_for_none() -> None:
 
 def test_nothing_is_kept_of_nothing() -> None:
     assert kept([], TierPolicy(keep_every=10, milestones=True)) == {}
+
+
+# ── by time ──
+
+
+def test_of_the_last_hours_days_and_weeks_that_have_one_the_newest_each_is_kept() -> None:
+    views = [
+        view(1, at="2026-03-01T10:00"),  # a Sunday
+        view(2, at="2026-03-02T10:00"),
+        view(3, at="2026-03-08T23:59:59"),
+        view(4, at="2026-03-09T00:00"),
+        view(5, at="2026-03-09T00:59:59.999"),
+        view(6, at="2026-03-09T01:00"),
+        view(7, at="2026-03-09T05:00"),
+    ]
+    last = {7: "last 1"}
+
+    def told(policy: TierPolicy) -> dict[int, str]:
+        return {one.id.step // 10: why for one in views if (why := kept(views, policy).get(one.id))}
+
+    hourly, daily, weekly = "hourly, of the last 3", "daily, of the last 2", "weekly, of the last 3"
+    assert told(TierPolicy(keep_last=1, keep_hourly=3)) == {5: hourly, 6: hourly, 7: hourly}
+    assert told(TierPolicy(keep_last=1, keep_daily=2)) == {3: daily, 7: daily}
+    assert told(TierPolicy(keep_last=1, keep_weekly=3)) == {1: weekly, 3: weekly, 7: weekly}
+    assert told(TierPolicy(keep_last=1)) == last
+
+
+def test_a_run_that_rested_for_a_year_loses_nothing_by_it() -> None:
+    views = [view(1, at="2025-01-01T10:00"), view(2, at="2025-01-01T11:00"), view(3, at="2026-01-01T10:00")]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_hourly=3))) == [1, 2, 3]
+
+
+def test_the_week_that_lies_in_two_years_is_one() -> None:
+    views = [view(1, at="2025-12-29T00:00"), view(2, at="2026-01-01T00:00"), view(3, at="2026-01-05T00:00")]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_weekly=9))) == [2, 3]
+
+
+def test_unhealthy_ones_and_those_without_a_time_count_for_no_hour() -> None:
+    views = [
+        view(1, at="2026-03-01T10:10"),
+        view(2, at="2026-03-01T10:20", healthy=False),
+        view(3),
+        view(4, at="2026-03-01T11:00", healthy=False),
+        view(5, at="2026-03-01T12:00"),
+    ]
+    policy = TierPolicy(keep_last=1, keep_hourly=2, keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [1, 5]
+
+
+# ── by metric ──
+
+
+LOSSES = {1: 3.0, 2: 1.0, 3: "nan", 4: 1.0, 5: math.inf, 6: "-inf", 7: 2.0, 8: math.nan}
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [2, 4, 7]), ("max", [1, 4, 7])])
+def test_the_best_ones_by_metric_are_kept_and_of_equals_the_newer(mode: Any, best: list[int]) -> None:
+    views = [*(view(n, metrics={"loss": loss}) for n, loss in LOSSES.items()), view(9, metrics={"other": 0.0})]
+    policy = TierPolicy(keep_last=1, keep_best=3, best_metric="loss", best_mode=mode)
+    assert sequences(views, kept(views, policy)) == [*best, 9]
+    two = kept(views, msgspec.structs.replace(policy, keep_best=2, best_mode="min"))
+    assert two[views[3].id] == "best 1 of 2 by min loss: 1"
+    assert two[views[1].id] == "best 2 of 2 by min loss: 1"
+    assert "loss: 3" in kept(views, msgspec.structs.replace(policy, keep_best=1, best_mode="max"))[views[0].id]
+
+
+def test_an_unhealthy_one_is_none_of_the_best() -> None:
+    views = [view(1, metrics={"loss": 2}), view(2, metrics={"loss": 1}, healthy=False), view(3)]
+    policy = TierPolicy(keep_last=1, keep_best=1, best_metric="loss", keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [1, 3]
+
+
+# ── a cold tier with a lifecycle of its own ──
+
+
+OWN = {"dr": ColdPolicy(keep_last=1, keep_every=0)}
+BOTH = {"cold": True, "dr": True}
+
+
+def test_each_cold_tier_is_sent_what_its_own_policy_selects() -> None:
+    views = [view(n, HOT) for n in (10, 11, 12, 13)]
+    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "Replicate"]
+    assert sorted(copies) == [*(("Replicate", n, "cold") for n in (10, 11, 12, 13)), ("Replicate", 13, "dr")]
+
+
+def test_hot_waits_only_for_the_tiers_that_select_it() -> None:
+    views = [view(10, HOT, "cold"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    actions = plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
+    assert brief(actions) == [("Evict", 10, HOT), ("Evict", 11, "dr"), ("Evict", 12, "dr")]
+    assert plan(views, DEFAULT, cold={"cold": False, "dr": True}, hot_known=True, own=OWN) == [
+        Evict(view(11).id, "dr", "not kept in dr; still in hot"),
+        Evict(view(12).id, "dr", "not kept in dr; still in hot"),
+    ]
+
+
+def test_last_replica_of_what_another_cold_tier_would_keep_stays() -> None:
+    views = [view(10, "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    found = explain(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
+    assert verdicts(found)[10, "dr"] == (Verdict.KEEP, "last replica of what cold keeps: every 10th")
 
 
 # ── what the plan does ──
@@ -309,14 +416,22 @@ def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
 class World:
     """The tiers as they truly are, and the daemon's steps on them."""
 
-    def __init__(self, policy: LifecycleConfig, cold: Iterable[str]) -> None:
+    def __init__(
+        self, policy: LifecycleConfig, cold: Iterable[str], own: Mapping[str, TierPolicy] | None = None
+    ) -> None:
         self.policy = policy
+        self.own = own or {}
         self.made: list[CheckpointView] = []
         self.tiers: dict[str, set[CheckpointId]] = {HOT: set(), **{name: set() for name in cold}}
 
     def commit(self, one: CheckpointView) -> None:
         self.made.append(one)
         self.tiers[HOT].add(one.id)
+
+    def policies(self) -> dict[str, TierPolicy]:
+        """By cold tier; where there is none, what hot holds in its place."""
+        cold = [name for name in self.tiers if name != HOT]
+        return {name: self.own.get(name, self.policy.cold) for name in cold} or {"": self.policy.cold}
 
     def truth(self) -> list[CheckpointView]:
         found: list[CheckpointView] = []
@@ -338,14 +453,14 @@ class World:
 
     def reconcile(self) -> int:
         cold = {name: True for name in self.tiers if name != HOT}
-        actions = plan(self.truth(), self.policy, cold=cold, hot_known=True)
+        actions = plan(self.truth(), self.policy, cold=cold, hot_known=True, own=self.own)
         for action in actions:
             self.apply(action)
         return len(actions)
 
 
 def with_tiers(one: CheckpointView, tiers: frozenset[str]) -> CheckpointView:
-    return CheckpointView(id=one.id, sequence=one.sequence, milestones=one.milestones, healthy=one.healthy, tiers=tiers)
+    return replace(one, tiers=tiers)
 
 
 @pytest.mark.parametrize("reconcile_every", [1, 2, 7, 40])
@@ -363,36 +478,49 @@ def test_forty_snapshots_of_the_default_policy(reconcile_every: int) -> None:
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> LifecycleConfig:
-    def one(kind: type[Policy]) -> Policy:
-        return kind(
-            keep_last=draw(st.integers(1, 4)),
-            keep_every=draw(st.sampled_from([0, 3, 10])),
-            keep_every_steps=draw(st.sampled_from([0, 50])),
-            milestones=draw(st.booleans()),
-        )
+def tier_policies(draw: st.DrawFn, kind: type[Policy]) -> Policy:
+    keep_best = draw(st.sampled_from([0, 0, 2]))
+    return kind(
+        keep_last=draw(st.integers(1, 4)),
+        keep_every=draw(st.sampled_from([0, 3, 10])),
+        keep_every_steps=draw(st.sampled_from([0, 50])),
+        keep_hourly=draw(st.sampled_from([0, 0, 3])),
+        keep_daily=draw(st.sampled_from([0, 0, 2])),
+        keep_weekly=draw(st.sampled_from([0, 0, 2])),
+        keep_best=keep_best,
+        best_metric="loss" if keep_best else "",
+        best_mode=draw(st.sampled_from(["min", "max"])),
+        milestones=draw(st.booleans()),
+        keep_unhealthy=draw(st.sampled_from([0, 1, 2])),
+    )
 
-    return LifecycleConfig(hot=one(TierPolicy), cold=one(ColdPolicy))
+
+@st.composite
+def policies(draw: st.DrawFn) -> LifecycleConfig:
+    return LifecycleConfig(hot=draw(tier_policies(TierPolicy)), cold=draw(tier_policies(ColdPolicy)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     policy=policies(),
     cold=st.sampled_from([(), ("cold",), ("cold", "dr")]),
+    own=st.none() | tier_policies(ColdPolicy),
     snapshots=st.integers(1, 45),
     seed=st.integers(0, 2**32),
 )
 def test_no_order_of_failures_and_blindness_breaks_a_promise(
-    policy: LifecycleConfig, cold: tuple[str, ...], snapshots: int, seed: int
+    policy: LifecycleConfig, cold: tuple[str, ...], own: ColdPolicy | None, snapshots: int, seed: int
 ) -> None:
     """Up to forty-five snapshots, some unhealthy, some after going back; tiers drop out of sight; actions fail."""
-    world = World(policy, cold)
+    world = World(policy, cold, {"dr": own} if own is not None and "dr" in cold else None)
     step, generation = 0, 1
     random = Random(seed)
+    at = datetime(2026, 2, 27, tzinfo=UTC)
     for sequence in range(1, snapshots + 1):
         step += 10
         if random.random() < 0.06:
             generation, step = generation + 1, max(10, step - 50)
+        at += random.choice([timedelta(minutes=7), timedelta(hours=3), timedelta(days=2), -timedelta(minutes=1)])
         world.commit(
             CheckpointView(
                 id=CheckpointId(Run("gpt"), Step(step), Generation(generation)),
@@ -400,6 +528,8 @@ def test_no_order_of_failures_and_blindness_breaks_a_promise(
                 milestones=frozenset({"best"} if random.random() < 0.05 else ()),
                 healthy=random.choice([None, True, None, False]),
                 tiers=frozenset(),
+                created_at=at if random.random() < 0.95 else None,
+                metrics=random.choice([{}, {"loss": random.randrange(5)}, {"loss": "nan"}]),
             )
         )
         is_known = {name: random.random() < 0.7 for name in cold}
@@ -416,7 +546,7 @@ def test_no_order_of_failures_and_blindness_breaks_a_promise(
             )
             for one in world.made
         ]
-        for action in plan(seen, policy, cold=is_known, hot_known=hot_known):
+        for action in plan(seen, policy, cold=is_known, hot_known=hot_known, own=world.own):
             if random.random() < 0.3:
                 continue  # it failed; the next plan sees what is
             check_promises(world, action, is_known=is_known, hot_known=hot_known)
@@ -433,13 +563,15 @@ def check_promises(world: World, action: Action, *, is_known: dict[str, bool], h
     assert is_known.get(action.tier, True), "a tier that is unknown loses nothing"
     truth = world.truth()
     others = {name for name, held in world.tiers.items() if action.checkpoint in held} - {action.tier}
-    cold_keeps = kept(truth, world.policy.cold)
+    selects = {name: kept(truth, one) for name, one in world.policies().items()}
     if isinstance(action, Evict):
         assert others, "what is evicted remains elsewhere"
     if not others:
-        assert action.checkpoint not in cold_keeps | kept(truth, world.policy.hot), "last_replica"
-    if action.tier == HOT and action.checkpoint in cold_keeps:
-        assert others == set(world.tiers) - {HOT}, "a pending cold copy holds the hot replica"
+        for wanted in (kept(truth, world.policy.hot), *selects.values()):
+            assert action.checkpoint not in wanted, "last_replica"
+    if action.tier == HOT:
+        selecting = {name for name, wanted in selects.items() if action.checkpoint in wanted}
+        assert selecting <= others, "a pending cold copy holds the hot replica"
     healthy = [one.id for one in world.made if one.healthy is not False]
     newest_healthy = max(healthy, key=lambda one: one.recency, default=None)
     assert others or action.checkpoint != newest_healthy, "the newest healthy one is never lost"
@@ -455,5 +587,78 @@ def settle(world: World) -> None:
     in_hot = [one for one in truth if HOT in one.tiers]
     for name in world.tiers:
         if name != HOT:
-            wanted = {one.id for one in in_hot} & set(kept(truth, world.policy.cold))
+            wanted = {one.id for one in in_hot} & set(kept(truth, world.policies()[name]))
             assert wanted <= world.tiers[name]
+
+
+class Model:
+    """What a policy keeps, said again in the plainest way: rule by rule, over and over the whole list."""
+
+    def __init__(self, views: list[CheckpointView], policy: TierPolicy) -> None:
+        self.fit = sorted((one for one in views if one.healthy is not False), key=lambda one: one.id.recency)
+        self.views, self.policy = sorted(views, key=lambda one: one.id.recency), policy
+
+    def periods(self, of: Callable[[datetime], object], count: int) -> set[CheckpointId]:
+        timed = sorted((one.created_at, one.id.recency, one.id) for one in self.fit if one.created_at is not None)
+        newest = {of(at): checkpoint for at, _, checkpoint in timed}  # later ones replace earlier ones
+        order = list({of(at): None for at, _, _ in reversed(timed)})
+        return {newest[period] for period in order[:count]}
+
+    def best(self) -> set[CheckpointId]:
+        values = [(one.metrics.get("loss"), one.id) for one in self.fit]
+        numbers = [(value, one) for value, one in values if not isinstance(value, str | None) and math.isfinite(value)]
+        numbers.sort(key=lambda one: (one[0] if self.policy.best_mode == "max" else -one[0], one[1].recency))
+        return {one for _, one in numbers[len(numbers) - min(self.policy.keep_best, len(numbers)) :]}
+
+    def kept(self) -> set[CheckpointId]:
+        policy = self.policy
+        found = {one.id for one in self.fit[-policy.keep_last :]}
+        found |= {one.id for one in [one for one in self.fit if one.healthy][-1:]}
+        sick = [one for one in self.views if one.healthy is False]
+        found |= {one.id for one in sick[len(sick) - min(policy.keep_unhealthy, len(sick)) :]}
+        if not self.fit:
+            found |= {one.id for one in self.views[-1:]}
+        found |= {one.id for one in self.fit if policy.keep_every and one.sequence % policy.keep_every == 0}
+        steps = policy.keep_every_steps
+        found |= {one.id for one in self.fit if steps and one.id.step % steps == 0}
+        found |= {one.id for one in self.views if policy.milestones and one.milestones}
+        found |= self.periods(lambda at: at.strftime("%Y-%m-%d %H"), policy.keep_hourly)
+        found |= self.periods(lambda at: at.strftime("%Y-%m-%d"), policy.keep_daily)
+        found |= self.periods(lambda at: at.strftime("%G week %V"), policy.keep_weekly)
+        return found | self.best()
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[CheckpointView]:
+    found: list[CheckpointView] = []
+    at = datetime(2025, 12, 26, tzinfo=UTC)
+    for sequence in range(1, draw(st.integers(1, 30)) + 1):
+        at += timedelta(minutes=draw(st.sampled_from([-90, 0, 1, 20, 60, 500, 1440, 9000])))
+        found.append(
+            CheckpointView(
+                id=checkpoint_id("gpt", draw(st.integers(1, 20)) * 10, sequence // 7 + 1),
+                sequence=sequence,
+                milestones=frozenset(draw(st.sampled_from([(), (), (), ("best",)]))),
+                healthy=draw(st.sampled_from([None, True, False])),
+                tiers=frozenset(),
+                created_at=draw(st.sampled_from([at, at, at, None])),
+                metrics=draw(st.sampled_from([{}, {"loss": 1}, {"loss": 2.5}, {"loss": "inf"}, {"loss": math.nan}])),
+            )
+        )
+    return list({one.id: one for one in found}.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(views=histories(), policy=tier_policies(TierPolicy))
+def test_what_is_kept_is_what_the_rules_say_one_by_one(views: list[CheckpointView], policy: TierPolicy) -> None:
+    assert set(kept(views, policy)) == Model(views, policy).kept()
+
+
+@settings(max_examples=300, deadline=None)
+@given(views=histories(), policy=tier_policies(TierPolicy), among=st.randoms(use_true_random=False))
+def test_what_is_kept_of_many_is_kept_of_any_part_that_has_it(
+    views: list[CheckpointView], policy: TierPolicy, among: Random
+) -> None:
+    """On this rests that a tier which cannot be seen may count as empty."""
+    part = [one for one in views if among.random() < 0.6]
+    assert set(kept(views, policy)) & {one.id for one in part} <= set(kept(part, policy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support_cli import assert_same_files, flip_a_bit
 from support_rooms import RUN, Rooms, rooms_at
@@ -13,6 +14,8 @@ from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
+from tierd.lifecycle.policy import Verdict
+from tierd.workers.reaper import decisions
 from tierd.workers.recovery import refresh
 from tierd.workers.replicator import Replicator, waiting
 
@@ -48,6 +51,20 @@ async def test_selected_checkpoints_are_copied_newest_first_and_milestones_befor
     one = max(rooms.catalog.held("cold"), key=lambda manifest: manifest.step).id
     assert_same_files(rooms.folder("hot", one), rooms.folder("cold", one))
     assert rooms.count("tierd_bytes_total", tier="cold", direction="write") == 4 * 40_000
+
+
+async def test_each_cold_tier_is_sent_what_its_own_lifecycle_selects(rooms: Rooms) -> None:
+    cold, dr = rooms.config.cold
+    dr = msgspec.structs.replace(dr, lifecycle=ColdPolicy(keep_last=1))
+    rooms.config = msgspec.structs.replace(rooms.config, cold=[cold, dr])
+    for step in (100, 200, 300):
+        await rooms.commit("hot", step=step)
+    await rooms.look()
+    for name in ("cold", "dr"):
+        assert await replicator(rooms, name).run_once()
+    assert (rooms.steps("cold"), rooms.steps("dr")) == ([300, 200, 100], [300])
+    assert waiting(rooms.catalog, rooms.config) == {"cold": [], "dr": []}
+    assert {one.verdict for one in decisions(rooms.catalog, rooms.config)} == {Verdict.KEEP}
 
 
 async def test_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:

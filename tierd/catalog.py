@@ -209,6 +209,8 @@ class Catalog:
                 milestones=entry.all_milestones,
                 healthy=entry.healthy,
                 tiers=frozenset(entry.tiers),
+                created_at=entry.manifest.created,
+                metrics=entry.manifest.metrics,
             )
             for entry in self._entries.values()
         ]

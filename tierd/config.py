@@ -25,6 +25,8 @@ DEFAULT_FILE = "tierd.toml"
 DEFAULT_ROOT = ".tierd"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
 _TIER_WORDS = ("auto", "memory", "hot")
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
+ARCHIVED = ("GLACIER", "DEEP_ARCHIVE")  # a GET is refused until someone has asked for a copy, and hours have passed
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,20 +55,18 @@ class HotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     path: str = ".tierd/hot"
 
 
-class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str = "cold"
-    url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
-    region: str = ""
-    endpoint_url: str = ""
-    max_upload_mib_s: float = 0.0  # 0: no cap
-
-
 class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which checkpoints of a run a tier keeps: the union of what each key asks for."""
 
     keep_last: int = 3
     keep_every: int = 0  # every n-th checkpoint of the run (sequence divisible by n); 0: none by count
     keep_every_steps: int = 0  # steps divisible by n; 0: none by steps
+    keep_hourly: int = 0  # of the last n hours that have one, the newest each, by created_at in UTC; 0: none by time
+    keep_daily: int = 0
+    keep_weekly: int = 0  # ISO weeks, from Monday
+    keep_best: int = 0  # the n best by best_metric, which snapshot(metrics=...) gave; 0: none by metric
+    best_metric: str = ""
+    best_mode: Literal["min", "max"] = "min"
     milestones: bool = False
     keep_unhealthy: int = 1  # the newest so many unhealthy ones, as evidence; they count for nothing else
 
@@ -77,6 +77,18 @@ class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_every: int = 10
     milestones: bool = True
     keep_unhealthy: int = 0
+
+
+class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "cold"
+    url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
+    region: str = ""
+    endpoint_url: str = ""
+    max_upload_mib_s: float = 0.0  # 0: no cap
+    storage_class: str = ""  # of a bucket's new objects; empty: not sent, which is STANDARD
+    milestone_storage_class: str = ""  # of shards that are a milestone's when they are sent; empty: as storage_class
+    price_per_gib_month: float = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: not told
+    lifecycle: ColdPolicy | None = None  # in place of lifecycle.cold as a whole
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +130,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def hot_path(self) -> Path:
         return Path(self.hot.path)
+
+    @property
+    def own_policies(self) -> dict[str, TierPolicy]:
+        """By name, of the cold tiers that have a lifecycle of their own."""
+        return {one.name: one.lifecycle for one in self.cold if one.lifecycle is not None}
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -227,8 +244,13 @@ def _check(config: Config, where: str) -> Config:
         raise _refusal(where, "snapshot.slots", config.snapshot.slots, "2 to 16")
     if config.limits.retry_max_s < config.limits.retry_min_s:
         raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
+    _check_policy(config.lifecycle.hot, where, "lifecycle.hot")
+    _check_policy(config.lifecycle.cold, where, "lifecycle.cold")
     for one in config.cold:
         _check_cold(one, where)
+        if one.lifecycle is not None:
+            _check_policy(one.lifecycle, where, f"cold.lifecycle of {one.name}")
+        _check_storage_classes(one, one.lifecycle or config.lifecycle.cold, where)
     _check_apart(config, where)
     return config
 
@@ -245,6 +267,14 @@ def _check_numbers(config: Config, where: str) -> None:
             raise _refusal(where, key, value, "more than 0")
         if value == 0 and keys[-1] == "keep_last":
             raise _refusal(where, key, value, "1 or more")
+
+
+def _check_policy(policy: TierPolicy, where: str, key: str) -> None:
+    """Half of a rule keeps nothing, and nobody would notice before the best one is gone."""
+    if policy.keep_best and not policy.best_metric:
+        raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
+    if policy.best_metric and not policy.keep_best:
+        raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
 
 
 def _check_daemon(daemon: DaemonConfig, where: str) -> None:
@@ -273,6 +303,21 @@ def _check_cold(one: ColdConfig, where: str) -> None:
         endpoint = urlsplit(one.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             raise _refusal(where, f"cold.endpoint_url of {one.name}", one.endpoint_url, "http://host or https://host")
+
+
+def _check_storage_classes(one: ColdConfig, policy: ColdPolicy, where: str) -> None:
+    for name, found in (("storage_class", one.storage_class), ("milestone_storage_class", one.milestone_storage_class)):
+        key = f"cold.{name} of {one.name}"
+        if found and not one.url.startswith("s3://"):
+            raise _refusal(where, key, found, "none: only a bucket has storage classes")
+        if found and not re.fullmatch(r"[A-Z][A-Z0-9_-]{0,63}", found):
+            raise _refusal(where, key, found, "a storage class as S3 spells it, such as STANDARD_IA or GLACIER_IR")
+    if one.storage_class in ARCHIVED:
+        expected = "a class that can be read at once: what is archived takes hours to restore, and is billed for months"
+        raise _refusal(where, f"cold.storage_class of {one.name}", one.storage_class, expected)
+    if one.milestone_storage_class and not policy.milestones:
+        key = f"cold.milestone_storage_class of {one.name}"
+        raise _refusal(where, key, one.milestone_storage_class, "none where the lifecycle keeps no milestones")
 
 
 def _check_apart(config: Config, where: str) -> None:

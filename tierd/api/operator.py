@@ -31,7 +31,7 @@ from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import HALT_REASONS, Metrics
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import manifest_of
-from tierd.workers.reaper import decisions, halted
+from tierd.workers.reaper import decisions, forecasts, halted
 from tierd.workers.replicator import waiting
 
 Json = dict[str, Any]
@@ -270,20 +270,20 @@ class Operator:
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         """What `tierd lifecycle --json` prints."""
-        return _json(
-            [
-                {
-                    "run": one.checkpoint.id.run,
-                    "step": one.checkpoint.id.step,
-                    "generation": one.checkpoint.id.generation,
-                    "tier": one.tier,
-                    "action": one.verdict.value,
-                    "reason": one.reason,
-                }
-                for one in decisions(self._catalog, self._config)
-                if one.verdict is not Verdict.KEEP
-            ]
-        )
+        planned = [
+            {
+                "run": one.checkpoint.id.run,
+                "step": one.checkpoint.id.step,
+                "generation": one.checkpoint.id.generation,
+                "tier": one.tier,
+                "action": one.verdict.value,
+                "reason": one.reason,
+            }
+            for one in decisions(self._catalog, self._config)
+            if one.verdict is not Verdict.KEEP
+        ]
+        found = forecasts(self._catalog, self._config)
+        return _json({"planned": planned, "forecast": [msgspec.to_builtins(one) for one in found]})
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=_render(await self.status()), content_type="text/html")

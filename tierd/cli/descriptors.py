@@ -90,6 +90,7 @@ class DescriptorStore:
         chunk_bytes: int,
         expect: FileEntry | None = None,
         progress: Progress | None = None,
+        is_lasting: bool = False,
     ) -> FileEntry:
         _refuse(key)
 

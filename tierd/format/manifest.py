@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -60,6 +61,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> CheckpointId:
         return checkpoint_id(self.run, self.step, self.generation)
+
+    @property
+    def created(self) -> datetime | None:
+        """`created_at` in UTC, which is assumed where it names no zone; None where it is no time: nobody checks it."""
+        try:
+            found = datetime.fromisoformat(self.created_at)
+            return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        except (ValueError, OverflowError):
+            return None
 
     @property
     def size_bytes(self) -> int:

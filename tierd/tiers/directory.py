@@ -53,6 +53,7 @@ class DirectoryStore:
         chunk_bytes: int,
         expect: FileEntry | None = None,
         progress: Progress | None = None,
+        is_lasting: bool = False,
     ) -> FileEntry:
         doing = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:

@@ -53,8 +53,9 @@ class S3Store:
     """Objects below `url` (s3://bucket/prefix). Credentials come from boto3's own chain.
 
     `on_request` is told (operation, outcome) of every attempt: an HTTP status, an S3 error code, or the name of
-    what went wrong on the network. `part_bytes_min`: what the server takes as a part at least. `retry_min_s`: the
-    pause before the second attempt of a request; it doubles.
+    what went wrong on the network. `storage_class`: of what `put` writes, and `lasting_storage_class` of what lasts;
+    empty: not sent. What `put_bytes` writes is read all the time, and never has one. `part_bytes_min`: what the
+    server takes as a part at least. `retry_min_s`: the pause before the second attempt of a request; it doubles.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class S3Store:
         parts_in_flight: int = 4,
         request_timeout_s: float = 60.0,
         max_upload_mib_s: float = 0.0,
+        storage_class: str = "",
+        lasting_storage_class: str = "",
         part_bytes_min: int = PART_BYTES_MIN,
         retry_min_s: float = 0.2,
         on_request: OnRequest | None = None,
@@ -79,6 +82,8 @@ class S3Store:
         self.part_bytes_min = part_bytes_min
         self._request_timeout_s = request_timeout_s
         self._retry_min_s = retry_min_s
+        self._storage_class = storage_class
+        self._lasting_storage_class = lasting_storage_class or storage_class
         self._bandwidth = Bandwidth(max_upload_mib_s * (1 << 20))
         self.window = Window(parts_in_flight)
         self._on_request = on_request
@@ -102,6 +107,7 @@ class S3Store:
         chunk_bytes: int,
         expect: FileEntry | None = None,
         progress: Progress | None = None,
+        is_lasting: bool = False,
     ) -> FileEntry:
         doing = self._doing("write", key)
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
@@ -113,6 +119,7 @@ class S3Store:
             size_bytes=size_bytes,
             chunk_bytes=chunk_bytes,
             progress=progress,
+            storage_class=self._lasting_storage_class if is_lasting else self._storage_class,
             doing=doing,
         )
         if expect is None:

@@ -42,7 +42,7 @@ _TROUBLES: dict[Trouble, set[str]] = {
     Trouble.MISCONFIGURED: {
         *("NoSuchBucket", "InvalidBucketName", "AccessDenied", "AllAccessDisabled", "PermanentRedirect", "301"),
         *("AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "InvalidObjectState", "ProfileNotFound", "SSLError"),
-        "ParamValidationError",
+        *("InvalidStorageClass", "ParamValidationError"),
     },
     Trouble.AWAY: {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"},
     # 409: "retry the upload", says S3 of two conditional writes at the same instant.
@@ -72,9 +72,14 @@ _MEANING: dict[str, tuple[str, str]] = {
     "AuthorizationHeaderMalformed": ("the bucket is in another region", "correct the region of this tier"),
     "301": ("the bucket is in another region", "correct the region of this tier"),
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it: S3 allows 15 minutes"),
+    # What to do is in the message itself: not every verb has room for a hint.
     "InvalidObjectState": (
-        "the object is in an archived storage class",
-        "restore it from GLACIER or DEEP_ARCHIVE first, and keep lifecycle transitions of the bucket to GLACIER_IR",
+        "it is archived: restore it with `aws s3api restore-object` first, wait until that is done, and try again",
+        "see docs/RUNBOOK.md#archived",
+    ),
+    "InvalidStorageClass": (
+        "this server has no such storage class",
+        "correct storage_class and milestone_storage_class of this tier",
     ),
     "BadDigest": ("the bytes were altered on their way", "it is sent again"),
     "XAmzContentChecksumMismatch": ("the bytes were altered on their way", "it is sent again"),

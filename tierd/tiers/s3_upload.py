@@ -58,6 +58,7 @@ class Upload:
     size_bytes: int
     chunk_bytes: int
     progress: Progress | None
+    storage_class: str
     doing: str
 
     async def measure(self) -> FileEntry:
@@ -75,7 +76,8 @@ class Upload:
     async def run(self, entry: FileEntry) -> None:
         """Sends it. Raises Corrupt, and nothing becomes visible, when a chunk is not what `entry` says."""
         if self.size_bytes <= self._part_bytes:
-            await self._send("put_object", entry, 0, self.size_bytes, ChecksumCRC64NVME=entry.crc64nvme)
+            about = {"ChecksumCRC64NVME": entry.crc64nvme, **self._class}
+            await self._send("put_object", entry, 0, self.size_bytes, **about)
             return
         upload_id, finished = await self._resume(entry)
         try:
@@ -102,6 +104,10 @@ class Upload:
             return False
         md5s = [await self._md5(entry, offset, length) for offset, length in self._ranges()]
         return head["ETag"].strip('"') == _etag_of_parts(md5s)
+
+    @property
+    def _class(self) -> dict[str, str]:
+        return {"StorageClass": self.storage_class} if self.storage_class else {}
 
     @property
     def _part_bytes(self) -> int:
@@ -193,7 +199,7 @@ class Upload:
         if chosen is not None:
             return chosen
         created = await self._request(
-            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
+            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT", **self._class
         )
         return created["UploadId"], {}
 

@@ -63,13 +63,15 @@ class Store(Protocol):
         chunk_bytes: int,
         expect: FileEntry | None = None,
         progress: Progress | None = None,
+        is_lasting: bool = False,
     ) -> FileEntry:
         """Write `size_bytes` bytes as `key`, one checksum per `chunk_bytes`, computed from the very buffer that is
         written. Returns the file's entry (its name is the last component of the key).
 
         `expect`: raises Corrupt at the first chunk whose checksum differs; nothing becomes visible then.
         Repeating a put of the same bytes is harmless. A memoryview source may be read up to the next multiple
-        of 4096 past `size_bytes` where it is that long.
+        of 4096 past `size_bytes` where it is that long. `is_lasting`: nothing will ever delete it, so it may lie where
+        that is cheaper.
         """
         ...
 

@@ -176,6 +176,7 @@ async def copy_checkpoint(
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
+    milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
@@ -187,6 +188,7 @@ async def copy_checkpoint(
                 chunk_bytes=entry.chunk_bytes,
                 expect=entry,
                 progress=progress,
+                is_lasting=bool(milestones),
             )
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)
@@ -238,6 +240,8 @@ def open_cold_tier(
         parts_in_flight=limits.parts_in_flight,
         request_timeout_s=limits.request_timeout_s,
         max_upload_mib_s=config.max_upload_mib_s,
+        storage_class=config.storage_class,
+        lasting_storage_class=config.milestone_storage_class,
         on_request=on_request,
     )
     return Tier(config.name, store)

@@ -16,6 +16,7 @@ from tierd.config import Config
 from tierd.errors import TierdError
 from tierd.format.ids import Run
 from tierd.incidents import Incidents
+from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict, Expire, explain, plan
 from tierd.memory import MemoryTier
 from tierd.tiers.tier import Tier
@@ -114,8 +115,15 @@ def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     return [
         decision
         for views, cold, hot_known in _judged(catalog, config)
-        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known)
+        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
     ]
+
+
+def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
+    """What each run will hold in each tier, and cost there."""
+    sizes = {one.id: one.manifest.size_bytes for one in catalog.entries()}
+    prices = {one.name: one.price_per_gib_month for one in config.cold}
+    return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
 
 
 def decide(catalog: Catalog, config: Config) -> list[Action]:
@@ -123,7 +131,7 @@ def decide(catalog: Catalog, config: Config) -> list[Action]:
     return [
         action
         for views, cold, hot_known in _judged(catalog, config)
-        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known)
+        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
     ]
 
 

@@ -158,7 +158,7 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
     # What lies there unreadable is a person's to clear: sending it again would only end in the same conflict.
     unreadable = catalog.tiers[tier].unreadable
-    actions = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True)
+    actions = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
     wanted = [one.checkpoint for one in actions if isinstance(one, Replicate) and one.tier == tier]
     return [checkpoint for checkpoint in wanted if checkpoint not in unreadable]
 
@@ -167,7 +167,7 @@ def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     """By cold tier: what it should have and has not, those included that wait for it to be in reach again."""
     cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
     found: dict[str, list[CheckpointId]] = {name: [] for name in cold}
-    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True):
+    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies):
         if one.verdict in (Verdict.REPLICATE, Verdict.WAIT):
             found[one.tier].append(one.checkpoint.id)
     return found

@@ -1,0 +1,165 @@
+"""What a tier will hold and cost: compared with a training that really goes on for so long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.format.ids import checkpoint_id
+from tierd.lifecycle.forecast import GIB, Forecast, forecast
+from tierd.lifecycle.policy import HOT, CheckpointView, kept
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+COLD = "cold"
+
+
+def made(
+    count: int, interval: timedelta, *, steps: int = 10, first: int = 1, tiers: Iterable[str] = (HOT, COLD)
+) -> list[CheckpointView]:
+    """The checkpoints of a training, one at each interval."""
+    return [
+        CheckpointView(
+            id=checkpoint_id("gpt", number * steps, 1),
+            sequence=number,
+            milestones=frozenset({"best"} if number % 50 == 0 else ()),
+            healthy=None,
+            tiers=frozenset(tiers),
+            created_at=BEGAN + number * interval,
+            metrics={"loss": 1.0 / number},
+        )
+        for number in range(first, first + count)
+    ]
+
+
+def told(
+    views: list[CheckpointView], policy: LifecycleConfig, *, price: float | None = 0.0, own: TierPolicy | None = None
+) -> dict[str, Forecast]:
+    """By tier; each checkpoint has a GiB. `price` None: there is no cold tier."""
+    found = forecast(
+        views,
+        dict.fromkeys((one.id for one in views), GIB),
+        policy,
+        cold={} if price is None else {COLD: price},
+        own={} if own is None else {COLD: own},
+    )
+    return {one.tier: one for one in found}
+
+
+FORGETTING = {
+    "last": ColdPolicy(keep_last=7, keep_every=0, milestones=False),
+    "hours": ColdPolicy(keep_last=3, keep_hourly=24, keep_every=0, milestones=False),
+    "restic": ColdPolicy(keep_last=3, keep_hourly=24, keep_daily=7, keep_weekly=5, keep_every=0, milestones=False),
+    "best": ColdPolicy(keep_last=2, keep_best=3, best_metric="loss", best_mode="max", keep_every=0, milestones=False),
+}
+
+
+@pytest.mark.parametrize("minutes", [7, 60, 150, 60 * 40])
+@pytest.mark.parametrize("policy", FORGETTING.values(), ids=FORGETTING)
+def test_rules_that_forget_come_to_rest_where_a_long_training_does(policy: ColdPolicy, minutes: int) -> None:
+    interval = timedelta(minutes=minutes)
+    views = made(10, interval)
+    long = made(max(1000, int(timedelta(weeks=8) / interval)), interval)
+    found = told(views, LifecycleConfig(cold=policy))[COLD]
+    assert found.interval_s == minutes * 60
+    assert found.steady_gib == pytest.approx(len(kept(long, policy)), abs=2)
+    assert found.growth_gib == 0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ColdPolicy(keep_every=10),
+        ColdPolicy(keep_every=0, keep_every_steps=700),
+        ColdPolicy(keep_every=7, keep_every_steps=1000),
+    ],
+)
+def test_rules_that_never_forget_add_each_month_what_a_training_of_that_month_adds(policy: ColdPolicy) -> None:
+    interval = timedelta(minutes=10)
+    views = made(400, interval)
+    month = made(30 * 24 * 6, interval, first=401)
+    found = told(views, LifecycleConfig(cold=policy))[COLD]
+    grown = len(kept([*views, *month], policy)) - len(kept(views, policy))
+    assert found.growth_gib == pytest.approx(grown, rel=0.02)
+
+
+def test_what_is_kept_for_ever_so_far_is_part_of_it() -> None:
+    views = made(100, timedelta(minutes=10))
+    found = told(views, LifecycleConfig(cold=ColdPolicy(keep_last=3, keep_every=10)))
+    assert found[COLD].steady_gib == 3 + 10, "two of the ten are milestones as well"
+    assert (found[HOT].steady_gib, found[HOT].growth_gib, found[HOT].held_gib) == (3, 0, 100)
+
+
+def test_without_a_cold_tier_hot_grows_as_cold_would() -> None:
+    views = made(100, timedelta(minutes=10), tiers=[HOT])
+    found = told(views, LifecycleConfig(), price=None)
+    assert list(found) == [HOT]
+    assert found[HOT].steady_gib == 3 + 10
+    assert found[HOT].growth_gib == pytest.approx(432), "all milestones are tenths too"
+
+
+def test_milestones_go_on_as_often_as_they_came() -> None:
+    views = made(100, timedelta(minutes=10))
+    found = told(views, LifecycleConfig(cold=ColdPolicy(keep_every=0)))[COLD]
+    assert (found.steady_gib, found.growth_gib) == (3 + 2, pytest.approx(30 * 144 * 2 / 100))
+
+
+def test_cost_is_that_of_the_price_and_of_the_tiers_own_policy() -> None:
+    views = made(20, timedelta(hours=1))
+    own = ColdPolicy(keep_last=5, keep_every=2, milestones=False)
+    found = told(views, LifecycleConfig(), price=0.023, own=own)
+    assert found[COLD].steady_cost == pytest.approx((5 + 10) * 0.023)
+    assert found[COLD].growth_cost == pytest.approx(360 * 0.023)
+    assert (found[HOT].steady_cost, found[HOT].growth_cost) == (None, None)
+    assert told(views, LifecycleConfig())[COLD].steady_cost is None, "no price is told"
+
+
+def test_gaps_rests_and_restarts_do_not_change_the_pace() -> None:
+    """Cold holds every tenth and the last three, from before and after a night's rest."""
+    interval = timedelta(minutes=10)
+    rested = [*made(60, interval), *made(60, interval, first=61)]
+    rested = [
+        one if one.sequence <= 60 else view_at(one, one.created_at + timedelta(hours=9))  # type: ignore[operator]
+        for one in rested
+        if one.sequence % 10 == 0 or one.sequence > 117
+    ]
+    assert told(rested, LifecycleConfig())[COLD].interval_s == pytest.approx(600)
+
+
+def view_at(one: CheckpointView, created_at: datetime | None) -> CheckpointView:
+    return CheckpointView(
+        id=one.id,
+        sequence=one.sequence,
+        milestones=one.milestones,
+        healthy=one.healthy,
+        tiers=one.tiers,
+        created_at=created_at,
+    )
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        made(1, timedelta(hours=1)),
+        [view_at(one, None) for one in made(5, timedelta(hours=1))],
+        [view_at(one, BEGAN) for one in made(5, timedelta(hours=1))],
+        made(5, timedelta(hours=-1)),
+    ],
+    ids=["one", "no times", "all at once", "backwards"],
+)
+def test_without_a_pace_only_what_is_there_is_told(views: list[CheckpointView]) -> None:
+    found = told(views, LifecycleConfig(), price=1.0)[COLD]
+    assert found.held_gib == len(views)
+    assert (found.interval_s, found.steady_gib, found.growth_gib, found.steady_cost) == (None, None, None, None)
+
+
+def test_rules_of_any_size_are_forecast_at_once() -> None:
+    policy = ColdPolicy(keep_last=10**9, keep_weekly=10**6, keep_hourly=10**9)
+    found = told(made(5, timedelta(milliseconds=1)), LifecycleConfig(cold=policy))[COLD]
+    assert found.steady_gib is not None
+
+
+def test_nothing_is_forecast_of_nothing() -> None:
+    assert forecast([], {}, LifecycleConfig(), cold={COLD: 1.0}, own={}) == []
