@@ -232,11 +232,12 @@ class DirectoryStore:
         return folder, name
 
     def _open_root(self, *, create: bool) -> int:
+        may_create = self._may_create  # before the look: another thread may be making it
         try:
             folder = os.open(self.root, _FOLDER)
         except FileNotFoundError as error:
             # A root that vanishes is an unmounted disk, not an empty tier.
-            if not self._may_create:
+            if not may_create:
                 hint = "is the disk mounted, and is the path right?"
                 raise TierUnreachable(f"open {self.url}: no such directory", hint=hint) from error
             if not create:

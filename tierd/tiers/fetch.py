@@ -23,9 +23,10 @@ from tierd.tiers.tier import Tier
 READINGS = 2  # of a chunk in one replica: it may have been altered on its way, which a second reading tells
 
 
-def arriving_keys(manifest: Manifest) -> set[str]:
-    """The paths below a store that a fetch of this checkpoint may go on with."""
-    names = {name for entry in manifest.files for name in (entry.name, arriving_name(entry))}
+def arriving_keys(manifest: Manifest, files: Collection[str] | None = None) -> set[str]:
+    """The paths below a store that a fetch of this checkpoint, or of these files of it, may go on with."""
+    entries = [entry for entry in manifest.files if files is None or entry.name in files]
+    names = {name for entry in entries for name in (entry.name, arriving_name(entry))}
     return {layout.file_key(manifest.id, name) for name in names}
 
 
@@ -42,12 +43,9 @@ class Fetch:
         store: DirectoryStore,
         *,
         wanted: Mapping[str, Collection[int]] | None = None,
-        progress: Progress | None = None,
     ) -> None:
         self.manifest = manifest
-        self.taken_bytes: dict[str, int] = {}  # by tier
-        self._store = store
-        self._progress = progress
+        self.store = store
         self._files: list[_File] = []
         for entry in manifest.files:
             if wanted is None or entry.name in wanted:
@@ -61,22 +59,22 @@ class Fetch:
                         sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
                     )
                 )
-        self.missing_bytes = sum(one.missing_bytes() for one in self._files)
+        self.wanted_bytes = self.missing_bytes = sum(one.missing_bytes() for one in self._files)
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Takes stock of what lies there, and makes room for what does not. `progress`: told of all that it reads."""
-        sizes = {stored.key: stored.size_bytes for stored in await self._store.list(self._key(""))}
+        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(self._key(""))}
 
         async def prepare(one: _File) -> None:
             has_right_size = sizes.get(self._key(one.entry.name)) == one.entry.size_bytes
-            one.is_in_place = has_right_size and not await self._store.pool.run(one.arriving.exists)
+            one.is_in_place = has_right_size and not await self.store.pool.run(one.arriving.exists)
             if not one.is_in_place:
                 await make(one)
 
         async def make(one: _File) -> None:
-            one.is_blank = not await self._store.pool.run(one.arriving.begin, is_whole=all(one.missing))
+            one.is_blank = not await self.store.pool.run(one.arriving.begin, is_whole=all(one.missing))
 
-        await each(self._store.pieces_in_flight, self._files, prepare)
+        await each(self.store.pieces_in_flight, self._files, prepare)
         await self._read(
             [one for one in self._files if not one.is_blank], self._source, is_own=True, writes=False, seen=progress
         )
@@ -89,37 +87,32 @@ class Fetch:
             sources = dict(zip([one.entry.name for one in hurt], in_place, strict=True))
             await self._read(hurt, lambda one: sources[one.entry.name], is_own=True)
 
-    async def take(self, tier: Tier) -> TierdError | None:
+    async def take(self, tier: Tier, progress: Progress | None = None) -> TierdError | None:
         """What this replica can give of what is missing. Returns why that is not all; None when nothing is missing.
 
-        Raises what goes wrong in the directory itself.
+        `progress`: told of every chunk that is here and verified. Raises what goes wrong in the directory itself.
         """
-        before = self.missing_bytes
         found = _Found()
         try:
             for _ in range(READINGS):
                 found = await self._read(
                     self._files,
                     lambda one: tier.source(self.manifest.id, one.entry),
-                    verified=self._progress,
+                    verified=progress,
                 )
                 if not found.differing:
                     break
             return found.problem(f"{self.manifest.id} in {tier.name}")
         except _Gone as gone:
             return gone.error
-        finally:
-            given = before - self.missing_bytes
-            if given:
-                self.taken_bytes[tier.name] = self.taken_bytes.get(tier.name, 0) + given
 
     async def finish(self) -> None:
         """Every file durable, then every file under its own name. Only for whole files of which nothing is missing."""
         if any(any(one.missing) or not all(one.wanted) for one in self._files):
             raise BadRequest(f"finish the fetch of {self.manifest.id}: some of it has not come")
         new = [one.arriving for one in self._files if not one.is_in_place]
-        await each(self._store.pieces_in_flight, new, lambda one: self._store.pool.run(one.make_durable))
-        await each(self._store.pieces_in_flight, new, lambda one: self._store.pool.run(one.publish))
+        await each(self.store.pieces_in_flight, new, lambda one: self.store.pool.run(one.make_durable))
+        await each(self.store.pieces_in_flight, new, lambda one: self.store.pool.run(one.publish))
 
     def source(self, name: str) -> Source:
         """The bytes of a file as they are here; those of its wanted chunks, once nothing is missing, are verified."""
@@ -127,8 +120,8 @@ class Fetch:
 
     def _source(self, one: _File) -> Source:
         if one.is_in_place:
-            return Tier("", self._store).source(self.manifest.id, one.entry)
-        return _Arrived(self._store, one.arriving)
+            return Tier("", self.store).source(self.manifest.id, one.entry)
+        return _Arrived(self.store, one.arriving)
 
     def _key(self, name: str) -> str:
         return layout.checkpoint_prefix(self.manifest.id) + name
@@ -160,7 +153,7 @@ class Fetch:
             one, offset, length = piece
             if one.entry.name in found.lost:
                 return
-            async with self._store.buffers.lend(min(PIECE_BYTES, round_up(one.entry.size_bytes))) as buffer:
+            async with self.store.buffers.lend(min(PIECE_BYTES, round_up(one.entry.size_bytes))) as buffer:
                 try:
                     await source_of(one).fill(offset, buffer[:length])
                 except TierdError as error:
@@ -168,7 +161,7 @@ class Fetch:
                         raise _Gone(error) from error
                     found.lost[one.entry.name] = error
                     return
-                await self._store.pool.run(keep, one, offset, buffer, length)
+                await self.store.pool.run(keep, one, offset, buffer, length)
             for index in range(offset // one.entry.chunk_bytes, -(-(offset + length) // one.entry.chunk_bytes)):
                 got = one.sums.take(index)
                 if got == one.entry.chunks[index]:
@@ -182,7 +175,7 @@ class Fetch:
             if seen is not None:
                 seen(length)
 
-        await each(self._store.pieces_in_flight, ((one, *at) for one in files for at in one.pieces()), bring)
+        await each(self.store.pieces_in_flight, ((one, *at) for one in files for at in one.pieces()), bring)
         return found
 
 
