@@ -157,12 +157,22 @@ class Bucket:
         self.access_keys = {ACCESS_KEY}
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
+        self.sent: Counter[str] = Counter()  # bytes of answers by operation, as far as they went out
         self.held = threading.Event()  # a request is held
         self.closing = threading.Event()
         self.bugs: list[BaseException] = []
         self.now: Callable[[], datetime] = lambda: datetime.now(UTC)
         self.lock = threading.RLock()
         self.url = ""
+
+    def fill(self, root: Path, prefix: str) -> None:
+        """Holds every file below `root`, as if it had been put."""
+        for path in root.rglob("*"):
+            if path.is_file():
+                content = path.read_bytes()
+                etag = f'"{hashlib.md5(content).hexdigest()}"'
+                key = f"{prefix}/{path.relative_to(root).as_posix()}"
+                self.objects[key] = Stored(content, etag, checksum.crc64nvme(content))
 
     def received_bytes(self) -> int:
         return sum(one.received_bytes for one in self.seen)
@@ -445,7 +455,7 @@ class _Conversation(BaseHTTPRequestHandler):
             self._wait()
         if fault in ("lose", "silence"):
             return self._hang_up()
-        self._send(answer, fault)
+        self._send(operation, answer, fault)
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
 
@@ -469,7 +479,7 @@ class _Conversation(BaseHTTPRequestHandler):
             more = {"Region": "eu-west-1"} if refused.code == "PermanentRedirect" else {}
             return Answer(STATUSES[refused.code], body=_xml("Error", Code=refused.code, Message=refused.code, **more))
 
-    def _send(self, answer: Answer, fault: str) -> None:
+    def _send(self, operation: str, answer: Answer, fault: str) -> None:
         body = _flipped(answer.body) if fault == "flip" and answer.body else answer.body
         self.send_response_only(answer.status)
         self.send_header("Date", format_datetime(self.server.bucket.now(), usegmt=True))
@@ -486,7 +496,11 @@ class _Conversation(BaseHTTPRequestHandler):
                 if self._is_over(0.01):
                     break
             return self._hang_up()
-        self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
+        part = body[: len(body) // 2] if fault == "cut" else body
+        for begin in range(0, len(part), 1 << 20):
+            self.wfile.write(part[begin : begin + (1 << 20)])
+            with self.server.bucket.lock:
+                self.server.bucket.sent[operation] += len(part[begin : begin + (1 << 20)])
         if fault == "cut":
             self._hang_up()
 

@@ -48,10 +48,11 @@ def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any =
     return layout.encode_header(tierd) + b"".join(as_bytes(names[entry.name]).numpy().data for entry in layout.tensors)
 
 
-def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5) -> Path:
+def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5, chunk_bytes: int = CHUNK_BYTES) -> Path:
     """The shards as a committed checkpoint of a tier at `root`; its folder."""
     checkpoint = checkpoint_id(run, step, 1)
-    files = [entry_of(raw, f"rank-{rank:05d}-of-{len(raws):05d}.safetensors") for rank, raw in enumerate(raws)]
+    names = [f"rank-{rank:05d}-of-{len(raws):05d}.safetensors" for rank in range(len(raws))]
+    files = [entry_of(raw, name, chunk_bytes) for name, raw in zip(names, raws, strict=True)]
     manifest = make_manifest(checkpoint, files)
     folder = root / checkpoint.run / checkpoint.name
     folder.mkdir(parents=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support_cli import (
+    CHUNK_BYTES,
     House,
     assert_same_files,
     flip_a_bit,
@@ -84,13 +85,40 @@ def test_a_flipped_bit_in_hot_is_told_and_cold_gives_the_bytes(house: House) -> 
     result = house.tierd("restore", "--to", target, "--json")
 
     assert result.exit_code == 0, result.output
-    assert "hot cannot give run42/000000000100-g0001" in result.stderr
-    assert msgspec.json.decode(result.stdout)["tier"] == "cold"
-    assert "hot" in msgspec.json.decode(result.stdout)["passed_over"]
+    assert "hot cannot give all of run42/000000000100-g0001" in result.stderr
+    told = msgspec.json.decode(result.stdout)
+    assert (told["tier"], told["given_bytes"]) == ("cold", {"hot": 40_000 - CHUNK_BYTES, "cold": CHUNK_BYTES})
+    assert "chunk 1 of 3" in told["passed_over"]["hot"]
     assert_same_files(folder_of(house.cold, manifest), target)
 
 
-def test_a_flipped_bit_in_every_replica_is_exit_12_and_leaves_nothing(house: House) -> None:
+def test_chunks_damaged_in_different_tiers_come_each_from_the_other(house: House) -> None:
+    manifest = make_checkpoint(house.hot, house.cold, step=100)
+    flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
+    flip_a_bit(folder_of(house.cold, manifest) / manifest.files[0].name)
+    target = house.root / "restored"
+
+    result = house.tierd("restore", "--to", target)
+
+    assert result.exit_code == 0, result.output
+    assert "from hot and cold to" in result.stdout
+    for number, root in ((0, house.hot), (1, house.cold)):
+        name = manifest.files[number].name
+        assert (target / name).read_bytes() == (folder_of(root, manifest) / name).read_bytes()
+
+
+def test_a_replica_with_another_manifest_gives_nothing(house: House) -> None:
+    manifest = make_checkpoint(house.hot, step=100)
+    make_checkpoint(house.cold, step=100, created_at="2025-02-02T00:00:00.000+00:00")
+    flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
+
+    result = house.tierd("restore", "--to", house.root / "restored")
+
+    assert result.exit_code == 12
+    assert not (house.root / "restored").exists()
+
+
+def test_a_chunk_damaged_in_every_replica_is_exit_12_and_what_is_good_is_kept_but_no_checkpoint(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     for root in (house.hot, house.cold):
         flip_a_bit(folder_of(root, manifest) / manifest.files[0].name)
@@ -99,9 +127,19 @@ def test_a_flipped_bit_in_every_replica_is_exit_12_and_leaves_nothing(house: Hou
     result = house.tierd("restore", "--to", target)
 
     assert result.exit_code == 12
-    assert "no whole copy in hot, cold" in result.stderr
+    assert "no whole copy in hot, cold: 8.19 kB of 40 kB could be had nowhere" in result.stderr
+    assert f"stays in {target}.partial" in result.stderr
     assert result.stdout == ""
-    assert nothing_at(target)
+    assert not target.exists()
+    assert house.tierd("ls", f"{target}.partial").stdout.splitlines()[1:] == []
+
+    make_checkpoint(house.root / "usb-disk", step=100)
+    mended = house.json("restore", "--from", house.root / "usb-disk", "--to", target)
+
+    assert mended["given_bytes"] == {str(house.root / "usb-disk"): CHUNK_BYTES}
+    assert mended["resumed_bytes"] == 40_000 - CHUNK_BYTES
+    assert_same_files(folder_of(house.root / "usb-disk", manifest), target)
+    assert not target.with_name("restored.partial").exists()
 
 
 def test_a_truncated_manifest_of_the_wanted_step_is_exit_12(house: House) -> None:
@@ -342,9 +380,11 @@ def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum:
     if signum is signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
         assert not list(partial.glob("**/manifest.json"))
+        # Another one takes its place.
         make_zeros(house.root / "small", step=7, size_bytes=4096)
         assert house.json("restore", "--from", house.root / "small", "--to", target)["step"] == 7
         assert not partial.exists()
     else:
         assert process.returncode == 128 + signum
-        assert nothing_at(target)
+        assert not list(partial.glob("**/manifest.json"))
+        assert partial.exists() == ("the same command goes on from there" in err)

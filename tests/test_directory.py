@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
@@ -202,6 +203,14 @@ async def test_looking_makes_no_directory(tmp_path: Path) -> None:
         await strict.put_bytes("run/x", b"")
     await store.close()
     await strict.close()
+
+
+async def test_root_that_many_writers_need_at_once_is_made_for_all_of_them(tmp_path: Path) -> None:
+    for attempt in range(50):
+        store = DirectoryStore(tmp_path / str(attempt) / "deep")
+        await asyncio.gather(*(store.put_bytes(f"run/x{number}", b"x") for number in range(6)))
+        assert len(await store.list()) == 6
+        await store.close()
 
 
 async def test_partials_of_the_dead_are_swept_and_those_of_the_living_stay(store: DirectoryStore) -> None:

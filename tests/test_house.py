@@ -52,6 +52,7 @@ DOORS = {
         files={
             "tierd/tiers/directory.py": "the store",
             "tierd/tiers/publish.py": "a restored directory appears by one rename",
+            "tierd/tiers/arriving.py": "what is fetched over several lives",
         },
     ),
     "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares them all"}),

@@ -53,8 +53,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequ
 
 
 @contextmanager
-def progress_bar(title: str, total_bytes: int) -> Generator[Progress, Any]:
-    """A function to be told of bytes done; draws nothing unless stderr is a terminal."""
+def progress_bar(title: str, total_bytes: int, *, done_bytes: int = 0) -> Generator[Progress, Any]:
+    """A function to be told of bytes done; draws nothing unless stderr is a terminal. Shows the rate, and the time left
+    at that rate. `done_bytes`: done before, which says nothing about the rate."""
     if not sys.stderr.isatty():
         yield lambda size_bytes: None
         return
@@ -72,7 +73,7 @@ def progress_bar(title: str, total_bytes: int) -> Generator[Progress, Any]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(title), total=total_bytes)
+        task = bar.add_task(printable(title), total=total_bytes, completed=done_bytes)
         yield lambda size_bytes: bar.advance(task, size_bytes)
 
 

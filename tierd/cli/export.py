@@ -95,7 +95,7 @@ def export(
         _check_torch(format)
     wish, making = wanted(run, step, generation), Making(make)
     exported = asyncio.run(
-        bring(settings_of(context), wish, tier, place, target, making, allow_unhealthy=allow_unhealthy)
+        bring(settings_of(context), wish, tier, place, target, making=making, allow_unhealthy=allow_unhealthy)
     )
     if json:
         answer_json(msgspec.to_builtins(exported) | {"format": format.value})

@@ -1,15 +1,15 @@
 """`tierd restore`: one checkpoint out of any tier into a directory, every chunk checked on the way.
 
-Needs no daemon, but for the memory tier. A replica that turns out damaged or out of reach is named, and the next
-tier that has the checkpoint is tried; the directory appears whole and verified, or not at all.
+Needs no daemon, but for the memory tier. What a replica cannot give is told, and comes from the next tier that has the
+checkpoint; the directory appears whole and verified, or not at all. Broken off, the same command goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,35 +20,25 @@ import typer
 from tierd.catalog import MEMORY
 from tierd.cli import daemon, options
 from tierd.cli.choice import Candidate, Wanted, candidates, choose, wanted
-from tierd.cli.console import answer, answer_json, duration, progress_bar, say, size
-from tierd.cli.descriptors import ask_memory
+from tierd.cli.console import answer, answer_json, duration, say, size
+from tierd.cli.part import Part, bring_part
 from tierd.cli.places import Places, Settings, look, settings_of
+from tierd.cli.replicas import Replicas
 from tierd.config import Config
-from tierd.errors import (
-    BadConfig,
-    BadRequest,
-    Corrupt,
-    DaemonUnreachable,
-    NewerFormat,
-    NotFound,
-    TierdError,
-    TierUnreachable,
-    Unhealthy,
-)
+from tierd.errors import BadConfig, Corrupt, DaemonUnreachable, NotFound, TierUnreachable, Unhealthy
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.fetch import Fetch, arriving_keys
 from tierd.tiers.publish import Landing, check_target, landing
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 
 AUTO = "auto"
 
-_SOURCE_FAULTS = (Corrupt, NewerFormat, NotFound, TierUnreachable, DaemonUnreachable, BadRequest)
-"""What another tier may do better. A fault of the target, such as no space, would only happen again."""
-
 
 class Restored(msgspec.Struct, kw_only=True):
-    """What `tierd restore --json` prints. `passed_over`: tiers that have the checkpoint but could not give it."""
+    """What `tierd restore --json` prints. `tier`: the last that was needed; `given_bytes`: what each gave.
+    `resumed_bytes`: what an earlier attempt had left. `passed_over`: tiers that could not give all of it, and why."""
 
     run: str
     step: int
@@ -59,6 +49,9 @@ class Restored(msgspec.Struct, kw_only=True):
     seconds: float
     bytes_per_s: float
     is_verified: bool
+    is_whole: bool
+    given_bytes: dict[str, int]
+    resumed_bytes: int
     passed_over: dict[str, str]
 
 
@@ -71,20 +64,28 @@ def restore(
     generation: options.GenerationNumber = None,
     place: options.From = None,
     allow_unhealthy: options.AllowUnhealthy = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="GLOB", help="Only tensors whose names fit, as 'model.*'; may be repeated."),
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the shard of that rank.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Copy a checkpoint into a directory, verified."""
+    """Copy a checkpoint, or a part of it, into a directory, verified."""
     settings = settings_of(context)
     target = target_of(to, tier, place)
     wish = wanted(run, step, generation)
-    restored = asyncio.run(bring(settings, wish, tier, place, target, allow_unhealthy=allow_unhealthy))
+    part = Part(only=tuple(only or ()), rank=rank) if only or rank is not None else None
+    restored = asyncio.run(bring(settings, wish, tier, place, target, part=part, allow_unhealthy=allow_unhealthy))
     if json:
         answer_json(restored)
     else:
+        what = "restored" if restored.is_whole else "restored a part of"
+        resumed = f", {size(restored.resumed_bytes)} of it there before" if restored.resumed_bytes else ""
         answer(
-            f"restored {restored.run} step {restored.step} (generation {restored.generation}) from {restored.tier} "
-            f"to {restored.to}: {size(restored.size_bytes)} in {duration(restored.seconds)}, "
-            f"{size(restored.bytes_per_s)}/s, verified"
+            f"{what} {restored.run} step {restored.step} (generation {restored.generation}) from "
+            f"{' and '.join(restored.given_bytes) or restored.tier} to {restored.to}: {size(restored.size_bytes)} in "
+            f"{duration(restored.seconds)}, {size(restored.bytes_per_s)}/s{resumed}, verified"
         )
 
 
@@ -115,11 +116,12 @@ async def bring(
     tier: str,
     place: str | None,
     target: Path,
-    making: Making | None = None,
     *,
+    making: Making | None = None,
+    part: Part | None = None,
     allow_unhealthy: bool = False,
 ) -> Restored:
-    """The wanted checkpoint, verified, at the target; or what is made of it."""
+    """The wanted checkpoint, verified, at the target; or what is made of it, or a part of it."""
     config = None if place else settings.config()
     in_memory = _in_memory(config, tier) if config else {}
     only = None if tier in (AUTO, MEMORY) else tier
@@ -128,8 +130,9 @@ async def bring(
             places.check_reachable()
         where = place or ("any tier" if tier == AUTO else tier)
         chosen = await _choose(wish, tier, places, in_memory, where, allow_unhealthy=allow_unhealthy)
-        _check_place(chosen.id, target, config, is_checkpoint=making is None)
-        return await _first_whole(chosen, places, config, target, making)
+        _check_place(chosen.id, target, config, is_checkpoint=making is None and part is None)
+        async with Replicas(chosen, places, config) as replicas:
+            return await _land(replicas, target, making, part)
 
 
 def _in_memory(config: Config, tier: str) -> dict[CheckpointId, dict[str, Any]]:
@@ -211,80 +214,65 @@ def _check_place(checkpoint: CheckpointId, target: Path, config: Config | None, 
             )
 
 
-async def _first_whole(
-    chosen: Candidate, places: Places, config: Config | None, target: Path, making: Making | None
-) -> Restored:
-    """Tries the tiers in order until one gives every byte as its manifest says."""
-    passed_over: dict[str, TierdError] = {}
-    for name in chosen.tiers:
-        is_copied = False
+async def _land(replicas: Replicas, target: Path, making: Making | None, part: Part | None) -> Restored:
+    manifest, nearest = await replicas.first()
+    chosen = replicas.chosen
+    began = time.monotonic()
+    files = part.files(manifest) if part else [entry.name for entry in manifest.files]
+    room = 0 if part else round(manifest.size_bytes * (1 + making.extra_share if making else 1))
+    with landing(target, size_bytes=room, keep=arriving_keys(manifest, files)) as land, _kept_is_told(land):
+        store = DirectoryStore(land.partial)
         try:
-            async with _replica(name, chosen.id, places, config) as (source, manifest):
-                began = time.monotonic()
-                room = round(manifest.size_bytes * (1 + making.extra_share if making else 1))
-                with landing(target, size_bytes=room) as land:
-                    folder = await _copy(manifest, source, land, chosen)
-                    is_copied = True
-                    land.publish(await making.make(folder, manifest, land.partial) if making else folder)
-                seconds = time.monotonic() - began
-        except _SOURCE_FAULTS as error:
-            if is_copied:
-                raise  # another replica has the same bytes
-            passed_over[name] = error
-            say(f"tierd: {name} cannot give {chosen.id}: {error.message}")
-            continue
-        return Restored(
-            run=chosen.id.run,
-            step=chosen.id.step,
-            generation=chosen.id.generation,
-            tier=name,
-            to=str(target),
-            size_bytes=manifest.size_bytes,
-            seconds=round(seconds, 6),
-            bytes_per_s=round(manifest.size_bytes / max(seconds, 1e-6)),
-            is_verified=True,
-            passed_over={name: error.message for name, error in passed_over.items()},
-        )
-    raise _worst(chosen, passed_over)
+            if part:
+                wanted_bytes, built = await bring_part(part, manifest, files, replicas, store, land)
+            else:
+                fetch = Fetch(manifest, store)
+                await replicas.complete(fetch, land, f"step {chosen.id.step}")
+                await fetch.finish()
+                await _commit(replicas, manifest, nearest, Tier("restored", store))
+                wanted_bytes, built = fetch.wanted_bytes, land.partial / chosen.id.run / chosen.id.name
+            if making:
+                land.is_worth_keeping = False
+                built = await making.make(built, manifest, land.partial)
+            size_bytes = manifest.size_bytes if part is None else sum(one.stat().st_size for one in built.iterdir())
+            land.publish(built)
+        finally:
+            await store.close()
+    seconds = time.monotonic() - began
+    given = replicas.given_bytes
+    return Restored(
+        run=chosen.id.run,
+        step=chosen.id.step,
+        generation=chosen.id.generation,
+        tier=list(given)[-1] if given else nearest.name,
+        to=str(target),
+        size_bytes=size_bytes,
+        seconds=round(seconds, 6),
+        bytes_per_s=round(sum(given.values()) / max(seconds, 1e-6)),
+        is_verified=True,
+        is_whole=part is None,
+        given_bytes=given,
+        resumed_bytes=wanted_bytes - sum(given.values()),
+        passed_over={name: error.message for name, error in replicas.passed_over.items()},
+    )
 
 
-async def _copy(manifest: Manifest, source: Tier, land: Landing, chosen: Candidate) -> Path:
-    store = DirectoryStore(land.partial)
+async def _commit(replicas: Replicas, manifest: Manifest, source: Tier, restored: Tier) -> None:
+    """The markers, then the manifest's own bytes, as in any tier."""
+    chosen = replicas.chosen
+    for milestone in chosen.milestones:
+        await restored.mark_milestone(manifest.id, milestone, manifest.created_at)
+    if chosen.is_healthy is not None:
+        diagnosis = await source.diagnosis(manifest.id, is_healthy=chosen.is_healthy)
+        await restored.mark_diagnosis(manifest.id, diagnosis)
+    await restored.commit(manifest, raw=replicas.raw)
+
+
+@contextmanager
+def _kept_is_told(land: Landing) -> Generator[None]:
     try:
-        with progress_bar(f"step {chosen.id.step} from {source.name}", manifest.size_bytes) as progress:
-            await copy_checkpoint(
-                manifest,
-                source,
-                Tier("restored", store),
-                milestones=chosen.milestones,
-                is_healthy=chosen.is_healthy,
-                progress=progress,
-            )
-    finally:
-        await store.close()
-    return land.partial / chosen.id.run / chosen.id.name
-
-
-@asynccontextmanager
-async def _replica(
-    name: str, checkpoint: CheckpointId, places: Places, config: Config | None
-) -> AsyncGenerator[tuple[Tier, Manifest], Any]:
-    if name != MEMORY or config is None:
-        yield places.tiers[name], await places.tiers[name].manifest(checkpoint)
-        return
-    store = await asyncio.to_thread(ask_memory, config.socket_path, checkpoint)
-    try:
-        yield Tier(MEMORY, store), store.manifest
-    finally:
-        await store.close()
-
-
-def _worst(chosen: Candidate, passed_over: dict[str, TierdError]) -> TierdError:
-    """One replica that is damaged outweighs any number that are out of reach."""
-    errors = list(passed_over.values())
-    kinds: tuple[type[TierdError], ...] = (Corrupt, NewerFormat, TierUnreachable)
-    worst = next((error for kind in kinds for error in errors if isinstance(error, kind)), errors[0])
-    hint = "`tierd ls` shows older steps; --step takes one; docs/RUNBOOK.md#corrupt-chunk"
-    if isinstance(worst, Corrupt) and len(chosen.tiers) == 1:
-        hint = "--tier auto goes on with the next tier that has it; " + hint
-    return type(worst)(f"restore {chosen.id}: no whole copy in {', '.join(chosen.tiers)}", hint=hint)
+        yield
+    except BaseException:
+        if land.is_worth_keeping:
+            say(f"tierd: what has arrived stays in {land.partial}: the same command goes on from there")
+        raise

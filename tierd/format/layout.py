@@ -20,6 +20,7 @@ HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
 LOCK = ".tierd.lock"
 
+_ARRIVING = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _GENERATION = re.compile(r"generation-(\d{4,8})\.json")
 # One path component, no leading dot: nothing that a manifest names can leave its own folder.
@@ -70,6 +71,15 @@ def diagnosis_of(file_names: Container[str]) -> bool | None:
 def is_ours(file_name: str) -> bool:
     """Whether a file of a checkpoint's folder is none of the manifest's: the manifest itself, or a marker."""
     return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
+
+
+def arriving_name(file_name: str, token: int) -> str:
+    """What a file is called while it is fetched; `token` is of what it will hold, so the next attempt finds it."""
+    return f"{file_name[:200]}.{token:016x}{PARTIAL_SUFFIX}"
+
+
+def is_arriving(file_name: str) -> bool:
+    return _ARRIVING.fullmatch(file_name) is not None
 
 
 def generation_key(run: Run, generation: Generation) -> str:

@@ -31,6 +31,16 @@ class ChunkSums:
             done += len(part)
         return checksum.combine(parts)
 
+    def take(self, index: int) -> str | None:
+        """The checksum of chunk number `index`, which is forgotten with that; None while a piece of it is not in."""
+        begin = index * self._chunk_bytes
+        end = min(begin + self._chunk_bytes, self._size_bytes)
+        offsets: list[int] = []
+        while begin < end and begin in self._parts:
+            offsets.append(begin)
+            begin += self._parts[begin][1]
+        return checksum.encode(checksum.combine([self._parts.pop(one) for one in offsets])) if begin == end else None
+
     def entry(self, name: str, expect: FileEntry | None, doing: str) -> FileEntry:
         """The file's entry. Raises Corrupt when it is not what `expect` promises."""
         chunks = self._chunks()
@@ -45,7 +55,7 @@ class ChunkSums:
         """Raises Corrupt when these pieces are not whole chunks of `expect`, from number `first` on."""
         for index, found in enumerate(self._chunks(), start=first):
             if checksum.encode(found) != expect.chunks[index]:
-                raise _corrupt(doing, _difference(expect, index, checksum.encode(found)))
+                raise _corrupt(doing, difference(expect, index, checksum.encode(found)))
 
     def _chunks(self) -> list[int]:
         chunks: list[int] = []
@@ -66,13 +76,13 @@ def differences(expect: FileEntry, found: FileEntry) -> list[str]:
             f"expected {expect.size_bytes} in chunks of {expect.chunk_bytes}"
         ]
     return [
-        _difference(expect, index, got)
+        difference(expect, index, got)
         for index, (promised, got) in enumerate(zip(expect.chunks, found.chunks, strict=True))
         if promised != got
     ]
 
 
-def _difference(expect: FileEntry, index: int, got: str) -> str:
+def difference(expect: FileEntry, index: int, got: str) -> str:
     return f"chunk {index} of {len(expect.chunks)}: crc64nvme {got}, expected {expect.chunks[index]}"
 
 

@@ -39,10 +39,10 @@ class DirectoryStore:
         self.root = root.absolute()
         self.url = f"file://{self.root}"
         self._may_create = create  # and only until it has been seen
-        self._pieces_in_flight = pieces_in_flight
+        self.pieces_in_flight = pieces_in_flight
         # Two threads more than writes, so that a listing does not wait behind a large file.
-        self._pool = Pool(pieces_in_flight + 2, "tierd-directory")
-        self._buffers = Buffers(_aligned_buffer, usual_bytes=PIECE_BYTES, count=pieces_in_flight)
+        self.pool = Pool(pieces_in_flight + 2, "tierd-directory")
+        self.buffers = Buffers(_aligned_buffer, usual_bytes=PIECE_BYTES, count=pieces_in_flight)
 
     async def put(
         self,
@@ -68,23 +68,23 @@ class DirectoryStore:
         async def copy(piece: tuple[int, int]) -> None:
             offset, length = piece
             if isinstance(source, memoryview):
-                view = source[offset : offset + _round_up(length)]
-                await self._pool.run(write, offset, view, length)
+                view = source[offset : offset + round_up(length)]
+                await self.pool.run(write, offset, view, length)
             else:
-                async with self._buffers.lend(min(PIECE_BYTES, _round_up(size_bytes))) as buffer:
+                async with self.buffers.lend(min(PIECE_BYTES, round_up(size_bytes))) as buffer:
                     await source.fill(offset, buffer[:length])
-                    await self._pool.run(write, offset, buffer[: _round_up(length)], length)
+                    await self.pool.run(write, offset, buffer[: round_up(length)], length)
             if progress is not None:
                 progress(length)
 
-        with _translated(doing, missing=TierUnreachable):
+        with translated(doing, missing=TierUnreachable):
             try:
-                await self._pool.run(unfinished.begin)
-                await each(self._pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
+                await self.pool.run(unfinished.begin)
+                await each(self.pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
                 entry = sums.entry(key.rpartition("/")[2], expect, doing)
-                await self._pool.run(unfinished.commit)
+                await self.pool.run(unfinished.commit)
             finally:
-                await self._pool.run(unfinished.close)
+                await self.pool.run(unfinished.close)
         return entry
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
@@ -97,11 +97,11 @@ class DirectoryStore:
             finally:
                 unfinished.close()
 
-        with _translated(f"write {check_key(key)} in {self.url}", missing=TierUnreachable):
-            return await self._pool.run(write)
+        with translated(f"write {check_key(key)} in {self.url}", missing=TierUnreachable):
+            return await self.pool.run(write)
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        return await self._pool.run(self._get, key, size_max)
+        return await self.pool.run(self._get, key, size_max)
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
         def get(key: str) -> bytes | TierdError:
@@ -113,11 +113,11 @@ class DirectoryStore:
                 return error
 
         # One call of a thread for all: the way there and back costs more than the reading.
-        return await self._pool.run(lambda: [get(key) for key in keys])
+        return await self.pool.run(lambda: [get(key) for key in keys])
 
     def _get(self, key: str, size_max: int) -> bytes:
         doing = f"read {check_key(key)} in {self.url}"
-        with _translated(doing):
+        with translated(doing):
             fd = self._open_file(key)
             try:
                 size_bytes = os.fstat(fd).st_size
@@ -143,8 +143,8 @@ class DirectoryStore:
             finally:
                 os.close(fd)
 
-        with _translated(doing):
-            await self._pool.run(read)
+        with translated(doing):
+            await self.pool.run(read)
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         def walk() -> list[StoredObject]:
@@ -155,31 +155,38 @@ class DirectoryStore:
                         found.append(StoredObject(key, entry.stat(follow_symlinks=False).st_size))
             return found
 
-        with _translated(f"list {self.url}"):
-            return await self._pool.run(walk)
+        with translated(f"list {self.url}"):
+            return await self.pool.run(walk)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
         if keys:
-            with _translated(f"delete {keys[0]} and {len(keys) - 1} more in {self.url}"):
-                await self._pool.run(self._delete, keys)
+            with translated(f"delete {keys[0]} and {len(keys) - 1} more in {self.url}"):
+                await self.pool.run(self._delete, keys)
 
     async def free_bytes(self) -> int | None:
         def measure() -> int:
             found = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
             return found.f_bavail * found.f_frsize
 
-        with _translated(f"measure the room in {self.url}"):
-            return await self._pool.run(measure)
+        with translated(f"measure the room in {self.url}"):
+            return await self.pool.run(measure)
 
-    async def sweep_partials(self) -> int:
-        """Removes what writers left that were killed; a file that is being written is let be. Returns how many."""
+    async def sweep_partials(self, below: str = "", *, is_spared: Callable[[str, float], bool] | None = None) -> int:
+        """Removes what writers left that were killed; a file that is being written is let be. Returns how many.
+
+        `below`: only in this folder. `is_spared`: told the path and when it was last written (Unix time).
+        """
 
         def sweep() -> int:
             swept = 0
-            for key, entry in self._walk(""):
-                if entry.name.endswith(layout.PARTIAL_SUFFIX) and _is_abandoned(entry.path):
+            for key, entry in self._walk(below):
+                if not entry.name.endswith(layout.PARTIAL_SUFFIX):
+                    continue
+                if is_spared is not None and is_spared(key, entry.stat(follow_symlinks=False).st_mtime):
+                    continue
+                if _is_abandoned(entry.path):
                     os.unlink(entry.path)
                     swept += 1
                     with suppress(OSError):  # not empty
@@ -187,15 +194,15 @@ class DirectoryStore:
                             os.rmdir(os.path.dirname(entry.path))
             return swept
 
-        with _translated(f"sweep {self.url}"):
-            return await self._pool.run(sweep)
+        with translated(f"sweep {self.url}"):
+            return await self.pool.run(sweep)
 
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         return 0  # see sweep_partials
 
     async def close(self) -> None:
-        self._pool.close()
-        self._buffers.close()
+        self.pool.close()
+        self.buffers.close()
 
     def path(self, key: str) -> Path:
         """Where the object lies, for messages and for people. To read it, use `open_fd`."""
@@ -203,7 +210,7 @@ class DirectoryStore:
 
     def open_fd(self, key: str) -> int:
         """A read-only descriptor of a regular file, to be handed to a trainer. The caller closes it."""
-        with _translated(f"open {check_key(key)} in {self.url}"):
+        with translated(f"open {check_key(key)} in {self.url}"):
             return self._open_file(key)
 
     def open_folder(self, key: str, *, create: bool) -> tuple[int, str]:
@@ -226,11 +233,12 @@ class DirectoryStore:
         return folder, name
 
     def _open_root(self, *, create: bool) -> int:
+        may_create = self._may_create  # before the look: another thread may be making it
         try:
             folder = os.open(self.root, _FOLDER)
         except FileNotFoundError as error:
             # A root that vanishes is an unmounted disk, not an empty tier.
-            if not self._may_create:
+            if not may_create:
                 hint = "is the disk mounted, and is the path right?"
                 raise TierUnreachable(f"open {self.url}: no such directory", hint=hint) from error
             if not create:
@@ -339,15 +347,15 @@ class _Unfinished:
         with suppress(OSError):  # a filesystem without locks only loses the sweeper's courtesy
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         if self._is_direct and self._size_bytes:
-            self._reserve()
-            self._set_direct()
+            reserve(self._fd, self._size_bytes)
+            self._is_direct = set_direct(self._fd)
 
     def write(self, offset: int, piece: memoryview, length: int) -> None:
         """Writes `length` bytes of `piece`; the rest of it, up to a multiple of 4096, may be written too."""
         if not self._is_direct:
             self._write_all(offset, piece[:length])
             return
-        aligned = min(_round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
+        aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
         self._write_all(offset, piece[:aligned])
         if aligned < length:
             tail = _aligned_buffer(ALIGN_BYTES)
@@ -394,22 +402,6 @@ class _Unfinished:
         self._written_as = ""
         return True
 
-    def _reserve(self) -> None:
-        """A full disk is known before the first write. And writes within a file's size go in parallel."""
-        try:
-            os.posix_fallocate(self._fd, 0, _round_up(self._size_bytes))
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-
-    def _set_direct(self) -> None:
-        # Set after opening: open(O_CREAT | O_DIRECT) makes the file even where it then refuses.
-        try:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except OSError:
-            self._is_direct = False
-
     def _write_all(self, offset: int, view: memoryview) -> None:
         done = 0
         while done < len(view):
@@ -421,12 +413,30 @@ class _Unfinished:
                     raise
                 # An address, or a write that was cut short, that O_DIRECT does not take: buffered from here on.
                 # In this order, for other threads are writing: who sees False has a buffered descriptor.
-                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                self._is_direct = False
+                self._is_direct = set_direct(self._fd, wanted=False)
 
 
-def _round_up(length: int) -> int:
+def reserve(fd: int, size_bytes: int) -> None:
+    """A full disk is known before the first write. And writes within a file's size go in parallel."""
+    try:
+        os.posix_fallocate(fd, 0, round_up(size_bytes))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def set_direct(fd: int, *, wanted: bool = True) -> bool:
+    """Whether writes go past the page cache from here on. Set after opening: open(O_CREAT | O_DIRECT) makes the file
+    even where it then refuses."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return wanted
+
+
+def round_up(length: int) -> int:
     return -(-length // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -459,7 +469,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 @contextmanager
-def _translated(doing: str, *, missing: type[TierdError] = NotFound) -> Generator[None]:
+def translated(doing: str, *, missing: type[TierdError] = NotFound) -> Generator[None]:
     """Turns what the filesystem says into what the caller can do about it."""
     try:
         yield

@@ -1,7 +1,8 @@
 """What appears whole or not at all, a directory or a file: built in `<target>.partial`, put in place by one rename.
 
-Killed at any instant it leaves at most `<target>.partial`, which nothing takes for a checkpoint and which the next
-attempt replaces. Refuses a target that holds anything, and a second attempt while the first one still runs.
+Killed at any instant it leaves at most `<target>.partial`, which nothing takes for a checkpoint. The next attempt
+removes of it what it does not ask to keep. Refuses a target that holds anything, and a second attempt while the first
+one still runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,29 @@ _ROOM_MARGIN_BYTES = 8 << 20  # for directories, markers and the file system's o
 
 
 class Landing:
-    """`partial` is the folder to build in. Nothing is seen at `target` before `publish`."""
+    """`partial` is the folder to build in. Nothing is seen at `target` before `publish`. `is_worth_keeping`: set it to
+    leave what is built for the next attempt, should this one break off."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.partial = target.with_name(target.name + PARTIAL_SUFFIX)
         self.is_published = False
+        self.is_worth_keeping = False
+
+    @property
+    def taken_bytes(self) -> int:
+        """The room that `partial` takes already."""
+        return sum(one.stat().st_blocks * 512 for one in self.partial.rglob("*") if one.is_file())
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises Full when `partial` cannot grow to `size_bytes`."""
+        free = shutil.disk_usage(self.target.parent).free
+        needed = size_bytes - self.taken_bytes + _ROOM_MARGIN_BYTES
+        if free < needed:
+            raise Full(
+                f"write into {self.target}: {needed} bytes are needed, {free} are free",
+                hint="make room, or name another disk",
+            )
 
     def publish(self, built: Path) -> None:
         """Puts `built`, a durable file or folder below `partial`, at the target. Durable on return."""
@@ -53,15 +71,19 @@ def make_durable(built: Path) -> None:
 
 
 @contextmanager
-def landing(target: Path, *, size_bytes: int) -> Generator[Landing, Any]:
-    """Claims `target` for the length of the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig."""
+def landing(target: Path, *, size_bytes: int, keep: Container[str] = ()) -> Generator[Landing, Any]:
+    """Claims `target` for the length of the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig.
+
+    `keep`: paths below `partial` that may stay from an earlier attempt; the room they take counts as there.
+    """
     found = Landing(target)
     made: list[Path] = []
     try:
         check_target(target)
         made = _make_parents(target.parent)
-        with _claimed(found.partial):
-            _check_room(target, size_bytes)
+        with _claimed(found):
+            _clear(found.partial, keep)
+            found.check_room(size_bytes)
             yield found
     except OSError as error:
         raise _explained(error, target) from error
@@ -93,8 +115,9 @@ def _make_parents(parent: Path) -> list[Path]:
 
 
 @contextmanager
-def _claimed(partial: Path) -> Generator[None, Any]:
-    """An empty `partial` that is ours alone, removed at the end. A dead process's claim ends with it."""
+def _claimed(found: Landing) -> Generator[None, Any]:
+    """`partial` is ours alone, removed at the end unless it is worth keeping. A dead process has no claim."""
+    partial = found.partial
     partial.mkdir(exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -108,33 +131,29 @@ def _claimed(partial: Path) -> Generator[None, Any]:
         entries = os.listdir(partial)
         if entries and _MARK not in entries:
             raise TargetNotEmpty(f"write through {partial}: it is there and not ours", hint="move it out of the way")
+        (partial / _MARK).touch()
         try:
-            _empty(partial)
-            (partial / _MARK).touch()
             yield
         finally:
-            _empty(partial)
-            partial.rmdir()
+            if found.is_published or not found.is_worth_keeping:
+                _clear(partial, ())
+                (partial / _MARK).unlink()  # last: killed here, the rest is still known to be ours
+                partial.rmdir()
     finally:
         os.close(descriptor)
 
 
-def _empty(partial: Path) -> None:
-    """The mark goes last: killed here, the rest is still known to be ours."""
-    for one in sorted(partial.iterdir(), key=lambda one: one.name == _MARK):
-        if one.is_dir() and not one.is_symlink():
-            shutil.rmtree(one)
-        else:
-            one.unlink()
-
-
-def _check_room(target: Path, size_bytes: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < size_bytes + _ROOM_MARGIN_BYTES:
-        raise Full(
-            f"write into {target}: {size_bytes} bytes are needed, {free} are free",
-            hint="make room, or name another disk",
-        )
+def _clear(partial: Path, keep: Container[str]) -> None:
+    """Removes everything but the mark and what is kept."""
+    for folder, folders, files in os.walk(partial, topdown=False):
+        for name in (*files, *folders):
+            one = Path(folder, name)
+            path = one.relative_to(partial).as_posix()
+            if one.is_symlink() or not one.is_dir():
+                if path != _MARK and (path not in keep or one.is_symlink()):
+                    one.unlink()
+            elif not os.listdir(one):
+                one.rmdir()
 
 
 def _explained(error: OSError, target: Path) -> TierdError:
