@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -114,6 +115,20 @@ async def test_a_tier_out_of_reach_is_not_called_damaged(rooms: Rooms, tmp_path:
     tier = Tier("cold", DirectoryStore(tmp_path / "absent", create=False))
     with pytest.raises(TierUnreachable):
         await verify_files(tier, made)
+    await tier.store.close()
+
+
+async def test_a_sector_that_the_disk_cannot_read_is_damage(tmp_path: Path, rooms: Rooms) -> None:
+    made = await rooms.commit("hot")
+
+    class Dying(DirectoryStore):
+        async def read(self, key: str, offset: int, buffer: memoryview) -> None:
+            if key.endswith(made.files[0].name):
+                raise TierUnreachable(f"read {key}: Input/output error") from OSError(errno.EIO, "Input/output error")
+            await super().read(key, offset, buffer)
+
+    tier = Tier("hot", Dying(tmp_path / "hot"))
+    assert list((await verify_files(tier, made)).problems) == [made.files[0].name]
     await tier.store.close()
 
 

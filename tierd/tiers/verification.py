@@ -6,11 +6,12 @@ Changes nothing. A replica that is deleted under our eyes is no finding; a tier 
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierd.errors import Corrupt, NotFound
+from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
@@ -119,11 +120,20 @@ async def verify_files(
             found = [error.message]
         except Corrupt as error:
             found = [error.message]
+        except TierUnreachable as error:
+            if not _is_bad_sector(error):
+                raise
+            found = [error.message]
         if found:
             where = f"{manifest.id}/{entry.name} in {tier.name}"
             problems[entry.name] = [f"{where}: {one}" for one in found]
     proof = Proof.DEEP if is_deep else Proof.CHECKSUM if is_all_kept else Proof.SIZE
     return Verification(manifest=manifest, problems=problems, missing=frozenset(missing), proof=proof)
+
+
+def _is_bad_sector(error: TierUnreachable) -> bool:
+    """The disk lists the file and cannot read it: written anew it lies elsewhere."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
 
 
 async def _read_entry(
