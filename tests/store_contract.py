@@ -118,6 +118,39 @@ class StoreContract:
             assert sum(told) == len(data)
         assert await read_whole(store, KEY, len(data)) == data
 
+    @pytest.mark.parametrize("size_bytes", [0, 4096, (16 << 20) + 1])
+    async def test_what_the_store_knows_of_an_object_by_itself_is_true(self, store: Store, size_bytes: int) -> None:
+        data = content(size_bytes)
+        await store.put(KEY, memoryview(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+        assert await store.kept_checksum(KEY) in (None, entry_of(data).crc64nvme)
+        with pytest.raises(NotFound):
+            await store.kept_checksum("run/absent")
+
+    @pytest.mark.parametrize("size_bytes", [4096, (16 << 20) + 1])
+    async def test_a_damaged_object_stays_until_a_whole_one_takes_its_place(
+        self, store: Store, size_bytes: int
+    ) -> None:
+        data = content(size_bytes)
+        damaged = bytearray(data)
+        damaged[-1] ^= 1
+        await store.put(KEY, memoryview(damaged), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+        expect = entry_of(data)
+        with pytest.raises(Corrupt):
+            await store.put(
+                KEY,
+                BytesSource(bytes(damaged)),
+                size_bytes=size_bytes,
+                chunk_bytes=CHUNK_BYTES,
+                expect=expect,
+                replace=True,
+            )
+        assert await read_whole(store, KEY, size_bytes) == damaged
+        await store.put(
+            KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=expect, replace=True
+        )
+        assert await read_whole(store, KEY, size_bytes) == data
+        assert [one.key for one in await store.list()] == [KEY]
+
     @pytest.mark.parametrize("size_bytes", [1, 4096, (16 << 20) + 1])
     async def test_one_flipped_bit_is_corrupt_and_nothing_is_seen(self, store: Store, size_bytes: int) -> None:
         data = content(size_bytes)

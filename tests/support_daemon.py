@@ -127,7 +127,8 @@ class Daemon:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tierd", "--config", str(self.config), "serve"],
                 stderr=log,
-                env={**os.environ, **(environ or {})},
+                # Nobody looks through the tiers by chance where a test damages them.
+                env={**os.environ, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})},
             )
 
     @property

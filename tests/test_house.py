@@ -350,7 +350,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "test_cli_verbs.py",
     "tierd/cli/snapshot.py": "test_cli_stop.py",
     "tierd/cli/status.py": "test_cli_listing.py",
-    "tierd/cli/verify.py": "test_cli_verbs.py",
+    "tierd/cli/verify.py": "test_cli_verify.py",
     "tierd/cli/version.py": "test_cli_verbs.py",
 }
 """A module with no test of its own name that no test imports: the test file that exercises it all the same."""

@@ -146,7 +146,7 @@ async def test_metrics_are_the_text_that_prometheus_reads_and_have_no_steps_for_
     assert content_type.startswith("text/plain; version=0.0.4")
     labels = {key for family in text_string_to_metric_families(body) for one in family.samples for key in one.labels}
     assert labels <= {"run", "tier", "outcome", "direction", "state", "stage", "kind", "op", "code", "reason", "le",
-                      "version", "python", "verdict"}  # fmt: skip
+                      "version", "python", "verdict", "proof"}  # fmt: skip
 
 
 async def test_standstill_shows_everywhere(house: House) -> None:

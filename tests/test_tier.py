@@ -12,12 +12,13 @@ from support_kill import kill_when_stalled
 from support_s3 import BUCKET, ENVIRONMENT, faulty_proxy, moto_server
 
 from tierd.config import ColdConfig, LimitsConfig
-from tierd.errors import Corrupt, NewerFormat, NotFound, TierUnreachable
+from tierd.errors import Corrupt, NewerFormat, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, Manifest
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint, open_cold_tier, verify_checkpoint
+from tierd.tiers.tier import Tier, copy_checkpoint, open_cold_tier
+from tierd.tiers.verification import verify_files
 
 CHUNK_BYTES = 5 << 20
 SHARDS = [content((5 << 20) + 4097), content(12345)]
@@ -182,7 +183,7 @@ async def test_a_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tm
     for name in [*(entry.name for entry in made.files), "manifest.json"]:
         key = layout.file_key(ID, name)
         assert (tmp_path / "hot" / key).read_bytes() == (tmp_path / "back" / key).read_bytes()
-    assert await verify_checkpoint(back, made) == []
+    assert (await verify_files(back, made)).sentences == []
     await back.store.close()
 
 
@@ -277,7 +278,7 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     # And the next attempt ends well.
     await copy_checkpoint(made, hot, cold)
     assert (await cold.listing()).committed == {ID}
-    assert await verify_checkpoint(cold, made) == []
+    assert (await verify_files(cold, made)).sentences == []
     assert await store.sweep_partials() == (1 if instant == "within a shard" else 0)
     await store.close()
 
@@ -297,38 +298,14 @@ async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(
         flipping = open_cold_tier(ColdConfig(url=url, endpoint_url=proxy), LimitsConfig())
         with pytest.raises(Corrupt, match="crc64nvme"):
             await copy_checkpoint(made, flipping, back)
-        assert len(await verify_checkpoint(flipping, made)) == 2  # the first byte of each file
+        assert len((await verify_files(flipping, made)).sentences) == 2  # the first byte of each file
         await flipping.store.close()
     assert await back.store.list() == []
     await back.store.close()
     await cold.store.close()
 
 
-# ── deep verification ──
-
-
-async def test_verification_names_every_file_and_chunk_that_is_wrong(hot: Tier) -> None:
-    made = manifest()
-    await persist(hot, made)
-    told: list[int] = []
-    assert await verify_checkpoint(hot, made, progress=told.append) == []
-    assert sum(told) == made.size_bytes
-
-    flip(hot, made.files[0].name, (5 << 20) + 1)
-    path(hot, made.files[1].name).unlink()
-    damaged, missing = await verify_checkpoint(hot, made)
-    assert damaged.startswith(f"{ID}/rank-00000-of-00002.safetensors in hot: chunk 1 of 2: crc64nvme ")
-    assert missing == f"{ID}/rank-00001-of-00002.safetensors in hot: the file is missing"
-
-    path(hot, made.files[1].name).write_bytes(SHARDS[1] + b"x")
-    assert (await verify_checkpoint(hot, made))[1].endswith("12346 bytes, expected 12345")
-
-
-async def test_a_tier_out_of_reach_is_not_called_damaged(tmp_path: Path) -> None:
-    tier = Tier("cold", DirectoryStore(tmp_path / "absent", create=False))
-    with pytest.raises(TierUnreachable):
-        await verify_checkpoint(tier, manifest())
-    await tier.store.close()
+# ── many ──
 
 
 async def test_ten_thousand_checkpoints_are_listed_in_a_second(hot: Tier, tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class Entry:
 @dataclass(slots=True)
 class TierKnowledge:
     """What the last look at a tier gave. `error` is why it is not known now. `manifest_bytes`: the size of each
-    manifest that was read there; one that has another size now is read again. `partial`: what has no manifest."""
+    manifest that was read there; one that has another size now is read again. `partial`: what has no manifest.
+    `damaged`: of the unreadable ones, those whose bytes were found wrong, which no listing shows."""
 
     is_known: bool = False
     error: str = "not looked at yet"
@@ -49,6 +50,7 @@ class TierKnowledge:
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     manifest_bytes: dict[CheckpointId, int] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
+    damaged: dict[CheckpointId, str] = field(default_factory=dict)
 
 
 class Catalog:
@@ -70,6 +72,7 @@ class Catalog:
         """A committed replica in `tier`."""
         checkpoint = manifest.id
         self._touch(checkpoint, tier)
+        self.tiers[tier].damaged.pop(checkpoint, None)
         entry = self._put(checkpoint, manifest, tier)
         if found := frozenset(milestones):
             entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | found
@@ -84,7 +87,18 @@ class Catalog:
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` is gone."""
         self._touch(checkpoint, tier)
+        self.tiers[tier].damaged.pop(checkpoint, None)
         self._remove(checkpoint, tier)
+
+    def damaged(self, checkpoint: CheckpointId, tier: str, why: str) -> None:
+        """The replica in `tier` is none: it counts as unreadable until it is mended, or gone."""
+        self._touch(checkpoint, tier)
+        self._remove(checkpoint, tier)
+        self.tiers[tier].damaged[checkpoint] = self.tiers[tier].unreadable[checkpoint] = why
+
+    def mended(self, checkpoint: CheckpointId, tier: str) -> None:
+        """It counts again once a look at the tier has seen it: with its markers, or it could be taken for less."""
+        self.tiers[tier].damaged.pop(checkpoint, None)
 
     def _put(self, checkpoint: CheckpointId, manifest: Manifest, tier: str) -> Entry:
         entry = self._entries.get(checkpoint)
@@ -123,6 +137,8 @@ class Catalog:
         """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile.
 
         One look at a tier at a time."""
+        damaged = {c: why for c, why in self.tiers[tier].damaged.items() if c in found or c in unreadable}
+        found = {c: one for c, one in found.items() if c not in damaged}
         held = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
         changed = self._changed.pop(tier, {})
         settled = {c for c in held | found.keys() if changed.get(c, 0) <= since}
@@ -144,9 +160,9 @@ class Catalog:
                     entry.diagnoses[tier] = diagnosis
                 is_news = True
         former = self.tiers[tier]
-        unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since}
+        unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since} | damaged
         begun = frozenset(c for c in partial if changed.get(c, 0) <= since)
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(manifest_bytes), begun)
+        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(manifest_bytes), begun, damaged)
         if is_news or not former.is_known or (former.unreadable, former.partial) != (unreadable, begun):
             self._changes += 1
 

@@ -101,6 +101,15 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     restore_wait_s: float = 60.0  # how long a restore waits for the verdict on what nobody has examined yet
 
 
+class ScrubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every replica is looked at again and again: its sizes, the checksums that a bucket keeps, of some every byte."""
+
+    interval_s: float = 86400.0  # every replica once in so long; 0: never
+    deep_share: float = 0.01  # of the replicas, those that are read whole: out of a bucket that is egress
+    max_read_mib_s: float = 32.0  # how fast, for each tier; 0: no cap
+    repair: bool = True  # damaged files are replaced by whole ones of another tier
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything that could grow or wait. The defaults serve; change them with a reason."""
 
@@ -121,6 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cold: list[ColdConfig] = []
     lifecycle: LifecycleConfig = LifecycleConfig()
     health: HealthConfig = HealthConfig()
+    scrub: ScrubConfig = ScrubConfig()
     limits: LimitsConfig = LimitsConfig()
 
     @property
@@ -242,6 +252,8 @@ def _check(config: Config, where: str) -> Config:
     _check_daemon(config.daemon, where)
     if not 2 <= config.snapshot.slots <= 16:
         raise _refusal(where, "snapshot.slots", config.snapshot.slots, "2 to 16")
+    if config.scrub.deep_share > 1:
+        raise _refusal(where, "scrub.deep_share", config.scrub.deep_share, "0 to 1")
     if config.limits.retry_max_s < config.limits.retry_min_s:
         raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
     _check_policy(config.lifecycle.hot, where, "lifecycle.hot")

@@ -45,6 +45,7 @@ from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import Lister, recover
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
+from tierd.workers.scrubber import Scrubber
 from tierd.workers.worker import Wake, Worker, run_forever
 
 log = logging.getLogger("tierd")
@@ -135,6 +136,20 @@ class _Daemon:
             now=_timestamp,
             on_judged=self._on_judged,
         )
+        self._scrubbers = {
+            name: Scrubber(
+                self._catalog,
+                tier,
+                self._tiers,
+                config.scrub,
+                limits,
+                metrics=self._metrics,
+                incidents=self._incidents,
+                on_mended=lambda name=name: self._wake(f"list {name}"),
+                now_s=time.monotonic,
+            )
+            for name, tier in self._tiers.items()
+        }
         restorer = Restorer(
             self._memory,
             self._catalog,
@@ -214,6 +229,8 @@ class _Daemon:
         workers: dict[str, Worker] = {"persist": self._persister, "reap": self._reaper}
         if self._config.health.examine:
             workers["examine"] = self._examiner
+        if self._config.scrub.interval_s:
+            workers |= {f"scrub {name}": scrubber for name, scrubber in self._scrubbers.items()}
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
         workers |= {f"replicate {name}": replicator for name, replicator in self._replicators.items()}
         self._wakes = {name: Wake() for name in workers}

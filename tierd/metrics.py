@@ -24,10 +24,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from tierd import __version__
 
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine")
+STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub")
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
-HALT_REASONS = ("unreadable_manifest", "tier_unreachable")
+HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
+PROOFS = ("deep", "checksum", "size")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
 DIRECTIONS = ("read", "write")
 
@@ -138,6 +139,24 @@ class Metrics:
             ["tier"],
             registry=registry,
         )
+        self.scrubbed_checkpoints_total = Counter(
+            "tierd_scrubbed_checkpoints_total",
+            "Replicas looked at, by proof: deep (read whole); checksum (the bucket's own); size (no more is known).",
+            ["tier", "proof"],
+            registry=registry,
+        )
+        self.damaged_checkpoints = Gauge(
+            "tierd_damaged_checkpoints",
+            "Replicas that are known to be damaged, and are not mended.",
+            ["tier"],
+            registry=registry,
+        )
+        self.repaired_files_total = Counter(
+            "tierd_repaired_files_total",
+            "Damaged files that were replaced by whole ones of another tier.",
+            ["tier"],
+            registry=registry,
+        )
         self.examinations_total = Counter(
             "tierd_examinations_total",
             "Checkpoints looked at: healthy; unhealthy (numbers that are not finite); failed (could not be read).",
@@ -181,6 +200,10 @@ class Metrics:
             self.queue_checkpoints.labels(tier)
             self.queue_oldest_age_seconds.labels(tier)
             self.verify_failures_total.labels(tier)
+            self.damaged_checkpoints.labels(tier)
+            self.repaired_files_total.labels(tier)
+            for proof in PROOFS:
+                self.scrubbed_checkpoints_total.labels(tier, proof)
             self.restore_seconds.labels(tier)
             if tier != "hot":
                 self.replicate_seconds.labels(tier)

@@ -194,6 +194,7 @@ class Operator:
             metrics.tier_used_bytes.labels(name).set(sum(manifest.size_bytes for manifest in held))
             if free is not None:
                 metrics.tier_free_bytes.labels(name).set(free)
+            metrics.damaged_checkpoints.labels(name).set(len(self._catalog.tiers[name].damaged))
             counts = Counter(manifest.run for manifest in held)
             for run in self._catalog.runs():
                 metrics.checkpoints.labels(run, name).set(counts[run])

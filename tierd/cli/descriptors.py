@@ -65,6 +65,10 @@ class DescriptorStore:
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> list[bytes | TierdError]:
         return [await self.get_bytes(key, size_max=size_max) for key in keys]
 
+    async def kept_checksum(self, key: str) -> str | None:
+        self._file(key)
+        return None
+
     async def list(self, prefix: str = "") -> list[StoredObject]:
         found = {key: entry.size_bytes for key, (entry, _) in self._files.items()}
         found[layout.manifest_key(self.manifest.id)] = len(self._raw)
@@ -91,6 +95,7 @@ class DescriptorStore:
         expect: FileEntry | None = None,
         progress: Progress | None = None,
         is_lasting: bool = False,
+        replace: bool = False,
     ) -> FileEntry:
         _refuse(key)
 

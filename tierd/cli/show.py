@@ -97,4 +97,4 @@ def _print(facts: Facts) -> None:
         [one["name"], str(one["size_bytes"]), str(len(one["chunks"])), one["crc64nvme"]] for one in manifest["files"]
     ]
     table(["FILE", "BYTES", "CHUNKS", "CRC64NVME"], rows, right=("BYTES", "CHUNKS"))
-    say("`tierd verify` reads every byte and compares it with these checksums")
+    say("`tierd verify --deep` reads every byte and compares it with these checksums")

@@ -1,11 +1,13 @@
-"""`tierd verify`: reads every byte of every replica and compares it with the checksums of its manifest.
+"""`tierd verify`: compares every replica with the checksums of its manifest, and on request mends what is damaged.
 
-Changes nothing. A replica that the lifecycle deletes while it is being read is no finding.
+What costs no egress by itself: a directory is read whole, a bucket is asked for the checksums that it keeps. Without
+`--repair` it changes nothing. A replica that the lifecycle deletes meanwhile is no finding.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Annotated
 
 import msgspec
@@ -14,22 +16,32 @@ import typer
 from tierd.cli import options
 from tierd.cli.choice import Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, progress_bar, say, size
-from tierd.cli.places import PARTIAL, Places, Settings, look, settings_of
-from tierd.errors import Corrupt, NewerFormat, NotFound, TierUnreachable
+from tierd.cli.places import PARTIAL, Places, Settings, look, settings_of, tier_names
+from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierUnreachable
 from tierd.format.ids import CheckpointId
+from tierd.tiers.repair import Repair, repair_replica
 from tierd.tiers.store import Progress
-from tierd.tiers.tier import Tier, verify_checkpoint
+from tierd.tiers.tier import Tier
+from tierd.tiers.verification import Proof, Verification, is_read_for_nothing, verify_replica
+
+_HOW = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
 
 
 class Verified(msgspec.Struct, kw_only=True):
-    """One replica. `problems` empty: every byte is as its manifest says. `unread`: why it could not be judged."""
+    """One replica. `problems`: what was found wrong, a sentence each. `how`: what the verdict stands on: deep, checksum
+    or size. `repaired`: by file name, the tier it was taken from. `refused`: why something stayed as it was. `unread`:
+    why it could not be judged."""
 
     run: str
     step: int
     generation: int
     tier: str
     size_bytes: int
+    how: str | None
+    is_whole: bool
     problems: list[str]
+    repaired: dict[str, str] = {}
+    refused: list[str] = []
     unread: str | None = None
 
 
@@ -43,18 +55,32 @@ def verify(
     generation: options.GenerationNumber = None,
     tier: options.TierName = None,
     place: options.From = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte in buckets too, instead of asking for their checksums.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Replace damaged files by whole ones out of another tier.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
-    """Read every replica and compare it with its checksums."""
+    """Compare every replica with its checksums."""
+    if repair and place is not None:
+        raise BadConfig(
+            "--repair takes whole files out of other tiers, and --from names one place alone",
+            hint="give --config, and --tier for the one to be repaired",
+        )
     wish = wanted(run, step or "latest", generation)
-    replicas, is_whole = asyncio.run(_verify(settings_of(context), wish, tier, place, is_newest_only=step == "latest"))
+    verifying = _verify(
+        settings_of(context), wish, tier, place, is_newest_only=step == "latest", is_deep=deep, is_repair=repair
+    )
+    replicas, is_complete = asyncio.run(verifying)
     if json:
         answer_json(replicas)
     else:
         _print(replicas)
-    if any(one.problems for one in replicas):
+    if any(not one.is_whole and one.unread is None for one in replicas):
         raise typer.Exit(Corrupt.exit_code)
-    if not is_whole or any(one.unread for one in replicas):
+    if not is_complete or any(one.unread for one in replicas):
         raise typer.Exit(PARTIAL)
 
 
@@ -62,77 +88,110 @@ def _print(replicas: list[Verified]) -> None:
     for one in replicas:
         for problem in one.problems:
             answer(f"damaged: {problem}")
+        for name, source in one.repaired.items():
+            answer(f"repaired: step {one.step} {name} in {one.tier}, from {source}")
+        for why in one.refused:
+            answer(f"not repaired: {why}")
         if one.unread:
             say(f"tierd: not verified: {one.unread}")
-    whole = [one for one in replicas if not one.problems and not one.unread]
-    answer(f"{len(whole)} of {len(replicas)} replicas are whole: {size(sum(one.size_bytes for one in whole))} verified")
+    whole = [one for one in replicas if one.is_whole]
+    counts = Counter(one.how for one in whole)
+    told = ", ".join(f"{counts[proof.value]} {text}" for proof, text in _HOW.items() if counts[proof.value])
+    answer(
+        f"{len(whole)} of {len(replicas)} replicas are whole: {size(sum(one.size_bytes for one in whole))} verified"
+        + (f" ({told})" if counts.keys() - {Proof.DEEP.value} else "")
+    )
+    for name in sorted({one.tier for one in whole if one.how == Proof.SIZE.value}):
+        say(f"tierd: {name} keeps no checksums: files and sizes were compared, no byte; --deep reads them")
 
 
 async def _verify(
-    settings: Settings, wish: Wanted, tier: str | None, place: str | None, *, is_newest_only: bool
+    settings: Settings,
+    wish: Wanted,
+    tier: str | None,
+    place: str | None,
+    *,
+    is_newest_only: bool,
+    is_deep: bool,
+    is_repair: bool,
 ) -> tuple[list[Verified], bool]:
-    async with look(settings, place=place, only=tier) as places:
-        is_whole = places.check_reachable()
-        wish = _newest(wish, places) if is_newest_only else wish
-        entries = [one for one in places.catalog.entries() if wish.fits(one.manifest.id, one.all_milestones)]
-        unreadable = [at for at in places.catalog.unreadable() if wish.fits(at[1])]
-        if not entries and not unreadable:
+    """(the replicas, whether every tier that was to be verified gave an answer)"""
+    if is_repair and tier is not None and tier not in (names := tier_names(settings.config())):
+        raise BadConfig(f"no tier is called {tier!r}", hint=f"the tiers of this config are {', '.join(names)}")
+    async with look(settings, place=place, only=None if is_repair else tier) as places:
+        judged = {name for name in places.tiers if tier in (None, name)}
+        places.check_reachable()
+        unreachable = judged & places.unreachable.keys()
+        if unreachable == judged:
+            raise TierUnreachable(f"look at {tier}: {places.unreachable[min(judged)]}")
+        wish = _newest(wish, places, judged) if is_newest_only else wish
+        found = [
+            (name, entry.manifest.id, entry.manifest.size_bytes, "")
+            for entry in places.catalog.entries()
+            for name in places.tiers
+            if name in entry.tiers & judged and wish.fits(entry.manifest.id, entry.all_milestones)
+        ]
+        found += [
+            (name, checkpoint, 0, why)
+            for (name, checkpoint), why in places.catalog.unreadable().items()
+            if name in judged and wish.fits(checkpoint)
+        ]
+        if not found:
             where = place or tier or "any tier"
             raise NotFound(f"find {wish} to verify in {where}: there is none", hint="`tierd ls` shows what there is")
-        replicas = [await _unreadable(places, name, checkpoint) for name, checkpoint in unreadable]
-        total = sum(one.manifest.size_bytes * len(one.tiers) for one in entries)
-        with progress_bar("verifying", total) as progress:
-            for entry in entries:
-                held_by = [tier for name, tier in places.tiers.items() if name in entry.tiers]
-                replicas += [await _replica(tier, entry.manifest.id, progress) for tier in held_by]
-        return [one for one in replicas if one is not None], is_whole
+        with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
+            replicas = [
+                await _replica(places, name, one, why, is_deep=is_deep, is_repair=is_repair, progress=progress)
+                for name, one, _, why in found
+            ]
+        return [one for one in replicas if one is not None], not unreachable
 
 
-def _newest(wish: Wanted, places: Places) -> Wanted:
-    newest = choose(wish, candidates(places.catalog), "any tier").id
+def _newest(wish: Wanted, places: Places, judged: set[str]) -> Wanted:
+    among = [one for one in candidates(places.catalog) if judged.intersection(one.tiers)]
+    newest = choose(wish, among, "any tier").id
     return Wanted(run=newest.run, step=newest.step, milestone=None, generation=newest.generation)
 
 
-async def _replica(tier: Tier, checkpoint: CheckpointId, progress: Progress) -> Verified | None:
-    """None when it was deleted under our eyes."""
-    size_bytes, problems, unread = 0, list[str](), None
-    try:
-        # Read again, here: the catalog may know the manifest from another tier.
-        manifest = await tier.manifest(checkpoint)
-        size_bytes = manifest.size_bytes
-        problems = await verify_checkpoint(tier, manifest, progress=progress)
-    except NotFound as error:
-        problems = [error.message]
-    except Corrupt as error:
-        problems = [error.message]
-    except (NewerFormat, TierUnreachable) as error:
-        unread = error.message
-    if problems and not await _is_committed(tier, checkpoint):
-        return None
-    return Verified(
+async def _replica(
+    places: Places, name: str, checkpoint: CheckpointId, why: str, *, is_deep: bool, is_repair: bool, progress: Progress
+) -> Verified | None:
+    """None when it was deleted under our eyes. `why`: what the look at the tier found wrong already."""
+    tier = places.tiers[name]
+    verified = Verified(
         run=checkpoint.run,
         step=checkpoint.step,
         generation=checkpoint.generation,
-        tier=tier.name,
-        size_bytes=size_bytes,
-        problems=problems,
-        unread=unread,
+        tier=name,
+        size_bytes=0,
+        how=None,
+        is_whole=False,
+        problems=[],
     )
-
-
-async def _unreadable(places: Places, name: str, checkpoint: CheckpointId) -> Verified | None:
-    """A manifest that the look could not read, or files that are missing: found again, and told as such."""
-    found = await _replica(places.tiers[name], checkpoint, lambda size_bytes: None)
-    if found and not found.problems and not found.unread:
-        found.problems.append(places.catalog.unreadable()[name, checkpoint])
-    return found
-
-
-async def _is_committed(tier: Tier, checkpoint: CheckpointId) -> bool:
     try:
-        await tier.manifest(checkpoint)
-    except NotFound:
-        return False
-    except (Corrupt, NewerFormat, TierUnreachable):
-        return True
-    return True
+        found = await verify_replica(tier, checkpoint, is_deep=is_deep or is_read_for_nothing(tier), progress=progress)
+    except (NewerFormat, TierUnreachable) as error:
+        verified.unread = error.message
+        return verified
+    if found is None:
+        return None
+    verified.size_bytes = found.manifest.size_bytes if found.manifest else 0
+    verified.how = found.proof.value if found.manifest else None
+    # Nothing wrong by its own manifest: then it disagrees with another tier's.
+    verified.problems = found.sentences or [why] * bool(why)
+    verified.is_whole = not verified.problems
+    if found.problems and is_repair:
+        await _repair(places, tier, checkpoint, found, verified)
+    return verified
+
+
+async def _repair(
+    places: Places, tier: Tier, checkpoint: CheckpointId, found: Verification, verified: Verified
+) -> None:
+    try:
+        repair = await repair_replica(tier, checkpoint, found, list(places.tiers.values()))
+    except TierUnreachable as error:
+        repair = Repair(refused=[error.message])
+    verified.repaired, verified.refused, verified.is_whole = repair.repaired, repair.refused, not repair.refused
+    if found.manifest is None and repair.manifest is not None:
+        verified.size_bytes, verified.how = repair.manifest.size_bytes, Proof.DEEP.value

@@ -5,6 +5,7 @@
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: examined, or unhealthy.json
 <run>/generation-0003.json                                            a marker: generation 3 is taken
+<run>/<step:012d>-g<generation:04d>/.<file>.damaged                   in a directory: what a repair took the place of
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ MANIFEST = "manifest.json"
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
 LOCK = ".tierd.lock"
+_ASIDE_SUFFIX = ".damaged"
 
 _ARRIVING = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
@@ -80,6 +82,15 @@ def arriving_name(file_name: str, token: int) -> str:
 
 def is_arriving(file_name: str) -> bool:
     return _ARRIVING.fullmatch(file_name) is not None
+
+
+def set_aside(file_name: str) -> str:
+    """Where a damaged file of a directory is kept when a good one takes its name: no key, so no listing has it."""
+    return f".{file_name[:200]}{_ASIDE_SUFFIX}"
+
+
+def is_set_aside(file_name: str) -> bool:
+    return file_name.startswith(".") and file_name.endswith(_ASIDE_SUFFIX)
 
 
 def generation_key(run: Run, generation: Generation) -> str:

@@ -54,6 +54,7 @@ class DirectoryStore:
         expect: FileEntry | None = None,
         progress: Progress | None = None,
         is_lasting: bool = False,
+        replace: bool = False,
     ) -> FileEntry:
         doing = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
@@ -82,6 +83,8 @@ class DirectoryStore:
                 await self.pool.run(unfinished.begin)
                 await each(self.pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
                 entry = sums.entry(key.rpartition("/")[2], expect, doing)
+                if replace:
+                    await self.pool.run(unfinished.set_former_aside)
                 await self.pool.run(unfinished.commit)
             finally:
                 await self.pool.run(unfinished.close)
@@ -145,6 +148,11 @@ class DirectoryStore:
 
         with translated(doing):
             await self.pool.run(read)
+
+    async def kept_checksum(self, key: str) -> str | None:
+        with translated(f"look at {check_key(key)} in {self.url}"):
+            os.close(await self.pool.run(self._open_file, key))
+        return None  # no filesystem in use keeps one that it would tell
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         def walk() -> list[StoredObject]:
@@ -313,6 +321,10 @@ class DirectoryStore:
                 folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
                 try:
                     os.fsync(folder)
+                    # What was set aside goes with the last of what it stood beside.
+                    left = os.listdir(folder)
+                    for one in left if all(map(layout.is_set_aside, left)) else ():
+                        os.unlink(one, dir_fd=folder)
                 finally:
                     os.close(folder)
                 try:
@@ -361,6 +373,14 @@ class _Unfinished:
             tail = _aligned_buffer(ALIGN_BYTES)
             tail[: length - aligned] = piece[aligned:length]
             self._write_all(offset + aligned, tail)
+
+    def set_former_aside(self) -> None:
+        """A second name, which no listing takes for anything, for what lies there now: its bytes can be looked at."""
+        aside = layout.set_aside(self._name)
+        with suppress(OSError):  # missing, or no links here: no evidence is worth a file that stays damaged
+            with suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=self._folder)  # the newest is kept
+            os.link(self._name, aside, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
 
     def commit(self, *, if_absent: bool = False) -> bool:
         """Makes it visible and durable. `if_absent`: returns False and changes nothing where the name is taken."""

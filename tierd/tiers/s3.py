@@ -108,6 +108,7 @@ class S3Store:
         expect: FileEntry | None = None,
         progress: Progress | None = None,
         is_lasting: bool = False,
+        replace: bool = False,
     ) -> FileEntry:
         doing = self._doing("write", key)
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
@@ -126,7 +127,7 @@ class S3Store:
             expect = await upload.measure()
         elif (expect.size_bytes, expect.chunk_bytes) != (size_bytes, chunk_bytes):
             raise BadRequest(f"{doing}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
-        elif await upload.is_done(expect, await self.head(key, doing)):
+        elif not replace and await upload.is_done(expect, await self.head(key, doing)):
             if progress is not None:
                 progress(size_bytes)
             return expect
@@ -200,6 +201,13 @@ class S3Store:
 
         wanted = f"bytes={offset}-{offset + len(buffer) - 1}"
         await self._get(doing, fetch, size_bytes=len(buffer), Key=self.object_key(key), Range=wanted)
+
+    async def kept_checksum(self, key: str) -> str | None:
+        doing = self._doing("look at", key)
+        found = await self.head(key, doing)
+        if found is None:
+            raise NotFound(f"{doing}: no such object")
+        return whole_checksum(found)
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         doing = f"list {self.url} in {self.name}"

@@ -64,12 +64,14 @@ class Store(Protocol):
         expect: FileEntry | None = None,
         progress: Progress | None = None,
         is_lasting: bool = False,
+        replace: bool = False,
     ) -> FileEntry:
         """Write `size_bytes` bytes as `key`, one checksum per `chunk_bytes`, computed from the very buffer that is
         written. Returns the file's entry (its name is the last component of the key).
 
         `expect`: raises Corrupt at the first chunk whose checksum differs; nothing becomes visible then.
-        Repeating a put of the same bytes is harmless. A memoryview source may be read up to the next multiple
+        Repeating a put of the same bytes is harmless. `replace`: what lies there is damaged, whatever the store says of
+        it; it stays until the whole file takes its place. A memoryview source may be read up to the next multiple
         of 4096 past `size_bytes` where it is that long. `is_lasting`: nothing will ever delete it, so it may lie where
         that is cheaper.
         """
@@ -89,6 +91,11 @@ class Store(Protocol):
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset` of the object. Raises NotFound, or Corrupt when it ends early."""
+        ...
+
+    async def kept_checksum(self, key: str) -> str | None:
+        """The CRC64NVME of the whole object that the store keeps with it, for no byte read; None: it keeps none. Raises
+        NotFound."""
         ...
 
     async def list(self, prefix: str = "") -> list[StoredObject]:

@@ -1,12 +1,11 @@
 """A tier: a store with the commit protocol on top. The manifest is written last and deleted first.
 
-So a checkpoint is listed in a tier if and only if it is whole there, whoever was killed and when. Copying and
-deep verification between tiers live here too: every byte is checked against the manifest on its way.
+So a checkpoint is listed in a tier if and only if it is whole there, whoever was killed and when. Copying between tiers
+lives here too: every byte is checked against the manifest on its way.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +13,12 @@ from typing import Any
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
-from tierd.format import checksum, health, layout
+from tierd.format import health, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
-from tierd.tiers.chunks import ChunkSums, differences
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.pool import each
 from tierd.tiers.store import Progress, Source, Store
-
-READ_BYTES = 16 << 20  # what verification reads at once
-READS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,31 +192,6 @@ async def copy_checkpoint(
         await target.commit(manifest, raw=raw)
 
 
-async def verify_checkpoint(tier: Tier, manifest: Manifest, *, progress: Progress | None = None) -> list[str]:
-    """Reads every byte and compares every chunk. Returns what is wrong, a sentence each; nothing when all is well.
-
-    Raises TierUnreachable when the tier does not let it find out.
-    """
-    stored = await tier.store.list(layout.checkpoint_prefix(manifest.id))
-    sizes = {one.key: one.size_bytes for one in stored}
-    problems: list[str] = []
-    for entry in manifest.files:
-        where = f"{manifest.id}/{entry.name} in {tier.name}"
-        size_bytes = sizes.get(layout.file_key(manifest.id, entry.name))
-        if size_bytes is None:
-            problems.append(f"{where}: the file is missing")
-        elif size_bytes != entry.size_bytes:
-            problems.append(f"{where}: {size_bytes} bytes, expected {entry.size_bytes}")
-        else:
-            try:
-                found = await _read_entry(tier.source(manifest.id, entry), entry, progress)
-            except (Corrupt, NotFound) as error:
-                problems.append(f"{where}: {error.message}")
-            else:
-                problems += [f"{where}: {difference}" for difference in differences(entry, found)]
-    return problems
-
-
 def open_cold_tier(
     config: ColdConfig, limits: LimitsConfig, on_request: Callable[[str, str], None] | None = None
 ) -> Tier:
@@ -254,25 +223,6 @@ class _StoredFile:
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         await self._store.read(self._key, offset, buffer)
-
-
-async def _read_entry(source: Source, entry: FileEntry, progress: Progress | None) -> FileEntry:
-    """What the file's entry is now."""
-    sums = ChunkSums(entry.size_bytes, entry.chunk_bytes)
-    buffers: list[bytearray] = []
-
-    async def read(piece: tuple[int, int]) -> None:
-        offset, length = piece
-        buffer = buffers.pop() if buffers else bytearray(min(READ_BYTES, entry.size_bytes))
-        view = memoryview(buffer)[:length]
-        await source.fill(offset, view)
-        await asyncio.to_thread(sums.add, offset, view)
-        buffers.append(buffer)
-        if progress is not None:
-            progress(length)
-
-    await each(READS_IN_FLIGHT, checksum.chunk_ranges(entry.size_bytes, READ_BYTES), read)
-    return sums.entry(entry.name, None, "")
 
 
 def _raise_generation(listing: Listing, run: Run, generation: Generation) -> None:

@@ -24,7 +24,8 @@ from tierd.incidents import Incidents
 from tierd.memory import MemoryTier
 from tierd.metrics import Metrics
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, verify_checkpoint
+from tierd.tiers.tier import Tier
+from tierd.tiers.verification import verify_files
 
 log = logging.getLogger("tierd")
 
@@ -197,7 +198,7 @@ class Examiner:
                 opened.callback(os.close, descriptor)
                 files.append((descriptor, file.size_bytes))
             found = await _examine(checkpoint, files)
-        if found.tensors and (damage := await verify_checkpoint(self._hot, entry.manifest)):
+        if found.tensors and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
             # The disk's NaN, not the training's.
             raise Corrupt(f"examine {checkpoint}: {damage[0]}", hint="docs/RUNBOOK.md#corrupt-chunk")
         return found

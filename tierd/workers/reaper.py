@@ -152,6 +152,9 @@ def _judged(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointV
 
 def halted(catalog: Catalog) -> list[str]:
     """Why deletion stands still somewhere, in sentences; empty when it does not."""
-    reasons = [f"unreadable_manifest: {why}" for why in catalog.unreadable().values()]
+    reasons = [
+        f"{'damaged_replica' if checkpoint in catalog.tiers[tier].damaged else 'unreadable_manifest'}: {why}"
+        for (tier, checkpoint), why in catalog.unreadable().items()
+    ]
     reasons += [f"tier_unreachable: {known.error}" for known in catalog.tiers.values() if not known.is_known]
     return reasons
