@@ -24,6 +24,8 @@ NAME = layout.shard_name(Rank(0), 1)
 # Of each checkpoint a listing has two objects. The few ask for as many pages as the many.
 SIZES = [pytest.param((400, 40), id="400"), pytest.param((10_000, 1000), id="10000", marks=pytest.mark.long)]
 PAGES = 20
+PATIENCE_S = 300.0
+HELD = 'tierd_checkpoints{run="run42",tier="cold"}'
 
 
 def stored(content: bytes) -> Stored:
@@ -56,7 +58,7 @@ def asked(served: Bucket, since: int) -> Counter[str]:
 def cold(served: Bucket) -> str:
     """A policy that keeps it all, so that a pass has nothing to do but to find that out."""
     return f"""
-    cold_list_interval_s = 0.3
+    cold_list_interval_s = {len(served.objects) / 4000 + 0.1}
     [lifecycle.cold]
     keep_last = 1000000
     [[cold]]
@@ -85,23 +87,24 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
 
     served.script = watch
     with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
-        wait_until(lambda: daemon.metric('tierd_checkpoints{run="run42",tier="cold"}') == count, "the first look", 300)
+        wait_until(lambda: looks(0) >= 2, "the first look, and one more", PATIENCE_S)
+        assert daemon.metric(HELD) == count
         assert asked(served, 0)["get_object"] == count
         assert max(at_once) <= LimitsConfig().parts_in_flight
         since = len(served.seen)
-        wait_until(lambda: looks(since) >= 3, "three more looks")
+        wait_until(lambda: looks(since) >= 3, "three more looks", PATIENCE_S)
         found = asked(served, since)
         assert set(found) <= {"list_objects_v2", "list_multipart_uploads"}, "nothing but listings"
         assert len(daemon.checkpoints("run42", "cold")) == count, "none was given up"
 
         fill(served, range(count, count + 1))
-        wait_until(lambda: daemon.metric('tierd_checkpoints{run="run42",tier="cold"}') == count + 1, "one more")
+        wait_until(lambda: daemon.metric(HELD) == count + 1, "one more", PATIENCE_S)
         assert asked(served, since)["get_object"] == 1
         daemon.kill()
 
     since = len(served.seen)
     with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
-        wait_until(lambda: daemon.metric('tierd_checkpoints{run="run42",tier="cold"}') == count + 1, "the next life")
+        wait_until(lambda: daemon.metric(HELD) == count + 1, "the next life", PATIENCE_S)
         assert asked(served, since)["get_object"] == 1, "what the cache lacks, the one that came last"
 
 
