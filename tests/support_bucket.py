@@ -532,8 +532,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False
     request_queue_size = 64
 
-    def __init__(self, bucket: Bucket, tls: tuple[Path, Path] | None) -> None:
-        super().__init__(("127.0.0.1", 0), _Conversation)
+    def __init__(self, bucket: Bucket, tls: tuple[Path, Path] | None, port: int) -> None:
+        super().__init__(("127.0.0.1", port), _Conversation)
         if tls is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*tls)
@@ -569,10 +569,10 @@ def _flipped(body: bytes) -> bytes:
 
 
 @contextmanager
-def bucket_server(tls: tuple[Path, Path] | None = None, **manners: Any) -> Iterator[Bucket]:
+def bucket_server(tls: tuple[Path, Path] | None = None, port: int = 0, **manners: Any) -> Iterator[Bucket]:
     """A bucket that is served at its `url`. Raises what went wrong in the server itself. `tls`: certificate, key."""
     bucket = Bucket(**manners)
-    server = _Server(bucket, tls)
+    server = _Server(bucket, tls, port)
     bucket.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import socket
@@ -43,9 +44,9 @@ def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: An
     return msgspec.structs.replace(found, **sections)
 
 
-def wait_until(is_so: Callable[[], object], what: str = "") -> None:
+def wait_until(is_so: Callable[[], object], what: str = "", timeout_s: float = DEADLINE_S) -> None:
     """Looks again and again, for what another process does cannot be waited for otherwise."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
         time.sleep(0.01)
@@ -165,7 +166,7 @@ class Daemon:
 
     def metric(self, name: str) -> float:
         lines = self.get("/metrics")[1].decode().splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name)
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), math.nan)
 
     def checkpoints(self, run: str, tier: str) -> list[int]:
         """Steps of the run in the tier, newest first."""

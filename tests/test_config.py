@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierd import config
-from tierd.config import Config, TierPolicy, load
+from tierd.config import Config, TierPolicy, cache_folder, load
 from tierd.errors import BadConfig
 
 
@@ -43,6 +43,19 @@ def test_without_a_file_everything_lies_under_one_hidden_folder(tmp_path: Path) 
     assert found.lifecycle.hot == TierPolicy(keep_last=3)
     assert (found.lifecycle.cold.keep_last, found.lifecycle.cold.keep_every) == (3, 10)
     assert found.lifecycle.cold.milestones
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/me"}, "/cache/tierd"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}, "/home/me/.cache/tierd"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/tierd"),
+        ({}, None),
+    ],
+)
+def test_cache_lies_where_users_expect_it_or_nowhere(environ: dict[str, str], folder: str | None) -> None:
+    assert cache_folder(environ) == (None if folder is None else Path(folder))
 
 
 def test_option_wins_over_environment_wins_over_working_directory(tmp_path: Path) -> None:

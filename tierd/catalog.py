@@ -40,15 +40,15 @@ class Entry:
 
 @dataclass(slots=True)
 class TierKnowledge:
-    """What the last look at a tier gave. `error` is why it is not known now. `manifest_bytes`: the size of each
-    manifest that was read there; one that has another size now is read again. `partial`: what has no manifest.
-    `damaged`: of the unreadable ones, those whose bytes were found wrong, which no listing shows."""
+    """What the last look at a tier gave. `error` is why it is not known now. `fingerprints`: size and ETag of each
+    manifest that was read there; one with others now is read again. `partial`: what has no manifest. `damaged`: of the
+    unreadable ones, those whose bytes were found wrong, which no listing shows."""
 
     is_known: bool = False
     error: str = "not looked at yet"
     used_bytes: int = 0
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
-    manifest_bytes: dict[CheckpointId, int] = field(default_factory=dict)
+    fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ class Catalog:
         *,
         since: int,
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
-        manifest_bytes: Mapping[CheckpointId, int] = MappingProxyType({}),
+        fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
     ) -> None:
         """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile.
@@ -162,7 +162,7 @@ class Catalog:
         former = self.tiers[tier]
         unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since} | damaged
         begun = frozenset(c for c in partial if changed.get(c, 0) <= since)
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(manifest_bytes), begun, damaged)
+        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(fingerprints), begun, damaged)
         if is_news or not former.is_known or (former.unreadable, former.partial) != (unreadable, begun):
             self._changes += 1
 

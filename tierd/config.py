@@ -157,6 +157,14 @@ def notify_socket(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("NOTIFY_SOCKET", "")
 
 
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where what can be had again may be kept: $XDG_CACHE_HOME/tierd, else ~/.cache/tierd. None without a home."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification has a relative one ignored
+        base = os.path.join(environ.get("HOME", ""), ".cache")
+    return Path(base, "tierd") if os.path.isabs(base) else None
+
+
 def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
     """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
     named = option or environ.get("TIERD_CONFIG")

@@ -218,7 +218,7 @@ class S3Store:
             for one in page.get("Contents", ()):
                 key = one["Key"].removeprefix(self._prefix)
                 if is_key(key):
-                    found.append(StoredObject(key, one["Size"]))
+                    found.append(StoredObject(key, one["Size"], one.get("ETag", "")))
             if not page.get("IsTruncated"):
                 return found
             after = {"ContinuationToken": page["NextContinuationToken"]}

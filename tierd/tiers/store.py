@@ -39,8 +39,11 @@ def check_key(key: str) -> str:
 
 
 class StoredObject(msgspec.Struct, frozen=True):
+    """`etag`: another one for other content, as S3 has it; empty where the store has none."""
+
     key: str
     size_bytes: int
+    etag: str = ""
 
 
 class Source(Protocol):

@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config import ColdConfig, LimitsConfig, cache_folder
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import health, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
+from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Progress, Source, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one look at a tier gave. `files` has the sizes by file name of every checkpoint, committed or not."""
+    """What one look at a tier gave. `files` has the sizes by file name of every checkpoint, committed or not;
+    `fingerprints`, size and ETag of the manifests."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)
+    fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
         marked = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
@@ -40,24 +43,32 @@ class Listing:
 
 
 class Tier:
-    def __init__(self, name: str, store: Store) -> None:
+    """`cache`: what its manifests said when they were last read here, where that is kept."""
+
+    def __init__(self, name: str, store: Store, cache: ManifestCache | None = None) -> None:
         self.name = name
         self.store = store
+        self.cache = cache
 
     async def listing(self) -> Listing:
         """Everything here, from one listing of the store and no manifest."""
         found = Listing()
-        folders: dict[str, dict[str, int]] = {}  # a folder has many files, and its name is parsed once
+        folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
         for stored in await self.store.list():
             folder, _, name = stored.key.rpartition("/")
-            if folder in folders:
-                folders[folder][name] = stored.size_bytes
-            elif parsed := layout.parse_key(stored.key):
-                checkpoint, name = parsed
-                folders[folder] = found.files[checkpoint] = {name: stored.size_bytes}
-                _raise_generation(found, checkpoint.run, checkpoint.generation)
-            elif claimed := layout.parse_generation_key(stored.key):
-                _raise_generation(found, *claimed)
+            if folder not in folders:
+                if parsed := layout.parse_key(stored.key):
+                    checkpoint = folders[folder] = parsed[0]
+                    found.files[checkpoint] = {}
+                    _raise_generation(found, checkpoint.run, checkpoint.generation)
+                elif claimed := layout.parse_generation_key(stored.key):
+                    _raise_generation(found, *claimed)
+                    continue
+                else:
+                    continue
+            found.files[folders[folder]][name] = stored.size_bytes
+            if name == layout.MANIFEST:
+                found.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
         for checkpoint, files in found.files.items():
             (found.committed if layout.MANIFEST in files else found.partial).add(checkpoint)
         return found
@@ -213,7 +224,7 @@ def open_cold_tier(
         lasting_storage_class=config.milestone_storage_class,
         on_request=on_request,
     )
-    return Tier(config.name, store)
+    return Tier(config.name, store, ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}"))
 
 
 class _StoredFile:

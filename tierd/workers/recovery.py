@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from tierd.catalog import Catalog, Entry
 from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Listing, Tier
 
 log = logging.getLogger("tierd")
 
-BATCH = 64  # manifests read at once: bounds what a look holds, and how long it keeps the event loop
+BATCH = 64  # manifests read at once: bounds how long a look keeps the event loop
+BATCH_BYTES = MANIFEST_BYTES_MAX  # and what they may have together: bounds what a look holds
 
 
 async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore) -> None:
@@ -68,7 +70,6 @@ async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) ->
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     used = sum(size for files in listing.files.values() for size in files.values())
-    sizes = {one: listing.files[one][layout.MANIFEST] for one in found}
     diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
     catalog.saw_tier(
         tier.name,
@@ -77,7 +78,7 @@ async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) ->
         used,
         since=moment,
         diagnoses=diagnoses,
-        manifest_bytes=sizes,
+        fingerprints={one: listing.fingerprints[one] for one in found},
         partial=listing.partial,
     )
 
@@ -85,29 +86,29 @@ async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) ->
 async def _manifests(
     catalog: Catalog, tier: Tier, listing: Listing
 ) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str]]:
-    """(manifests, why not) of the committed. Read where this tier shows one for the first time, or in another size:
-    what hot says of a checkpoint proves nothing about the replica in cold."""
+    """(manifests, why not) of the committed. Read where this tier shows one for the first time, or in another size or
+    with another ETag: what hot says of a checkpoint proves nothing about the replica in cold."""
     found: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}
-    read_before = catalog.tiers[tier.name].manifest_bytes
+    read_before = catalog.tiers[tier.name].fingerprints
     unread: list[CheckpointId] = []
     for checkpoint in listing.committed:
         known = catalog.get(checkpoint)
-        if (
-            known
-            and tier.name in known.tiers
-            and (read_before.get(checkpoint) == listing.files[checkpoint][layout.MANIFEST])
-        ):
+        if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
             found[checkpoint] = known.manifest
         else:
             unread.append(checkpoint)
-    for begin in range(0, len(unread), BATCH):
-        batch = unread[begin : begin + BATCH]
+    if tier.cache is not None and len(unread) > BATCH:
+        found |= await tier.cache.read({one: listing.fingerprints[one] for one in unread})
+        unread = [one for one in unread if one not in found]
+    for batch in _batches(unread, listing):
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
                 found[checkpoint] = manifest
             elif not isinstance(manifest, NotFound):  # deleted since it was listed
                 unreadable[checkpoint] = str(manifest)
+    if tier.cache is not None and len(unread) > BATCH:
+        await tier.cache.write(found, listing.fingerprints)
     for checkpoint, manifest in list(found.items()):
         why = _why_another(catalog.get(checkpoint), tier, manifest)
         if _why_not_whole(manifest, listing.files[checkpoint]):
@@ -120,6 +121,19 @@ async def _manifests(
             del found[checkpoint]
             unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
     return found, unreadable
+
+
+def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
+    batch: list[CheckpointId] = []
+    size_bytes = 0
+    for checkpoint in checkpoints:
+        size_bytes += listing.fingerprints[checkpoint][0]
+        if batch and (len(batch) == BATCH or size_bytes > BATCH_BYTES):
+            yield batch
+            batch, size_bytes = [], listing.fingerprints[checkpoint][0]
+        batch.append(checkpoint)
+    if batch:
+        yield batch
 
 
 def _why_not_whole(manifest: Manifest, files: dict[str, int]) -> str:
