@@ -133,7 +133,8 @@ class Bucket:
 
     `honours_conditions`: If-None-Match counts. `keeps_checksums`: as AWS, else checksums are neither kept nor checked,
     as on Ceph. `lists_uploads`: ListMultipartUploads is known. `page`: entries in one page of any listing. `thawed`:
-    keys of archived objects that can be read for a while.
+    keys of archived objects that can be read for a while. `locked`: until when a key is retained, or None for a legal
+    hold; there it refuses even a plain delete, as servers without versions do.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Bucket:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, Begun] = {}
         self.thawed: set[str] = set()
+        self.locked: dict[str, datetime | None] = {}
         self.access_keys = {ACCESS_KEY}
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
@@ -197,7 +199,22 @@ class Bucket:
         return self._shown(stored, headers)
 
     def head_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
-        return self._shown(self._object(key), headers)
+        found = self._shown(self._object(key), headers)
+        if key in self.locked:
+            until = self.locked[key]
+            mode = {"x-amz-object-lock-mode": "COMPLIANCE"}
+            found.headers |= (
+                {"x-amz-object-lock-legal-hold": "ON"}
+                if until is None
+                else mode | {"x-amz-object-lock-retain-until-date": until.isoformat()}
+            )
+        return found
+
+    def _is_locked(self, key: str) -> bool:
+        if key not in self.objects or key not in self.locked:
+            return False
+        until = self.locked[key]
+        return until is None or until > self.now()
 
     def _shown(self, stored: Stored, headers: Any) -> Answer:
         found = Answer(headers={"ETag": stored.etag}, body=stored.content)
@@ -214,6 +231,8 @@ class Bucket:
         return found
 
     def delete_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
+        if self._is_locked(key):
+            raise Refused("AccessDenied")
         self.objects.pop(key, None)
         return Answer(204)
 
@@ -221,9 +240,10 @@ class Bucket:
         keys = [one.text or "" for one in ElementTree.fromstring(body).iter() if one.tag.endswith("Key")]
         if len(keys) > 1000:
             raise Refused("MalformedXML")
-        for one in keys:
+        refused = [one for one in keys if self._is_locked(one)]
+        for one in set(keys) - set(refused):
             self.objects.pop(one, None)
-        return Answer(body=_xml("DeleteResult"))
+        return Answer(body=_xml("DeleteResult", *(_element("Error", Key=one, Code="AccessDenied") for one in refused)))
 
     def list_objects_v2(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))

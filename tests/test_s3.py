@@ -432,7 +432,7 @@ def test_what_gave_no_answer_is_tried_again() -> None:
 
 
 def test_archived_objects_are_named_as_such() -> None:
-    assert "GLACIER" in translate(Said("InvalidObjectState"), "read x in cold").hint
+    assert "restore-object" in translate(Said("InvalidObjectState"), "read x in cold").message
 
 
 def test_boto3_is_loaded_by_this_module_alone() -> None:

@@ -6,6 +6,7 @@ The message says what was being done, to what, and what was found; the hint says
 
 from __future__ import annotations
 
+import math
 import re
 
 
@@ -42,6 +43,14 @@ class Corrupt(TierdError):
     """Raised when bytes are not what their checksum, size or format says. Never retried, never deleted: alert."""
 
     exit_code = 12
+
+
+class Retained(TierdError):
+    """Raised when a store does not let go of an object yet. `remaining_s`: for how long, inf where it does not say."""
+
+    def __init__(self, message: str, *, hint: str = "", remaining_s: float = math.inf) -> None:
+        super().__init__(message, hint=hint)
+        self.remaining_s = remaining_s
 
 
 class NewerFormat(TierdError):

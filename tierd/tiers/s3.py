@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.pool import Buffers, Pool, each
 from tierd.tiers.s3_body import PIECE_BYTES, Body
 from tierd.tiers.s3_client import Answer, Client, Line
-from tierd.tiers.s3_errors import Trouble, code_of, trouble_of
+from tierd.tiers.s3_errors import Trouble, code_of, retention, server_time, trouble_of
 from tierd.tiers.s3_pace import Bandwidth, Window, backoff_s
 from tierd.tiers.s3_upload import PART_BYTES_MIN, Upload, whole_checksum
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
@@ -400,8 +399,18 @@ class S3Store:
             raise Corrupt(f"{doing}: crc64nvme {whole_checksum(found)} arrived, {entry.crc64nvme} was sent")
 
     async def _delete_one(self, key: str) -> None:
-        with suppress(NotFound):
-            await self.request("delete_object", self._doing("delete", key), Key=self.object_key(key))
+        doing = self._doing("delete", key)
+        try:
+            await self.request("delete_object", doing, Key=self.object_key(key))
+        except NotFound:
+            return
+        except TierUnreachable as error:
+            if code_of(error.__cause__) == "AccessDenied":
+                with suppress(TierUnreachable, KeyError, TypeError, ValueError):
+                    retained = retention(await self.head(key, doing) or {}, doing)
+                    if retained is not None:
+                        raise retained from error
+            raise
 
     async def _delete_batch(self, keys: Sequence[str]) -> None:
         doing = f"delete {keys[0]} and {len(keys) - 1} more in {self.name} ({self.url})"
@@ -419,7 +428,6 @@ class S3Store:
 
 def _age_s(page: Answer, upload: Answer) -> float:
     try:
-        now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return (now - upload["Initiated"]).total_seconds()
+        return (server_time(page) - upload["Initiated"]).total_seconds()
     except (KeyError, ValueError, TypeError):
         return 0.0

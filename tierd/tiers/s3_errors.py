@@ -6,10 +6,12 @@ goes on by itself then. `trouble` is what to do before giving the request back.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
 
-from tierd.errors import Corrupt, Full, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, TierUnreachable
 
 _CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
 _PERMISSION = "this identity needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload here"
@@ -120,6 +122,24 @@ def trouble_of(error: BaseException | None) -> Trouble:
     if code in _TROUBLE_OF:
         return _TROUBLE_OF[code]
     return Trouble.TRANSIENT if getattr(error, "response", None) is None else Trouble.REFUSED
+
+
+def retention(head: dict[str, Any], doing: str) -> Retained | None:
+    """Why what a HEAD tells of cannot be deleted: Object Lock. None where the HEAD says nothing of it."""
+    hint = "nobody needs to do anything, and the deletion comes later; see docs/RUNBOOK.md#retained"
+    if head.get("ObjectLockLegalHoldStatus") == "ON":
+        return Retained(f"{doing}: retained by Object Lock, for as long as its legal hold is on", hint=hint)
+    until: datetime | None = head.get("ObjectLockRetainUntilDate")
+    remaining_s = 0.0 if until is None else (until - server_time(head)).total_seconds()
+    if until is None or remaining_s <= 0:
+        return None
+    said = f"{until.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    return Retained(f"{doing}: retained by Object Lock until {said}", hint=hint, remaining_s=remaining_s)
+
+
+def server_time(answer: dict[str, Any]) -> datetime:
+    """When the server answered, by its own clock. Raises where it does not tell: KeyError, TypeError, ValueError."""
+    return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
 
 
 def translate(error: Exception, doing: str) -> TierdError:

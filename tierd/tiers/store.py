@@ -106,7 +106,8 @@ class Store(Protocol):
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; absent ones are fine. Durable on return, in the order given."""
+        """Delete objects; absent ones are fine. Durable on return, in the order given. Raises Retained where the store
+        keeps one for a while, whatever it is asked."""
         ...
 
     async def free_bytes(self) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tierd.catalog import Catalog
 from tierd.config import Config
-from tierd.errors import TierdError
+from tierd.errors import Retained, TierdError
 from tierd.format.ids import Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.forecast import Forecast, forecast
@@ -21,6 +21,7 @@ from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict,
 from tierd.memory import MemoryTier
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import is_listed
+from tierd.workers.retention import Retentions
 
 log = logging.getLogger("tierd")
 
@@ -51,14 +52,16 @@ class Reaper:
         self._on_freed = on_freed
         self._on_forgotten = on_forgotten
         self._done_at = -1  # the catalog's moment at the end of the last pass that did all there was
+        self._retentions = Retentions()
 
     async def run_once(self) -> bool:
         grace_s = self._config.daemon.memory_grace_s
         for run in self._memory.forget_departed(now_s=time.monotonic(), grace_s=grace_s):
             self._on_forgotten(run)
             log.info("gave back the memory of %s: its trainers have been gone for %.0f s", run, grace_s)
-        if self._catalog.moment() == self._done_at:
+        if self._catalog.moment() == self._done_at and time.monotonic() < self._retentions.due_s:
             return True
+        self._retentions.forget_due(now_s=time.monotonic())
         failing: set[str] = set()
         while not await self._delete(failing):
             pass
@@ -68,10 +71,12 @@ class Reaper:
     async def _delete(self, failing: set[str]) -> bool:
         """One plan carried out. False when something else changed meanwhile: what was decided may not hold any more.
 
-        A tier that does not let us delete is added to `failing` and holds up no other."""
+        A tier that does not let us delete is added to `failing` and holds up no other; a checkpoint that its tier
+        retains holds up nothing at all."""
         decided_at = self._catalog.moment()
         for action in deletions(self._catalog, self._config):
-            if action.tier in failing:
+            held = (action.tier, action.checkpoint)
+            if action.tier in failing or self._retentions.holds(*held, now_s=time.monotonic()):
                 continue
             if self._catalog.moment() != decided_at:
                 return False
@@ -79,6 +84,10 @@ class Reaper:
                 continue
             try:
                 await self._tiers[action.tier].delete(action.checkpoint)
+            except Retained as error:
+                self._retentions.add(*held, error, now_s=time.monotonic())
+                self._incidents.record(self.name, error, action.checkpoint)
+                continue
             except TierdError as error:
                 failing.add(action.tier)
                 self._incidents.record(self.name, error, action.checkpoint)

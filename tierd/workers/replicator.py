@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tierd.catalog import Catalog
 from tierd.config import Config
-from tierd.errors import Corrupt, Full, NotFound, TierdError, Transient
+from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
@@ -21,6 +21,7 @@ from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import clear_uncommitted
+from tierd.workers.retention import Retentions
 
 log = logging.getLogger("tierd")
 
@@ -54,6 +55,7 @@ class Replicator:
         self._tell = tell
         self._on_committed = on_committed
         self._now = now
+        self._retentions = Retentions()
         self._swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
         self._done_at = -1  # the catalog's moment when the last pass that did all there was began
@@ -115,11 +117,18 @@ class Replicator:
     async def _clear_leftovers(self) -> None:
         """What a killed copy left of a checkpoint that will not be copied again: only of runs that live here, since
         a shared tier may hold what another node is just copying."""
+        self._retentions.forget_due(now_s=time.monotonic())
         begun = self._catalog.tiers[self._cold.name].partial
         here = {manifest.run for manifest in self._catalog.held(self._hot.name)}
         for checkpoint in begun - set(self.pending()):
-            if checkpoint.run in here:
+            held = (self._cold.name, checkpoint)
+            if checkpoint.run not in here or self._retentions.holds(*held, now_s=time.monotonic()):
+                continue
+            try:
                 await clear_uncommitted(self._cold, checkpoint)
+            except Retained as error:
+                self._retentions.add(*held, error, now_s=time.monotonic())
+                self._incidents.record(self.name, error, checkpoint)
 
     async def _abort_uploads(self) -> None:
         """Parts of an upload that nobody goes on with are billed for ever. As often as the tier is listed."""
