@@ -1,4 +1,4 @@
-"""A real daemon is killed in the middle of an upload, or shown a bucket that is wrong."""
+"""A real daemon is killed in the middle of an upload or of a fetch, or shown a bucket that is wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from store_contract import content
 from support_bucket import Bucket, bucket_server
-from support_cli import make_manifest
-from support_daemon import Daemon, serving, wait_until
+from support_cli import make_checkpoint, make_manifest
+from support_daemon import Daemon, Peer, serving, wait_until
 from support_s3 import BUCKET, ENVIRONMENT
 
-from tierd.format import layout
+from tierd.format import layout, wire
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
@@ -73,6 +73,36 @@ def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, kee
         assert done == 32, "no finished part is sent twice"
         assert served.received_bytes() <= 1.1 * SIZE_BYTES
         assert served.uploads == {}
+
+
+def test_killed_at_half_of_a_fetch_it_goes_on_when_the_trainer_asks_again(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path / "made", world_size=24, size_bytes=4 << 20)
+    find = wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+    with bucket_server() as served:
+        served.fill(tmp_path / "made", "deep")
+        served.script = lambda operation, key: (
+            "hold" if key.endswith(".safetensors") and served.sent["get_object"] >= manifest.size_bytes / 2 else ""
+        )
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first, Peer(first.socket) as trainer:
+            trainer.greet(manifest.run)
+            trainer.send(find)
+            wait_until(lambda: served.faults()["hold"] == 4, "all that is under way to be held")
+            first.kill()
+        sent_bytes = served.sent["get_object"]
+        assert manifest.size_bytes / 2 <= sent_bytes < manifest.size_bytes
+        assert not list((tmp_path / "hot").rglob("*.safetensors"))
+
+        served.script = lambda operation, key: ""
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second, Peer(second.socket) as trainer:
+            trainer.greet(manifest.run)
+            trainer.find()
+            _, *shards = trainer.take_files()
+            assert second.checkpoints("run42", "hot") == [100]
+
+        assert served.sent["get_object"] <= 1.1 * manifest.size_bytes
+        for entry, shard in zip(manifest.files, shards, strict=True):
+            assert shard == (tmp_path / "made" / layout.file_key(manifest.id, entry.name)).read_bytes()
+        assert not list((tmp_path / "hot").rglob("*.partial"))
 
 
 def told(daemon: Daemon, sentence: str) -> None:

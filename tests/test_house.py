@@ -346,6 +346,8 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/lifecycle.py": "test_cli_verbs.py",
     "tierd/cli/milestone.py": "test_cli_verbs.py",
     "tierd/cli/options.py": "test_cli_verbs.py",
+    "tierd/cli/part.py": "test_cli_restore_cold.py",
+    "tierd/cli/replicas.py": "test_cli_restore.py",
     "tierd/cli/serve.py": "test_cli_daemon.py",
     "tierd/cli/show.py": "test_cli_verbs.py",
     "tierd/cli/snapshot.py": "test_cli_stop.py",

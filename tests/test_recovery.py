@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,11 @@ from support_rooms import RUN, Rooms, rooms_at
 
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
+from tierd.tiers.arriving import arriving_name
 from tierd.workers.reaper import halted
 from tierd.workers.recovery import Lister, clear_uncommitted, recover, refresh
+
+NOW_S = datetime.now(UTC).timestamp()
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ async def test_start_clears_what_was_being_written_and_keeps_what_was_committed(
     torn = await rooms.commit("hot", step=200)
     (rooms.folder("hot", torn.id) / "manifest.json").unlink()
     (rooms.folder("hot", kept.id) / "rank-00000-of-00002.safetensors.0a1b.partial").write_bytes(b"torn")
-    await recover(rooms.catalog, rooms.hot, rooms.hot_store)
+    await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert not rooms.folder("hot", torn.id).exists()
     assert sorted(os.listdir(rooms.folder("hot", kept.id))) == [
         "manifest.json",
@@ -36,6 +40,19 @@ async def test_start_clears_what_was_being_written_and_keeps_what_was_committed(
         "rank-00001-of-00002.safetensors",
     ]
     assert [entry.id for entry in rooms.catalog.entries()] == [kept.id]
+
+
+async def test_start_keeps_what_was_being_fetched_for_a_day(rooms: Rooms) -> None:
+    (entry, *_) = (await rooms.commit("cold", step=100)).files
+    folder = rooms.folder("hot", checkpoint_id(RUN, 100, 1))
+    folder.mkdir(parents=True)
+    arriving = folder / arriving_name(entry)
+    arriving.write_bytes(b"half")
+    await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
+    assert arriving.exists()
+    assert rooms.catalog.entries() == [], "it is no checkpoint"
+    await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S + 90_000)
+    assert not folder.exists()
 
 
 async def test_look_tells_checkpoints_milestones_generations_and_sizes(rooms: Rooms) -> None:
@@ -91,7 +108,7 @@ async def test_damage_is_reported_and_left_alone_even_when_it_happens_later(
         await rooms.look()
     damage(rooms.folder("hot", hurt.id))  # type: ignore[operator]
     before = sorted(os.listdir(rooms.folder("hot", hurt.id)))
-    await recover(rooms.catalog, rooms.hot, rooms.hot_store)
+    await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert [entry.id for entry in rooms.catalog.entries()] == [healthy.id]
     assert list(rooms.catalog.unreadable()) == [("hot", hurt.id)]
     assert any(reason.startswith("unreadable_manifest: ") for reason in halted(rooms.catalog))
@@ -165,7 +182,7 @@ async def test_foreign_files_and_folders_are_nobodys_checkpoint(rooms: Rooms) ->
     (root / RUN / "latest").symlink_to(rooms.folder("hot", one.id))
     (root / RUN / "7").mkdir()
     (root / RUN / "7" / "manifest.json").write_text("{}")
-    await recover(rooms.catalog, rooms.hot, rooms.hot_store)
+    await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert [entry.id for entry in rooms.catalog.entries()] == [one.id]
     assert (root / "notes.txt").exists()
     assert (root / RUN / "7" / "manifest.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from support_rooms import RUN, Rooms, rooms_at
 from tierd.errors import (
     BadRequest,
     Corrupt,
+    Full,
     NewerFormat,
     NotFound,
     TierdError,
@@ -79,7 +81,11 @@ async def handover(worker: Restorer, **fields: Any) -> Handover:
 
 
 async def where(rooms: Rooms, **fields: Any) -> tuple[int, str]:
-    tier, manifest, shards = await ask(rooms, **fields)
+    return await where_of(rooms, None, **fields)
+
+
+async def where_of(rooms: Rooms, worker: Restorer | None, **fields: Any) -> tuple[int, str]:
+    tier, manifest, shards = await ask(rooms, worker, **fields)
     for entry, shard in zip(manifest.files, shards, strict=True):
         assert checksum.encode(checksum.crc64nvme(shard)) == entry.crc64nvme
     return manifest.step, tier
@@ -364,18 +370,88 @@ async def test_another_hot_checkpoint_of_the_same_name_is_not_overwritten(rooms:
     assert (rooms.folder("hot", one.id) / SHARD).stat().st_size == 77
 
 
-async def test_fetch_that_is_cancelled_or_fails_opens_nothing(rooms: Rooms) -> None:
-    await rooms.commit("cold", size_bytes=3_000_000)
-    await rooms.look()
-    worker = restorer(rooms)
-    asking = asyncio.ensure_future(ask(rooms, worker))
-    while not list(rooms.hot_store.root.rglob("*.partial")):
+def arriving(rooms: Rooms) -> list[Path]:
+    return sorted(rooms.hot_store.root.rglob("*.partial"))
+
+
+async def begin_and_cancel(rooms: Rooms, worker: Restorer) -> None:
+    """The fetch of shards of 32 MB is broken off when the first has arrived."""
+    reached: list[int] = []
+    asking = asyncio.ensure_future(ask(rooms, worker, on_progress=lambda done, total: reached.append(done)))
+    while not any(reached):
         await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert list(rooms.hot_store.root.rglob("*.partial")) == []
-    assert (await ask(rooms, worker))[0] == "cold"
+
+
+async def test_fetch_that_is_cancelled_opens_nothing_and_the_next_one_goes_on(rooms: Rooms) -> None:
+    one = await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    await begin_and_cancel(rooms, restorer(rooms))
+    assert len(arriving(rooms)) == 2
+    assert rooms.steps("hot") == []
+    assert (await ask(rooms, restorer(rooms)))[0] == "cold"
+    read_bytes = rooms.count("tierd_bytes_total", tier="cold", direction="read")
+    assert read_bytes
+    assert read_bytes <= one.size_bytes, "nothing twice that had arrived"
+    assert arriving(rooms) == []
+
+
+async def test_what_one_cold_tier_gave_stays_when_the_next_gives_the_rest(rooms: Rooms) -> None:
+    one = await rooms.commit("cold", "dr", size_bytes=20_000)
+    await rooms.look()
+    flip_a_bit(rooms.folder("cold", one.id) / SHARD)
+    assert await where(rooms) == (100, "dr")
+    for tier in ("cold", "dr"):
+        assert rooms.count("tierd_bytes_total", tier=tier, direction="read") == 20_000
+
+
+async def test_leftovers_go_once_the_run_has_gone_on_from_elsewhere(rooms: Rooms) -> None:
+    await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    await begin_and_cancel(rooms, worker := restorer(rooms))
+    await rooms.commit("hot", step=200, sequence=2)
+    await rooms.look()
+    assert await where_of(rooms, worker) == (200, "hot")
+    assert arriving(rooms) == []
+
+
+async def test_cold_tier_that_goes_away_leaves_what_had_come_for_the_next_time(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    read = rooms.cold["cold"].store.read
+
+    async def goes_away(key: str, offset: int, buffer: memoryview) -> None:
+        if key.endswith(SHARD):
+            raise TierUnreachable("gone")
+        await read(key, offset, buffer)
+
+    rooms.hot_store.pieces_in_flight = 1
+    monkeypatch.setattr(rooms.cold["cold"].store, "read", goes_away)
+    worker = restorer(rooms)
+    with pytest.raises(TierUnreachable, match="gone"):
+        await ask(rooms, worker)
+    assert len(arriving(rooms)) == 2
+    monkeypatch.undo()
+    assert await where_of(rooms, worker) == (100, "cold")
+    assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == one.size_bytes
+
+
+async def test_full_disk_does_not_stay_full_of_what_did_not_fit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = await rooms.commit("cold")
+    await rooms.look()
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(Full):
+        await ask(rooms)
+    assert arriving(rooms) == []
+    assert not rooms.folder("hot", one.id).exists()
 
 
 # ── from memory ──

@@ -190,7 +190,7 @@ class _Daemon:
         """`describe` and `ready` are told the HTTP door's address: before and after all doors are open."""
         stop = self._catch_signals()
         missing: list[CheckpointId] = []
-        await recover(self._catalog, self._hot, self._hot_store)
+        await recover(self._catalog, self._hot, self._hot_store, now_s=datetime.now(UTC).timestamp())
         listener = open_listener(self._config.daemon.socket)
         runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)
         try:

@@ -181,10 +181,11 @@ class DirectoryStore:
         with translated(f"measure the room in {self.url}"):
             return await self.pool.run(measure)
 
-    async def sweep_partials(self, below: str = "", *, is_spared: Callable[[str, float], bool] | None = None) -> int:
+    async def sweep_partials(self, below: str = "", *, is_given_up: Callable[[str, float], bool] | None = None) -> int:
         """Removes what writers left that were killed; a file that is being written is let be. Returns how many.
 
-        `below`: only in this folder. `is_spared`: told the path and when it was last written (Unix time).
+        `below`: only in this folder. `is_given_up`: whether a file that is arriving, to be gone on with, goes too; told
+        its path and when it was last written (Unix time).
         """
 
         def sweep() -> int:
@@ -192,7 +193,9 @@ class DirectoryStore:
             for key, entry in self._walk(below):
                 if not entry.name.endswith(layout.PARTIAL_SUFFIX):
                     continue
-                if is_spared is not None and is_spared(key, entry.stat(follow_symlinks=False).st_mtime):
+                if layout.is_arriving(entry.name) and not (
+                    is_given_up and is_given_up(key, entry.stat(follow_symlinks=False).st_mtime)
+                ):
                     continue
                 if _is_abandoned(entry.path):
                     os.unlink(entry.path)

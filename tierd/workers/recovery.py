@@ -19,17 +19,19 @@ from tierd.tiers.tier import Listing, Tier
 
 log = logging.getLogger("tierd")
 
+ARRIVING_KEPT_S = 86400.0  # a trainer that has not asked again after a day will not
 BATCH = 64  # manifests read at once: bounds how long a look keeps the event loop
 BATCH_BYTES = MANIFEST_BYTES_MAX  # and what they may have together: bounds what a look holds
 
 
-async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore) -> None:
+async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: float) -> None:
     """Once, before the doors open: nothing half-written stays in the hot tier, and the catalog knows it.
 
     The directory is locked, so whatever has no manifest now is what a killed daemon was writing; the trainer
-    still holds it and sends it again.
+    still holds it and sends it again. What it was fetching stays for the trainer that asks again. `now_s`: Unix time.
     """
-    await store.sweep_partials()
+
+    await store.sweep_partials(is_given_up=lambda path, touched_s: touched_s < now_s - ARRIVING_KEPT_S)
     listing = await hot.listing()
     for checkpoint in listing.partial:
         await hot.delete(checkpoint)

@@ -17,6 +17,7 @@ from tierd.catalog import MEMORY, Catalog
 from tierd.errors import (
     BadRequest,
     Corrupt,
+    Full,
     NewerFormat,
     NotFound,
     TierdError,
@@ -34,9 +35,9 @@ from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.slots import snapshot_entry
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.fetch import Fetch
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import manifest_of
-from tierd.workers.recovery import clear_uncommitted
 
 AUTO = "auto"
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # they travel in one message
@@ -84,6 +85,8 @@ class Restorer:
         self._judge = judge
         # Ranks ask for the same checkpoint at once: it is fetched once.
         self._fetches: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._sweeping = asyncio.Lock()  # no fetch begins meanwhile
+        self._swept: set[Run] = set()
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
         """The newest replica that `find` describes. Raises NotFound only when every tier has been seen, and Unhealthy
@@ -94,6 +97,7 @@ class Restorer:
             raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
         bad = set(find.exclude)
         failed: TierdError | None = None
+        may_pass = False
         passed_over: list[str] = []
         for checkpoint, tier in self._candidates(run, find):
             if f"{checkpoint.name}@{tier}" in bad:
@@ -116,6 +120,7 @@ class Restorer:
             try:
                 is_hot_bad = f"{checkpoint.name}@{self._hot.name}" in bad
                 found = await self._open(checkpoint, tier, on_progress, is_hot_bad=is_hot_bad)
+                await self._sweep(run)
                 passed_over += unreadable
                 return replace(found, passed_over=[why[:PASSED_OVER_CHARS] for why in passed_over[:PASSED_OVER_MAX]])
             except TierdError as error:
@@ -124,11 +129,14 @@ class Restorer:
                     # Its manifest is there: this is damage, no reason to start fresh.
                     error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
                 failed = error
+                may_pass = may_pass or isinstance(error, Transient)
                 passed_over.append(str(error))
                 bad.add(f"{checkpoint.name}@{tier}")
                 if isinstance(error, Corrupt):
                     self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", error, checkpoint)
+        if failed is not None and not may_pass:
+            await self._sweep(run)
         unreadable = await self._unreadable(run, find)
         if failed is not None:
             raise failed
@@ -249,34 +257,37 @@ class Restorer:
         return Handover(tier, manifest, descriptors)
 
     async def _fetch(self, manifest: Manifest, milestones: frozenset[str], cold: Tier, on_progress: OnProgress) -> None:
-        """A cold checkpoint becomes a hot one: same bytes, same commit. Damaged files of a hot one are replaced."""
-        done = 0
+        """A cold checkpoint becomes a hot one: same bytes, same commit. Damaged chunks of a hot one are replaced.
+
+        What came and verified stays in hot for the next attempt, from whichever tier: see `_sweep`."""
+        fetch = Fetch(manifest, self._hot_store)
 
         def count(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            on_progress(done, manifest.size_bytes)
+            on_progress(manifest.size_bytes - fetch.missing_bytes, manifest.size_bytes)
 
         on_progress(0, manifest.size_bytes)
         raw = await cold.manifest_bytes(manifest)
         await self._check_replaceable(manifest)
+        self._swept.discard(manifest.id.run)
         try:
-            for entry in manifest.files:
-                await self._hot.store.put(
-                    layout.file_key(manifest.id, entry.name),
-                    cold.source(manifest.id, entry),
-                    size_bytes=entry.size_bytes,
-                    chunk_bytes=entry.chunk_bytes,
-                    expect=entry,
-                    progress=count,
-                )
-            for milestone in milestones:
-                await self._hot.mark_milestone(manifest.id, milestone, manifest.created_at)
-        except TierdError:
+            async with self._sweeping:
+                await fetch.begin()
+        except Full:
             with contextlib.suppress(TierdError):  # what went wrong first is what must be told
-                await clear_uncommitted(self._hot, manifest.id)
+                folder = f"{manifest.id.run}/{manifest.id.name}"
+                await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
             raise
-        self._metrics.bytes_total.labels(tier=cold.name, direction="read").inc(manifest.size_bytes)
+        missing_bytes = fetch.missing_bytes
+        try:
+            problem = await fetch.take(cold, count)
+        finally:
+            given_bytes = missing_bytes - fetch.missing_bytes
+            self._metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
+        if problem is not None:
+            raise problem
+        await fetch.finish()
+        for milestone in milestones:
+            await self._hot.mark_milestone(manifest.id, milestone, manifest.created_at)
         try:
             await self._hot.commit(manifest, raw=raw)
         except Corrupt as error:
@@ -284,6 +295,21 @@ class Restorer:
             self._incidents.record("restore", error, manifest.id)
         else:
             self._catalog.add(manifest, self._hot.name, milestones)
+
+    async def _sweep(self, run: Run) -> None:
+        """Removes what fetches of the run left that nobody will go on with."""
+        if run in self._swept:
+            return
+        async with self._sweeping:
+            active = {layout.checkpoint_prefix(one) for one, fetch in self._fetches.items() if fetch.locked()}
+
+            def is_given_up(path: str, touched_s: float) -> bool:
+                return not any(path.startswith(one) for one in active)
+
+            with contextlib.suppress(TierdError):  # it is tried again; what was asked for does not depend on it
+                await self._hot_store.sweep_partials(run, is_given_up=is_given_up)
+                if not active:
+                    self._swept.add(run)
 
     async def _check_replaceable(self, manifest: Manifest) -> None:
         """Raises Corrupt when hot holds another checkpoint under this name. A damaged one may be replaced."""
