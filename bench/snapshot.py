@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
-import platform
-import shutil
 import socket
 import statistics
 import subprocess
@@ -27,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import MIB, add_threads, arguments, fact, in_turn, machine, run_of, say
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "client"), str(ROOT / "examples")]
@@ -34,7 +32,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "client"), str(ROOT / "examples")]
 import tierd_client  # noqa: E402
 from train_gpt import GPT, Shape, build_optimizer  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-MIB = 1 << 20
 COPY_BYTES = 8 * MIB  # one call of memmove: small enough to share the work out evenly
 WRITE_BYTES = 16 * MIB
 WRITES_IN_FLIGHT = 4
@@ -187,28 +184,6 @@ def wait_ready(address: str, child: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.02)
 
 
-def describe_machine(folder: Path, threads: int) -> dict[str, Any]:
-    def first(path: str, word: str) -> str:
-        found = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.startswith(word)]
-        return found[0].partition(":")[2].strip() if found else "unknown"
-
-    device = os.stat(folder).st_dev
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    under = [fields for fields in mounts if folder.is_relative_to(fields[1])]
-    return {
-        "cpu": first("/proc/cpuinfo", "model name"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": first("/proc/meminfo", "MemTotal"),
-        "kernel": platform.release(),
-        "disk": block.resolve().name if block.exists() else "unknown",
-        "filesystem": max(under, key=lambda fields: len(fields[1]))[2] if under else "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "copy_threads": threads,
-    }
-
-
 def measure(args: argparse.Namespace, folder: Path) -> None:
     model, optimizer, tensors = build_state(args.mib)
     limits = Limits(tensors, args.threads, folder)
@@ -221,8 +196,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
     def run(ways: list[Callable[[], list[tuple[Measure, float]]]]) -> None:
         for number in range(args.rounds + 1):
-            turn = number % len(ways)
-            for way in ways[turn:] + ways[:turn]:
+            for way in in_turn(ways, number):
                 optimizer.step()  # every byte of the state changes, as training would change it
                 time.sleep(SETTLE_S)
                 os.sync()
@@ -262,31 +236,31 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
             with client:
                 run([*ways, tierd_snapshot])
-    report([one for one in measures if one.seconds], limits, describe_machine(folder, args.threads))
+    report(
+        [one for one in measures if one.seconds],
+        limits,
+        machine(folder) | {"torch": torch.__version__, "copy_threads": args.threads},
+    )
 
 
-def report(measures: list[Measure], limits: Limits, machine: dict[str, Any]) -> None:
+def report(measures: list[Measure], limits: Limits, where: dict[str, Any]) -> None:
     size_bytes = limits.size_bytes
-    machine |= {"size_bytes": size_bytes, "o_direct": limits.direct}
+    where |= {"size_bytes": size_bytes, "o_direct": limits.direct}
     facts = [one.facts(size_bytes) for one in measures]
-    ratios = ratios_of({(fact["way"], fact["figure"]): fact for fact in facts})
-    for line in [{"machine": machine}, *facts, *([{"ratios": ratios}] if ratios else [])]:
-        print(json.dumps(line), flush=True)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    say(f"\n{size_bytes / 1e9:.2f} GB of model and Adam state; {machine['cores']} cores, {machine['cpu']};")
-    say(f"{machine['filesystem']} on {machine['disk']}; medians of {facts[0]['rounds']}, the first round apart\n")
+    ratios = ratios_of({(one["way"], one["figure"]): one for one in facts})
+    for line in [{"machine": where}, *facts, *([{"ratios": ratios}] if ratios else [])]:
+        fact(**line)
+    say(f"\n{size_bytes / 1e9:.2f} GB of model and Adam state; {where['cores']} cores, {where['cpu']};")
+    say(f"{where['filesystem']} on {where['disk']}; medians of {facts[0]['rounds']}, the first round apart\n")
     say(f"{'':32}{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'first s':>10}")
-    for fact in facts:
-        name = f"{fact['way']}: {fact['figure']}"
-        spread = f"{fact['median_s']:>10.3f}{fact['min_s']:>8.3f}{fact['max_s']:>8.3f}"
-        say(f"{name:32}{spread}{fact['median_gb_s']:>8.2f}{fact['first_s']:>10.3f}")
+    for one in facts:
+        name = f"{one['way']}: {one['figure']}"
+        spread = f"{one['median_s']:>10.3f}{one['min_s']:>8.3f}{one['max_s']:>8.3f}"
+        say(f"{name:32}{spread}{one['median_gb_s']:>8.2f}{one['first_s']:>10.3f}")
     if not limits.direct:
         say("\nthis filesystem refuses O_DIRECT: the write limit is that of buffered writes")
     if ratios:
-        say("")
+        say()
         for name, goal in (("stall / memory copy", "at most 1.10"), ("durable rate / O_DIRECT rate", "at least 0.90")):
             say(f"{name:30} {ratios[name]['medians']:.2f}, best by best {ratios[name]['best']:.2f}    (goal: {goal})")
 
@@ -305,20 +279,13 @@ def ratios_of(facts: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Stall and durable rate of a snapshot, beside the limits.")
-    parser.add_argument("--mib", type=int, default=700, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=7, help="after the first, which is shown apart")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the memory copy")
-    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure (default: here)")
+    parser = arguments(
+        "Stall and durable rate of a snapshot, beside the limits.", mib=700, rounds=7, first="is shown apart"
+    )
+    add_threads(parser)
     parser.add_argument("--limits-only", action="store_true", help="no daemon: only the limits and torch.save")
-    args = parser.parse_args()
-    if args.rounds < 1 or args.mib < 1 or args.threads < 1:
-        parser.error("--rounds, --mib and --threads are 1 or more")
-    folder = Path(tempfile.mkdtemp(prefix=".tierd-bench-", dir=args.dir)).resolve()
-    try:
+    with run_of(parser) as (args, folder):
         measure(args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
