@@ -257,6 +257,25 @@ def test_never_used_anywhere(banned: str) -> None:
     refuse(found, f"{banned} {NEVER[banned]}:")
 
 
+TRANSFER_MANAGER = re.compile(
+    r"(s3transfer|boto3\.s3)\b|\b(TransferConfig|S3Transfer|(upload|download)_(file|fileobj))$"
+)
+
+
+def test_the_transfer_manager_of_boto3_is_never_used() -> None:
+    """On GPU nodes it takes another client by itself: one that ignores endpoint_url, with buffers of up to 24 GiB."""
+    named = [(path, used, line) for path in SOURCES for used, line in uses(path)]
+    named += [
+        (path, node.value, node.lineno)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)  # an operation may be named by a string
+    ]
+    refuse([f"{path}:{line} {used}" for path, used, line in named if TRANSFER_MANAGER.search(used)], "use our own:")
+    assert TRANSFER_MANAGER.search("boto3.s3.transfer.TransferConfig")
+    assert TRANSFER_MANAGER.search(".upload_file")
+
+
 def test_checks_see_through_aliases() -> None:
     source = (
         "import os as o\nfrom datetime import datetime as d\nfrom os import replace\no.fsync(1)\nd.now()\nx.y.rename(z)"

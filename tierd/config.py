@@ -58,7 +58,10 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
     region: str = ""
     endpoint_url: str = ""
-    max_upload_mib_s: float = 0.0  # 0: no cap
+    ca_bundle: str = ""  # a file of CA certificates for this endpoint; empty: AWS_CA_BUNDLE, else those of the system
+    sse: Literal["", "AES256", "aws:kms"] = ""  # encryption that is asked for; empty: the bucket's default
+    sse_kms_key_id: str = ""  # with aws:kms; empty: the key of the account
+    max_upload_mib_s: float = 0.0  # 0: no cap; SIGHUP makes the daemon read it anew
 
 
 class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +209,8 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
         return os.path.normpath(base / path)
 
     def at(one: ColdConfig) -> ColdConfig:
+        if one.ca_bundle:
+            one = msgspec.structs.replace(one, ca_bundle=absolute(f"cold.ca_bundle of {one.name}", one.ca_bundle))
         if not one.url.startswith("file://"):
             return one
         path = absolute(f"cold.url of {one.name}", one.url.removeprefix("file://"))
@@ -273,6 +278,10 @@ def _check_cold(one: ColdConfig, where: str) -> None:
         endpoint = urlsplit(one.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             raise _refusal(where, f"cold.endpoint_url of {one.name}", one.endpoint_url, "http://host or https://host")
+    if one.ca_bundle and not os.path.isfile(one.ca_bundle):
+        raise _refusal(where, f"cold.ca_bundle of {one.name}", one.ca_bundle, "a file of CA certificates")
+    if one.sse_kms_key_id and one.sse != "aws:kms":
+        raise _refusal(where, f"cold.sse of {one.name}", one.sse, "'aws:kms', since sse_kms_key_id is set")
 
 
 def _check_apart(config: Config, where: str) -> None:

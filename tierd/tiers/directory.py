@@ -189,6 +189,9 @@ class DirectoryStore:
         with _translated(f"sweep {self.url}"):
             return await self._pool.run(sweep)
 
+    def limit_upload(self, mib_s: float) -> None:
+        pass
+
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         return 0  # see sweep_partials
 

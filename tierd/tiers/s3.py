@@ -22,7 +22,8 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.pool import Buffers, Pool, each
 from tierd.tiers.s3_body import PIECE_BYTES, Body
 from tierd.tiers.s3_client import Answer, Client, Line
-from tierd.tiers.s3_errors import Trouble, code_of, trouble_of
+from tierd.tiers.s3_dialect import NOTHING, Dialect, Trial
+from tierd.tiers.s3_errors import Trouble, code_of, retry_after_s, trouble_of
 from tierd.tiers.s3_pace import Bandwidth, Window, backoff_s
 from tierd.tiers.s3_upload import PART_BYTES_MIN, Upload, whole_checksum
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
@@ -32,6 +33,7 @@ READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's 
 ATTEMPTS = 3  # of one request, before it goes back to the worker that wanted it, which never gives up
 _FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # at once again would be no better
 SLOWEST_BYTES_PER_S = 64 << 10  # a request whose bytes go slower than this has stopped
+_ENCRYPTS = {"put_object", "create_multipart_upload"}
 ABORTS_MAX = 100  # in one pass over the uploads that nobody finished
 # Some servers know no DeleteObjects, or want an MD5 with it that boto3 no longer sends.
 _BATCH_UNKNOWN = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
@@ -63,6 +65,9 @@ class S3Store:
         *,
         region: str = "",
         endpoint_url: str = "",
+        ca_bundle: str = "",
+        sse: str = "",
+        sse_kms_key_id: str = "",
         name: str = "cold",
         parts_in_flight: int = 4,
         request_timeout_s: float = 60.0,
@@ -84,11 +89,15 @@ class S3Store:
         self._on_request = on_request
         self.pool = Pool(parts_in_flight + 2, "tierd-s3")
         self.buffers: Buffers[bytearray] = Buffers(bytearray, usual_bytes=PIECE_BYTES, count=parts_in_flight)
+        self.dialect = Dialect(f"{url} in {name}")
+        encryption = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key_id}
+        self._encryption = {name: value for name, value in encryption.items() if value}
         self._client = Client(
             f"{url} in {name}",
             parts.netloc,
             region=region,
             endpoint_url=endpoint_url,
+            ca_bundle=ca_bundle,
             connections=parts_in_flight + 2,
             timeout_s=request_timeout_s,
         )
@@ -221,6 +230,9 @@ class S3Store:
     async def free_bytes(self) -> int | None:
         return None
 
+    def limit_upload(self, mib_s: float) -> None:
+        self._bandwidth.limit(mib_s * (1 << 20))
+
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         doing = f"look for abandoned uploads in {self.url} in {self.name}"
         aborted = 0
@@ -289,13 +301,19 @@ class S3Store:
     ) -> Any:
         """A request, and what `use` makes of the answer and its body, both in one thread; a few times over, if that
         may help. `size_bytes`: of what is sent or read."""
+        if operation in _ENCRYPTS:
+            arguments |= self._encryption
         attempt = 0
+        trial = NOTHING  # what is left out this time, to see whether the server minds
         while True:
             attempt += 1
             try:
                 body = None if make_body is None else make_body()
-                result = await self._attempt(doing, use, operation, size_bytes, body, arguments)
+                result = await self._attempt(doing, use, operation, size_bytes, body, arguments, trial)
             except (TierUnreachable, NotFound) as error:
+                trial = self.dialect.suspect(error.__cause__, arguments, trial)
+                if trial:
+                    continue
                 trouble = trouble_of(error.__cause__)
                 if trouble is Trouble.THROTTLED:
                     self.window.slow_down()
@@ -304,11 +322,13 @@ class S3Store:
                     attempt = max(attempt, ATTEMPTS - 1)
                 if trouble in _FINAL or attempt >= ATTEMPTS:
                     raise
+                pause_s = backoff_s(attempt, self._retry_min_s, asked_s=retry_after_s(error.__cause__))
             else:
+                self.dialect.learn(trial)
                 if make_body is not None:
                     self.window.went_well()
                 return result
-            await asyncio.sleep(backoff_s(attempt, self._retry_min_s))
+            await asyncio.sleep(pause_s)
 
     async def _attempt(
         self,
@@ -318,8 +338,10 @@ class S3Store:
         size_bytes: int,
         body: Body | None,
         arguments: Answer,
+        trial: Trial,
     ) -> Any:
-        line = Line()
+        line = Line(signs_payload=self.dialect.signs_payload(trial))
+        arguments = self.dialect.spoken(arguments, trial)
 
         def cut() -> None:
             line.cut()
@@ -327,16 +349,19 @@ class S3Store:
                 body.cut()
 
         if body is not None:
+            body.keeps_size = line.signs_payload
             arguments = {**arguments, "Body": body}
         # Twice the timeout of a socket, which is to speak first where nothing comes at all.
         stop_watching = self._watch(line, cut, 2 * self._request_timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
         outcome = "cancelled"
         try:
             outcome, result = await self.pool.run_until(cut, self._client.call, operation, doing, line, use, arguments)
-        except TierdError as error:
+        except Exception as error:
             if body is not None and body.damage is not None and not line.is_cut:
                 outcome = "damaged"
                 raise body.damage from None
+            if not isinstance(error, TierdError):
+                raise
             outcome = "deadline" if line.is_cut else code_of(error.__cause__ or error)
             if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
                 self._client.renew(line)
