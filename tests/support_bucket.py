@@ -66,6 +66,7 @@ STATUSES = {
     "InvalidArgument": 400,
     "MalformedXML": 400,
     "NotImplemented": 501,
+    "Strange": 400,
 }
 FAULTS = {
     "reset": "half of the body is read, then the connection is reset",
@@ -127,6 +128,7 @@ class Refused(Exception):
 MESSAGES = {
     "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
     "SignatureDoesNotMatch": "The request signature we calculated does not match the signature you provided.",
+    "Strange": "The key AKIAIOSFODNN7EXAMPLE is strange to us.",
     "NotImplemented": "A header you provided implies functionality that is not implemented.",
 }
 
@@ -172,6 +174,7 @@ class Bucket:
         self.modified: dict[str, datetime] = {}
         self.uploads: dict[str, Begun] = {}
         self.access_keys = {ACCESS_KEY}
+        self.repeats_credentials = False
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
         self.held = threading.Event()  # a request is held
@@ -518,6 +521,10 @@ class _Conversation(BaseHTTPRequestHandler):
         except Refused as refused:
             is_elsewhere = refused.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
             more = {"Region": "eu-west-1"} if is_elsewhere else {}
+            if self.server.bucket.repeats_credentials:  # as AWS does, when it explains
+                signed = self.headers.get("Authorization", "")
+                token = self.headers.get("x-amz-security-token", "")
+                more |= {"AWSAccessKeyId": signed, "Token-0": token, "CanonicalRequest": f"{self.headers}"}
             if refused.code == "AccessDenied":
                 refused.message = f"User: arn:aws:iam::1:user/u is not authorized to perform: {ACTIONS[operation]}"
             return Answer(

@@ -87,7 +87,7 @@ DOORS = {
     "signals": Door(
         modules=frozenset({"signal"}),
         files={
-            "tierd/daemon.py": "SIGTERM drains",
+            "tierd/daemon.py": "SIGTERM drains, SIGHUP reads the config anew",
             "tierd/cli/app.py": "SIGTERM ends a verb as Ctrl-C does",
             "tierd/examination.py": "it ends with the daemon",
             "client/tierd_client/stops.py": "a stop request becomes client.stopping",
@@ -105,6 +105,7 @@ DOORS = {
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
+            "tierd/cli/doctor.py": "a verb that looks at tiers itself",
             "tierd/cli/export.py": "a verb that looks at tiers itself",
             "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
             "tierd/cli/listing.py": "a verb that looks at tiers itself",
@@ -128,6 +129,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "hands `now` to the rooms",
             "tierd/cli/console.py": "ages, for people",
+            "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
             "client/tierd_client/taker.py": "created_at of a snapshot",
             "client/tierd_client/client.py": "how much time there is until a deadline",
@@ -361,6 +363,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/choice.py": "test_cli_restore.py",
     "tierd/cli/console.py": "test_cli_listing.py",
     "tierd/cli/descriptors.py": "test_cli_daemon.py",
+    "tierd/tiers/advice.py": "test_cli_doctor.py",
     "tierd/cli/lifecycle.py": "test_cli_verbs.py",
     "tierd/cli/milestone.py": "test_cli_verbs.py",
     "tierd/cli/options.py": "test_cli_verbs.py",

@@ -96,7 +96,7 @@ async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket)
                 await asyncio.sleep(60)
             await super().fill(offset, buffer)
 
-    store = store_at(served, request_timeout_s=0.1)
+    store = store_at(served, request_timeout_s=2)
     data = content(SIZE_BYTES)
     entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
     await store.put(KEY, SlowOnce(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)

@@ -145,6 +145,12 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
     return default if default.is_file() else None
 
 
+def found_at(option: str | None) -> str:
+    """What `load` reads, for a person. Raises BadConfig where the file that is named is not there."""
+    path = find_file(option, os.environ, Path.cwd())
+    return str(path) if path else "the built-in defaults, with everything under ./.tierd"
+
+
 def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
     """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
     environ = os.environ if environ is None else environ
@@ -310,6 +316,23 @@ def _values(struct: msgspec.Struct, above: tuple[str, ...]) -> Iterator[tuple[tu
                 yield from _values(one, (*above, name))
             else:
                 yield (*above, name), one
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """The keys that have another value, such as `cold.dr.region`."""
+    here, there = dict(_named(one, "")), dict(_named(other, ""))
+    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+
+def _named(struct: msgspec.Struct, above: str) -> Iterator[tuple[str, object]]:
+    for name, value in msgspec.structs.asdict(struct).items():
+        if isinstance(value, msgspec.Struct):
+            yield from _named(value, f"{above}{name}.")
+        elif name == "cold" and isinstance(value, list):
+            for one in value:
+                yield from _named(one, f"{above}{name}.{one.name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _refusal(where: str, key: str, found: object, expected: str) -> BadConfig:

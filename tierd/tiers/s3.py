@@ -79,7 +79,7 @@ class S3Store:
         parts = urlsplit(url)
         self.url = url
         self.name = name
-        self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
+        self.prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self.parts_in_flight = parts_in_flight
         self.part_bytes_min = part_bytes_min
         self._request_timeout_s = request_timeout_s
@@ -208,9 +208,9 @@ class S3Store:
         found: list[StoredObject] = []
         after: dict[str, str] = {}
         while True:
-            page = await self.request("list_objects_v2", doing, Prefix=self._prefix + prefix, **after)
+            page = await self.request("list_objects_v2", doing, Prefix=self.prefix + prefix, **after)
             for one in page.get("Contents", ()):
-                key = one["Key"].removeprefix(self._prefix)
+                key = one["Key"].removeprefix(self.prefix)
                 if is_key(key):
                     found.append(StoredObject(key, one["Size"]))
             if not page.get("IsTruncated"):
@@ -236,8 +236,8 @@ class S3Store:
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         doing = f"look for abandoned uploads in {self.url} in {self.name}"
         aborted = 0
-        for one in await self.uploads(self._prefix, doing):
-            key = one.object_key.removeprefix(self._prefix)
+        for one in await self.uploads(self.prefix, doing):
+            key = one.object_key.removeprefix(self.prefix)
             if aborted < ABORTS_MAX and one.age_s > grace_s and is_key(key) and is_abandoned(key):
                 await self.abort_upload(key, one.upload_id, doing)
                 aborted += 1
@@ -271,9 +271,16 @@ class S3Store:
         self.buffers.close()
         self._client.close()
 
-    async def request(self, operation: str, doing: str, **arguments: Any) -> Answer:
-        """One request to the bucket. Raises what the caller can act on."""
-        return await self._get(doing, lambda answer: answer, operation=operation, **arguments)
+    async def request(
+        self, operation: str, doing: str, use: Callable[[Answer], Any] = lambda answer: answer, **arguments: Any
+    ) -> Any:
+        """One request to the bucket, and what `use` makes of its answer. Raises what the caller can act on."""
+        return await self._get(doing, use, operation=operation, **arguments)
+
+    @property
+    def region(self) -> str:
+        """The one in force: known after the first request where the config names none."""
+        return self._client.region
 
     async def send(
         self, operation: str, doing: str, make_body: Callable[[], Body], size_bytes: int, **arguments: Any
@@ -388,7 +395,7 @@ class S3Store:
         return lambda: timer.cancel()
 
     def object_key(self, key: str) -> str:
-        return self._prefix + check_key(key)
+        return self.prefix + check_key(key)
 
     def _doing(self, verb: str, key: str) -> str:
         return f"{verb} {check_key(key)} in {self.name} ({self.url})"

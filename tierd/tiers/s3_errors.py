@@ -15,6 +15,7 @@ from tierd.errors import Corrupt, Full, NotFound, TierdError, TierUnreachable
 
 _CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
 _PERMISSION = "`tierd doctor` names what this identity may not do; deploy/iam-policy.json has all that it needs"
+_ACCESS_KEY = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{8,}")
 _KMS = "correct sse_kms_key_id of this tier, or what the key's policy grants this identity"
 _NETWORK = "check endpoint_url and the network; it is tried again"
 
@@ -138,7 +139,7 @@ def translate(error: Exception, doing: str) -> TierdError:
         told = _told(error)
         return TierUnreachable(f"{doing}: {meaning}{told and f', {told}'} ({code})", hint=hint)
     # The first line is the server's own words for what we have none for.
-    said = (str(error).splitlines() or [""])[0][:200]
+    said = _ACCESS_KEY.sub("…", (str(error).splitlines() or [""])[0][:200])
     return TierUnreachable(f"{doing}: {said}", hint=_NETWORK)
 
 
