@@ -20,7 +20,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,7 @@ from xml.sax.saxutils import escape
 from support_s3 import ACCESS_KEY, BUCKET
 
 from tierd.format import checksum
+from tierd.tiers.s3_actions import ACTIONS
 
 # S3's error codes with their statuses; each is a fault too, answered in place of what was asked for.
 STATUSES = {
@@ -50,6 +51,10 @@ STATUSES = {
     "PermanentRedirect": 301,
     "NoSuchBucket": 404,
     "NoSuchKey": 404,
+    "NoSuchLifecycleConfiguration": 404,
+    "ObjectLockConfigurationNotFoundError": 404,
+    "SignatureDoesNotMatch": 403,
+    "AuthorizationHeaderMalformed": 400,
     "NoSuchUpload": 404,
     "PreconditionFailed": 412,
     "ConditionalRequestConflict": 409,
@@ -63,6 +68,7 @@ STATUSES = {
     "InvalidArgument": 400,
     "MalformedXML": 400,
     "NotImplemented": 501,
+    "Strange": 400,
 }
 FAULTS = {
     "reset": "half of the body is read, then the connection is reset",
@@ -98,6 +104,8 @@ class Stored:
     crc64nvme: int
     part_count: int = 0
     storage_class: str = ""
+    encryption: str = ""
+    kms_key_id: str = ""
 
 
 @dataclass
@@ -108,6 +116,7 @@ class Begun:
     initiated: datetime
     algorithm: str
     storage_class: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
     parts: dict[int, Stored] = field(default_factory=dict)
 
 
@@ -116,9 +125,18 @@ Script = Callable[[str, str], str]
 
 
 class Refused(Exception):
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, message: str = "") -> None:
         super().__init__(code)
         self.code = code
+        self.message = message or MESSAGES.get(code, code)
+
+
+MESSAGES = {
+    "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
+    "SignatureDoesNotMatch": "The request signature we calculated does not match the signature you provided.",
+    "Strange": "The key AKIAIOSFODNN7EXAMPLE is strange to us.",
+    "NotImplemented": "A header you provided implies functionality that is not implemented.",
+}
 
 
 @dataclass
@@ -135,6 +153,8 @@ class Bucket:
     as on Ceph. `lists_uploads`: ListMultipartUploads is known. `page`: entries in one page of any listing. `thawed`:
     keys of archived objects that can be read for a while. `locked`: until when a key is retained, or None for a legal
     hold; there it refuses even a plain delete, as servers without versions do.
+    `refuses`: beginnings of headers, in lower case, that make it refuse a write, with the code that it says then.
+    `configuration`: what the bucket has of lifecycle, versioning, object-lock, as XML. `headers`: in every answer.
     """
 
     def __init__(
@@ -145,7 +165,13 @@ class Bucket:
         lists_uploads: bool = True,
         part_bytes_min: int = 5 << 20,
         page: int = 1000,
+        refuses: dict[str, str] | None = None,
+        configuration: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
+        self.refuses = refuses or {}
+        self.configuration = configuration or {}
+        self.headers = headers or {}
         self.honours_conditions = honours_conditions
         self.keeps_checksums = keeps_checksums
         self.lists_uploads = lists_uploads
@@ -153,10 +179,12 @@ class Bucket:
         self.page = page
         self.script: Script = lambda operation, key: ""
         self.objects: dict[str, Stored] = {}
+        self.modified: dict[str, datetime] = {}
         self.uploads: dict[str, Begun] = {}
         self.thawed: set[str] = set()
         self.locked: dict[str, datetime | None] = {}
         self.access_keys = {ACCESS_KEY}
+        self.repeats_credentials = False
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
         self.sent: Counter[str] = Counter()  # bytes of answers by operation, as far as they went out
@@ -188,7 +216,7 @@ class Bucket:
     # ── what S3 does ──
 
     def put_object(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
-        stored = self._stored(headers, body)
+        stored = _encrypted(self._stored(headers, body), headers)
         self._place(key, stored, headers)
         return Answer(headers={"ETag": stored.etag, **self._checksum(stored)})
 
@@ -220,6 +248,8 @@ class Bucket:
         found = Answer(headers={"ETag": stored.etag}, body=stored.content)
         if stored.storage_class not in ("", "STANDARD"):
             found.headers["x-amz-storage-class"] = stored.storage_class
+        if stored.encryption:
+            found.headers["x-amz-server-side-encryption"] = stored.encryption
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("Range", "")):
             begin, end, size = int(wanted[1]), int(wanted[2]), len(stored.content)
             if begin >= size:
@@ -251,16 +281,22 @@ class Bucket:
         page = keys[: min(self.page, int(query.get("max-keys", "1000")))]
         more = {"NextContinuationToken": page[-1]} if len(page) < len(keys) else {}
         contents = [
-            _element("Contents", Key=one, Size=len(self.objects[one].content), ETag=self.objects[one].etag)
+            _element(
+                "Contents",
+                Key=one,
+                Size=len(self.objects[one].content),
+                ETag=self.objects[one].etag,
+                LastModified=self.modified[one].isoformat() if one in self.modified else self.now().isoformat(),
+            )
             for one in page
         ]
         return Answer(body=_xml("ListBucketResult", *contents, IsTruncated=str(bool(more)).lower(), **more))
 
     def create_multipart_upload(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         upload_id = hashlib.sha256(f"{key} {len(self.uploads)} {time.monotonic_ns()}".encode()).hexdigest()
-        self.uploads[upload_id] = Begun(
-            key, self.now(), headers.get("x-amz-checksum-algorithm", ""), self._storage_class(headers)
-        )
+        about = {name.lower(): value for name, value in headers.items()}
+        algorithm = headers.get("x-amz-checksum-algorithm", "")
+        self.uploads[upload_id] = Begun(key, self.now(), algorithm, self._storage_class(headers), about)
         return Answer(
             body=_xml("InitiateMultipartUploadResult", _element_text("Key", key), _element_text("UploadId", upload_id))
         )
@@ -305,7 +341,7 @@ class Bucket:
         )
         if self.keeps_checksums:
             self._compare("x-amz-checksum-crc64nvme", headers, checksum.encode(whole.crc64nvme))
-        self._place(key, whole, headers)
+        self._place(key, _encrypted(whole, upload.headers), headers)
         del self.uploads[query["uploadId"]]
         return Answer(
             body=_xml("CompleteMultipartUploadResult", _element_text("Key", key), _element_text("ETag", whole.etag))
@@ -345,6 +381,20 @@ class Bucket:
         ]
         return Answer(body=_xml("ListMultipartUploadsResult", *uploads, IsTruncated=str(bool(more)).lower(), **more))
 
+    def get_bucket_lifecycle_configuration(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
+        return self._configured("lifecycle", "NoSuchLifecycleConfiguration")
+
+    def get_bucket_versioning(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
+        return Answer(body=self.configuration.get("versioning", "<VersioningConfiguration/>").encode())
+
+    def get_object_lock_configuration(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
+        return self._configured("object-lock", "ObjectLockConfigurationNotFoundError")
+
+    def _configured(self, name: str, absent: str) -> Answer:
+        if name not in self.configuration:
+            raise Refused(absent)
+        return Answer(body=self.configuration[name].encode())
+
     # ── what it checks ──
 
     def check(self, headers: Any, body: bytes, *, is_write: bool) -> None:
@@ -357,6 +407,10 @@ class Bucket:
         date = datetime.strptime(headers["x-amz-date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         if abs(datetime.now(UTC) - date) > SKEW_MAX:
             raise Refused("RequestTimeTooSkewed")
+        for name in headers:
+            for beginning, code in self.refuses.items():
+                if is_write and name.lower().startswith(beginning):
+                    raise Refused(code, "" if code == "NotImplemented" else f"Unsupported header '{name}' received")
         mode = headers.get("x-amz-content-sha256", "")
         if mode.startswith("STREAMING") or headers.get("x-amz-trailer"):
             raise Refused("NotImplemented")
@@ -367,7 +421,7 @@ class Bucket:
         elif mode != hashlib.sha256(body).hexdigest():
             raise Refused("XAmzContentSHA256Mismatch")
         self._compare("Content-MD5", headers, b64encode(hashlib.md5(body).digest()).decode())
-        if self.keeps_checksums and is_write:
+        if self.keeps_checksums and is_write and body:
             self._compare("x-amz-checksum-crc32", headers, b64encode(struct.pack(">I", zlib.crc32(body))).decode())
 
     def _compare(self, name: str, headers: Any, found: str) -> None:
@@ -391,6 +445,7 @@ class Bucket:
         if self.honours_conditions and headers.get("If-None-Match") == "*" and key in self.objects:
             raise Refused("PreconditionFailed")
         self.objects[key] = stored
+        self.modified[key] = self.now()
         self.written[key, stored.etag] += 1
 
     def _object(self, key: str) -> Stored:
@@ -413,12 +468,35 @@ class Bucket:
         return {"x-amz-checksum-crc64nvme": checksum.encode(stored.crc64nvme), "x-amz-checksum-type": "FULL_OBJECT"}
 
 
+_CONFIGURATIONS = {
+    "lifecycle": "get_bucket_lifecycle_configuration",
+    "versioning": "get_bucket_versioning",
+    "object-lock": "get_object_lock_configuration",
+}
+
+
+def _encrypted(stored: Stored, headers: Any) -> Stored:
+    """With KMS, an ETag is no MD5, though it looks like one."""
+    encryption = headers.get("x-amz-server-side-encryption", "")
+    found = replace(
+        stored,
+        encryption=encryption,
+        kms_key_id=headers.get("x-amz-server-side-encryption-aws-kms-key-id", ""),
+    )
+    if encryption != "aws:kms":
+        return found
+    count = f"-{stored.part_count}" if stored.part_count else ""
+    return replace(found, etag=f'"{hashlib.md5(b"key" + stored.content).hexdigest()}{count}"')
+
+
 def _operation(method: str, key: str, query: dict[str, str]) -> str:
     """S3's name of a request, in boto3's spelling."""
     if "uploadId" in query:
         part = "upload_part" if "partNumber" in query else ""
         whole = {"POST": "complete_multipart_upload", "DELETE": "abort_multipart_upload", "GET": "list_parts"}
         return part or whole[method]
+    for name in _CONFIGURATIONS.keys() & query.keys():
+        return _CONFIGURATIONS[name]
     if not key:
         return {"POST": "delete_objects"}.get(
             method, "list_multipart_uploads" if "uploads" in query else "list_objects_v2"
@@ -484,7 +562,7 @@ class _Conversation(BaseHTTPRequestHandler):
     ) -> Answer:
         """What S3 would say, or what the fault makes of it."""
         try:
-            bucket.check(self.headers, body, is_write=self.command in ("PUT", "POST") and bool(body))
+            bucket.check(self.headers, body, is_write=self.command in ("PUT", "POST"))
             if name != BUCKET:
                 raise Refused("NoSuchBucket")
             if fault in STATUSES:
@@ -496,14 +574,23 @@ class _Conversation(BaseHTTPRequestHandler):
             with bucket.lock:
                 return getattr(bucket, operation)(key, query, self.headers, body)
         except Refused as refused:
-            more = {"Region": "eu-west-1"} if refused.code == "PermanentRedirect" else {}
-            return Answer(STATUSES[refused.code], body=_xml("Error", Code=refused.code, Message=refused.code, **more))
+            is_elsewhere = refused.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
+            more = {"Region": "eu-west-1"} if is_elsewhere else {}
+            if self.server.bucket.repeats_credentials:  # as AWS does, when it explains
+                signed = self.headers.get("Authorization", "")
+                token = self.headers.get("x-amz-security-token", "")
+                more |= {"AWSAccessKeyId": signed, "Token-0": token, "CanonicalRequest": f"{self.headers}"}
+            if refused.code == "AccessDenied":
+                refused.message = f"User: arn:aws:iam::1:user/u is not authorized to perform: {ACTIONS[operation]}"
+            return Answer(
+                STATUSES[refused.code], body=_xml("Error", Code=refused.code, Message=refused.message, **more)
+            )
 
     def _send(self, operation: str, answer: Answer, fault: str) -> None:
         body = _flipped(answer.body) if fault == "flip" and answer.body else answer.body
         self.send_response_only(answer.status)
         self.send_header("Date", format_datetime(self.server.bucket.now(), usegmt=True))
-        for header, value in answer.headers.items():
+        for header, value in {**self.server.bucket.headers, **answer.headers}.items():
             self.send_header(header, value)
         if answer.status != 204:
             self.send_header("Content-Length", str(len(body)))

@@ -100,7 +100,14 @@ def make_sealed(step: int, size_bytes: int = 100, *, slot: int = 0, **fields: An
 class Daemon:
     """A `tierd serve` of its own."""
 
-    def __init__(self, root: Path, *, more: str = "", environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        more: str = "",
+        environ: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "tierd"),
+    ) -> None:
         self.root = root
         self.socket = root / "tierd.sock"
         self.hot = root / "hot"
@@ -126,7 +133,7 @@ class Daemon:
         self._log = root / f"log-{time.monotonic_ns()}"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tierd", "--config", str(self.config), "serve"],
+                [sys.executable, *program, "--config", str(self.config), "serve"],
                 stderr=log,
                 # Nobody looks through the tiers by chance where a test damages them.
                 env={**os.environ, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})},
@@ -192,9 +199,9 @@ class Daemon:
 
 
 @contextmanager
-def serving(root: Path, *, more: str = "", environ: dict[str, str] | None = None) -> Iterator[Daemon]:
+def serving(root: Path, **options: Any) -> Iterator[Daemon]:
     """A daemon that is ready; killed at the end if it still lives then."""
-    daemon = Daemon(root, more=more, environ=environ)
+    daemon = Daemon(root, **options)
     try:
         yield daemon.wait_ready()
     finally:

@@ -310,6 +310,24 @@ def test_upload_cap_must_not_be_negative(tmp_path: Path) -> None:
     assert "cold.max_upload_mib_s" in refusal(tmp_path, '[[cold]]\nurl = "s3://b"\nmax_upload_mib_s = -1')
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ('ca_bundle = "absent.pem"', "cold.ca_bundle of cold is '{root}/absent.pem', expected a file"),
+        ('sse_kms_key_id = "alias/x"', "cold.sse of cold is '', expected 'aws:kms', since sse_kms_key_id is set"),
+        ('sse = "AES-256"', "Invalid enum value 'AES-256' - at `$.cold[0].sse`"),
+    ],
+)
+def test_encryption_and_authorities_of_a_bucket_are_checked(tmp_path: Path, keys: str, said: str) -> None:
+    assert said.format(root=tmp_path) in refusal(tmp_path, f'[[cold]]\nurl = "s3://b"\n{keys}')
+
+
+def test_ca_bundle_is_relative_to_the_config_file(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    found = loaded(tmp_path, '[[cold]]\nurl = "s3://b"\nca_bundle = "ca.pem"\nsse = "aws:kms"')
+    assert found.cold[0].ca_bundle == str(tmp_path / "ca.pem")
+
+
 def test_zero_where_it_means_never_or_no_cap_is_fine(tmp_path: Path) -> None:
     loaded(tmp_path, "[snapshot]\nevery_steps = 0\nevery_s = 0\nslot_wait_s = 0\n[daemon]\nmemory_grace_s = 0")
 

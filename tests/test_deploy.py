@@ -112,6 +112,11 @@ def test_unit_starts_our_command() -> None:
     assert [Path(command[0]).name, *command[1:]] == ["tierd", "serve"]
 
 
+def test_unit_reloads_by_the_signal_that_the_daemon_takes() -> None:
+    assert unit()["Service"]["ExecReload"].split()[1:] == ["-HUP", "$MAINPID"]
+    assert "signal.SIGHUP" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """Against a copy that starts something which is there: verify wants the program to exist."""

@@ -88,7 +88,7 @@ DOORS = {
     "signals": Door(
         modules=frozenset({"signal"}),
         files={
-            "tierd/daemon.py": "SIGTERM drains",
+            "tierd/daemon.py": "SIGTERM drains, SIGHUP reads the config anew",
             "tierd/cli/app.py": "SIGTERM ends a verb as Ctrl-C does",
             "tierd/examination.py": "it ends with the daemon",
             "client/tierd_client/stops.py": "a stop request becomes client.stopping",
@@ -106,6 +106,7 @@ DOORS = {
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
+            "tierd/cli/doctor.py": "a verb that looks at tiers itself",
             "tierd/cli/export.py": "a verb that looks at tiers itself",
             "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
             "tierd/cli/listing.py": "a verb that looks at tiers itself",
@@ -129,6 +130,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "hands `now` to the rooms",
             "tierd/cli/console.py": "ages, for people",
+            "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
             "client/tierd_client/taker.py": "created_at of a snapshot",
             "client/tierd_client/client.py": "how much time there is until a deadline",
@@ -258,6 +260,25 @@ def test_never_used_anywhere(banned: str) -> None:
     refuse(found, f"{banned} {NEVER[banned]}:")
 
 
+TRANSFER_MANAGER = re.compile(
+    r"(s3transfer|boto3\.s3)\b|\b(TransferConfig|S3Transfer|(upload|download)_(file|fileobj))$"
+)
+
+
+def test_the_transfer_manager_of_boto3_is_never_used() -> None:
+    """On GPU nodes it takes another client by itself: one that ignores endpoint_url, with buffers of up to 24 GiB."""
+    named = [(path, used, line) for path in SOURCES for used, line in uses(path)]
+    named += [
+        (path, node.value, node.lineno)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)  # an operation may be named by a string
+    ]
+    refuse([f"{path}:{line} {used}" for path, used, line in named if TRANSFER_MANAGER.search(used)], "use our own:")
+    assert TRANSFER_MANAGER.search("boto3.s3.transfer.TransferConfig")
+    assert TRANSFER_MANAGER.search(".upload_file")
+
+
 def test_checks_see_through_aliases() -> None:
     source = (
         "import os as o\nfrom datetime import datetime as d\nfrom os import replace\no.fsync(1)\nd.now()\nx.y.rename(z)"
@@ -343,6 +364,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/choice.py": "test_cli_restore.py",
     "tierd/cli/console.py": "test_cli_listing.py",
     "tierd/cli/descriptors.py": "test_cli_daemon.py",
+    "tierd/tiers/advice.py": "test_cli_doctor.py",
     "tierd/cli/lifecycle.py": "test_cli_verbs.py",
     "tierd/cli/milestone.py": "test_cli_verbs.py",
     "tierd/cli/options.py": "test_cli_verbs.py",

@@ -32,6 +32,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
 class Told:
     def __init__(self) -> None:
         self.freed = 0
+        self.lost: list[str] = []
         self.forgotten: list[Run] = []
 
     def free(self) -> None:
@@ -47,6 +48,7 @@ def reaper(rooms: Rooms, told: Told | None = None) -> Reaper:
         rooms.config,
         incidents=rooms.incidents,
         on_freed=told.free,
+        on_lost=told.lost.append,
         on_forgotten=told.forgotten.append,
     )
 
@@ -172,6 +174,8 @@ async def test_hot_replica_stays_while_the_cold_tier_does_not_answer(rooms: Room
     await rooms.look()
     root = rooms.config.cold[0].url.removeprefix("file://")
     os.rename(root, root + "-unmounted")
-    assert not await reaper(rooms).run_once()
+    told = Told()
+    assert not await reaper(rooms, told).run_once()
     assert 600 in rooms.steps("hot")
     assert not rooms.catalog.tiers["cold"].is_known
+    assert told.lost == ["cold"], "else nothing would be copied there before the next listing, ten minutes later"

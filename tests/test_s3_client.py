@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from store_contract import KEY, BytesSource, content, entry_of
 from support_bucket import Bucket, bucket_server
 from support_s3 import ACCESS_KEY, BUCKET, ENVIRONMENT, SECRET_KEY, self_signed
@@ -16,6 +17,7 @@ from support_s3 import ACCESS_KEY, BUCKET, ENVIRONMENT, SECRET_KEY, self_signed
 from tierd.errors import TierUnreachable
 from tierd.tiers import s3
 from tierd.tiers.s3 import S3Store
+from tierd.tiers.s3_errors import retry_after_s
 
 CHUNK_BYTES = 16 << 10
 SIZE_BYTES = 4 * CHUNK_BYTES
@@ -103,7 +105,7 @@ async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket)
                 await asyncio.sleep(60)
             await super().fill(offset, buffer)
 
-    store = store_at(served, request_timeout_s=1)
+    store = store_at(served, request_timeout_s=2)
     data = content(SIZE_BYTES)
     entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
     await store.put(KEY, SlowOnce(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
@@ -189,6 +191,96 @@ async def test_what_a_person_must_change_is_told_at_the_first_request(code: str,
         # boto3 itself asks a bucket that is elsewhere once more, there.
         assert served.count("list_objects_v2") == (2 if code == "PermanentRedirect" else 1)
         await store.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("PermanentRedirect", r"the bucket is in another region, eu-west-1 \(PermanentRedirect\)"),
+        ("AuthorizationHeaderMalformed", r"the bucket is in another region, eu-west-1 \(Auth"),
+        ("AccessDenied", r"access denied, s3:ListBucket \(AccessDenied\)"),
+        ("SignatureDoesNotMatch", r"the secret key does not belong to the access key \(Sig"),
+    ],
+)
+async def test_what_the_answer_says_beyond_its_code_is_told(code: str, sentence: str) -> None:
+    with bucket_server() as served:
+        store = store_at(served)
+        served.script = lambda operation, key: code
+        with pytest.raises(TierUnreachable, match=sentence):
+            await store.list()
+        await store.close()
+
+
+async def test_server_that_asks_for_a_pause_gets_it() -> None:
+    with bucket_server(headers={"Retry-After": "1"}) as served:
+        store = store_at(served)
+        served.script = lambda operation, key: "" if served.seen else "SlowDown"
+        began = time.monotonic()
+        assert await store.list() == []
+        assert time.monotonic() - began >= 1
+        assert served.count("list_objects_v2") == 2
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": "Sat, 01 Nov 2025 10:00:30 GMT", "date": "Sat, 01 Nov 2025 10:00:00 GMT"}, 30),
+        ({"retry-after": "soon", "date": "Sat, 01 Nov 2025 10:00:00 GMT"}, 0),
+        ({"retry-after": "Sat, 01 Nov 2025 10:00:30 GMT"}, 0),
+        ({}, 0),
+    ],
+)
+def test_pause_that_a_server_asks_for_is_seconds_or_a_time_by_its_own_clock(
+    headers: dict[str, str], seconds: float
+) -> None:
+    error = ClientError({"ResponseMetadata": {"HTTPHeaders": headers}}, "PutObject")  # type: ignore[typeddict-item]
+    assert retry_after_s(error) == seconds
+    assert retry_after_s(ValueError()) == 0
+
+
+async def test_certificate_is_checked_against_the_configured_authority(tmp_path: Path) -> None:
+    """There is no way to switch that off."""
+    tls = self_signed(tmp_path)
+    with bucket_server(tls) as served:
+        store = store_at(served)
+        with pytest.raises(TierUnreachable, match=r"no trusted TLS connection.*ca_bundle"):
+            await store.list()
+        await store.close()
+        store = store_at(served, ca_bundle=str(tls[0]))
+        assert await store.list() == []
+        await store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [100, SIZE_BYTES], ids=["put", "multipart"])
+@pytest.mark.parametrize("keeps_checksums", [True, False])
+async def test_encryption_is_asked_for_and_etags_that_are_no_md5_deceive_nobody(
+    size_bytes: int, keeps_checksums: bool
+) -> None:
+    with bucket_server(part_bytes_min=1024, keeps_checksums=keeps_checksums) as served:
+        store = store_at(served, sse="aws:kms", sse_kms_key_id="alias/tierd")
+        data = content(size_bytes)
+        entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+        for _ in range(2):
+            await store.put(KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=entry)
+        await store.put_bytes("run/x", b"x", if_absent=True)
+        assert {(one.encryption, one.kms_key_id) for one in served.objects.values()} == {("aws:kms", "alias/tierd")}
+        written = sum(count for (key, _), count in served.written.items() if key.endswith(KEY))
+        assert written == (1 if keeps_checksums else 2), "known to be there by its checksum, or sent again"
+        await store.close()
+
+
+async def test_nothing_goes_by_the_transfer_manager_on_the_machines_that_boto3_optimises_for(
+    served: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its other client takes over by itself, which forgets the endpoint, and 24 GiB for buffers."""
+    monkeypatch.setattr("awscrt.s3.is_optimized_for_system", lambda: True)
+    store = store_at(served)
+    await put(store)
+    assert served.count("upload_part") == SIZE_BYTES // CHUNK_BYTES
+    assert await store.get_bytes(KEY, size_max=SIZE_BYTES) == content(SIZE_BYTES)
+    await store.close()
 
 
 async def test_every_body_is_protected_and_none_goes_in_a_trailer(served: Bucket) -> None:

@@ -75,9 +75,35 @@ def test_pauses_double_with_jitter_up_to_a_limit(attempt: int, least_s: float) -
     assert ceiling / 2 <= backoff_s(attempt, least_s) <= ceiling
 
 
-async def test_cap_can_be_changed_while_it_runs() -> None:
+@given(asked_s=st.floats(0, 1e9))
+def test_server_that_asks_for_time_gets_it_up_to_the_limit(asked_s: float) -> None:
+    assert min(asked_s, BACKOFF_S_MAX) <= backoff_s(1, 0.2, asked_s=asked_s) <= BACKOFF_S_MAX
+
+
+async def test_cap_is_kept() -> None:
+    bandwidth = Bandwidth(1000.0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(bandwidth.take(100) for _ in range(4)))
+    assert loop.time() - began >= 0.29, "the fourth begins when the three before it have had their time"
+
+
+@pytest.mark.parametrize("cap", [0.0, 1e12])
+async def test_cap_that_is_raised_lets_those_go_that_wait_already(cap: float) -> None:
     bandwidth = Bandwidth(1.0)
-    await bandwidth.take(1)
-    bandwidth.bytes_per_s = 0
-    async with asyncio.timeout(5):
-        await bandwidth.take(1 << 40)
+    await bandwidth.take(1 << 30)
+    waiting = asyncio.gather(*(bandwidth.take(1 << 30) for _ in range(3)))
+    await asyncio.sleep(0)
+    bandwidth.limit(cap)
+    async with asyncio.timeout(20):
+        await waiting
+
+
+async def test_cap_that_is_lowered_holds_for_those_that_come_after() -> None:
+    bandwidth = Bandwidth(0.0)
+    await bandwidth.take(1 << 30)
+    bandwidth.limit(1.0)
+    await bandwidth.take(100)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await bandwidth.take(1)

@@ -84,7 +84,10 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
     region: str = ""
     endpoint_url: str = ""
-    max_upload_mib_s: float = 0.0  # 0: no cap
+    ca_bundle: str = ""  # a file of CA certificates for this endpoint; empty: AWS_CA_BUNDLE, else those of the system
+    sse: Literal["", "AES256", "aws:kms"] = ""  # encryption that is asked for; empty: the bucket's default
+    sse_kms_key_id: str = ""  # with aws:kms; empty: the key of the account
+    max_upload_mib_s: float = 0.0  # 0: no cap; SIGHUP makes the daemon read it anew
     storage_class: str = ""  # of a bucket's new objects; empty: not sent, which is STANDARD
     milestone_storage_class: str = ""  # of shards that are a milestone's when they are sent; empty: as storage_class
     price_per_gib_month: float = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: not told
@@ -177,6 +180,12 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
     return default if default.is_file() else None
 
 
+def found_at(option: str | None) -> str:
+    """What `load` reads, for a person. Raises BadConfig where the file that is named is not there."""
+    path = find_file(option, os.environ, Path.cwd())
+    return str(path) if path else "the built-in defaults, with everything under ./.tierd"
+
+
 def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
     """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
     environ = os.environ if environ is None else environ
@@ -241,6 +250,8 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
         return os.path.normpath(base / path)
 
     def at(one: ColdConfig) -> ColdConfig:
+        if one.ca_bundle:
+            one = msgspec.structs.replace(one, ca_bundle=absolute(f"cold.ca_bundle of {one.name}", one.ca_bundle))
         if not one.url.startswith("file://"):
             return one
         path = absolute(f"cold.url of {one.name}", one.url.removeprefix("file://"))
@@ -323,6 +334,10 @@ def _check_cold(one: ColdConfig, where: str) -> None:
         endpoint = urlsplit(one.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             raise _refusal(where, f"cold.endpoint_url of {one.name}", one.endpoint_url, "http://host or https://host")
+    if one.ca_bundle and not os.path.isfile(one.ca_bundle):
+        raise _refusal(where, f"cold.ca_bundle of {one.name}", one.ca_bundle, "a file of CA certificates")
+    if one.sse_kms_key_id and one.sse != "aws:kms":
+        raise _refusal(where, f"cold.sse of {one.name}", one.sse, "'aws:kms', since sse_kms_key_id is set")
 
 
 def _check_storage_classes(one: ColdConfig, policy: ColdPolicy, where: str) -> None:
@@ -366,6 +381,23 @@ def _values(struct: msgspec.Struct, above: tuple[str, ...]) -> Iterator[tuple[tu
                 yield from _values(one, (*above, name))
             else:
                 yield (*above, name), one
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """The keys that have another value, such as `cold.dr.region`."""
+    here, there = dict(_named(one, "")), dict(_named(other, ""))
+    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+
+def _named(struct: msgspec.Struct, above: str) -> Iterator[tuple[str, object]]:
+    for name, value in msgspec.structs.asdict(struct).items():
+        if isinstance(value, msgspec.Struct):
+            yield from _named(value, f"{above}{name}.")
+        elif name == "cold" and isinstance(value, list):
+            for one in value:
+                yield from _named(one, f"{above}{name}.{one.name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _refusal(where: str, key: str, found: object, expected: str) -> BadConfig:

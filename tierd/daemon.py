@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 import tierd
@@ -27,7 +28,7 @@ from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
-from tierd.config import ColdConfig, Config
+from tierd.config import ColdConfig, Config, differences
 from tierd.errors import BadConfig, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
@@ -54,9 +55,15 @@ DRAIN_LOOK_S = 1.0
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, ready: Callable[[str], None] | None = None, *, notify_socket: str = "") -> None:
+def serve(
+    config: Config,
+    ready: Callable[[str], None] | None = None,
+    *,
+    notify_socket: str = "",
+    read_config: Callable[[], Config] | None = None,
+) -> None:
     """Run until SIGTERM or SIGINT. `ready` is told the address of the HTTP door once all doors are open.
-    `notify_socket`: where systemd wants to hear of it.
+    `notify_socket`: where systemd wants to hear of it. `read_config`: how SIGHUP reads the config anew.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start; nothing has been changed then. Raises
     Transient at the end when a sealed snapshot did not reach the hot tier in time.
@@ -66,16 +73,17 @@ def serve(config: Config, ready: Callable[[str], None] | None = None, *, notify_
     _raise_descriptor_limit()
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with lock(config.hot_path, about) as held:
-        daemon = _Daemon(config, notify_socket)
+        daemon = _Daemon(config, notify_socket, read_config)
         asyncio.run(daemon.run(lambda address: held.describe({**about, "listen": address}), ready))
 
 
 class _Daemon:
     """All rooms of one daemon, built once."""
 
-    def __init__(self, config: Config, notify_socket: str) -> None:
+    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config] | None) -> None:
         self._config = config
         self._notify_socket = notify_socket
+        self._read_config = read_config
         limits = config.limits
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
@@ -123,6 +131,7 @@ class _Daemon:
             config,
             incidents=self._incidents,
             on_freed=lambda: self._wake("persist"),
+            on_lost=lambda name: self._wake(f"list {name}"),
             on_forgotten=lambda run: self._door.forget(run),
         )
         self._examiner = Examiner(
@@ -284,7 +293,31 @@ class _Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        if self._read_config is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reload, self._read_config)
         return stop
+
+    def _reload(self, read_config: Callable[[], Config]) -> None:
+        """Upload caps may change while it runs; of any other key that has changed, the log says that it has not."""
+        try:
+            fresh = read_config()
+        except BadConfig as error:
+            log.error("SIGHUP: nothing was changed: %s", error)
+            return
+        caps = {one.name: one.max_upload_mib_s for one in fresh.cold}
+        cold: list[ColdConfig] = []
+        for one in self._config.cold:
+            cap = caps.get(one.name, one.max_upload_mib_s)
+            if cap != one.max_upload_mib_s:
+                self._cold[one.name].store.limit_upload(cap)
+                log.info("SIGHUP: max_upload_mib_s of %s is %g now, was %g", one.name, cap, one.max_upload_mib_s)
+            cold.append(msgspec.structs.replace(one, max_upload_mib_s=cap))
+        others = differences(msgspec.structs.replace(self._config, cold=cold), fresh)
+        if others:
+            log.warning("SIGHUP: changed, and not in force before a restart: %s", ", ".join(others))
+        elif cold == self._config.cold:
+            log.info("SIGHUP: nothing has changed in the config")
+        self._config = msgspec.structs.replace(self._config, cold=cold)
 
     # ── wiring ──
 

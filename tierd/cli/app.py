@@ -19,6 +19,7 @@ from typing import Annotated, Concatenate, ParamSpec
 import typer
 
 from tierd.cli import (
+    doctor,
     export,
     lifecycle,
     listing,
@@ -99,6 +100,7 @@ app.command("milestone")(_guarded(milestone.milestone))
 app.command("stop")(_guarded(stop.stop))
 app.command("snapshot")(_guarded(snapshot.snapshot))
 app.command("lifecycle")(_guarded(lifecycle.lifecycle))
+app.command("doctor")(_guarded(doctor.doctor))
 app.command("demo")(_guarded(serve.demo))
 app.command("version")(_guarded(version.version))
 

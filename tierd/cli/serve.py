@@ -11,11 +11,12 @@ from tierd.config import notify_socket
 
 
 def serve(context: typer.Context) -> None:
-    """Run the daemon in the foreground until SIGTERM."""
-    config = settings_of(context).config()
+    """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s anew."""
+    settings = settings_of(context)
+    config = settings.config()
     from tierd.daemon import serve
 
-    serve(config, notify_socket=notify_socket())
+    serve(config, notify_socket=notify_socket(), read_config=settings.config)
 
 
 def demo(

@@ -208,6 +208,9 @@ class DirectoryStore:
         with translated(f"sweep {self.url}"):
             return await self.pool.run(sweep)
 
+    def limit_upload(self, mib_s: float) -> None:
+        pass
+
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         return 0  # see sweep_partials
 

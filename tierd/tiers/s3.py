@@ -21,7 +21,8 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.pool import Buffers, Pool, each
 from tierd.tiers.s3_body import PIECE_BYTES, Body
 from tierd.tiers.s3_client import Answer, Client, Line
-from tierd.tiers.s3_errors import Trouble, code_of, retention, server_time, trouble_of
+from tierd.tiers.s3_dialect import NOTHING, Dialect, Trial
+from tierd.tiers.s3_errors import Trouble, code_of, retention, retry_after_s, server_time, trouble_of
 from tierd.tiers.s3_pace import Bandwidth, Window, backoff_s
 from tierd.tiers.s3_upload import PART_BYTES_MIN, Upload, whole_checksum
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
@@ -31,6 +32,7 @@ READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's 
 ATTEMPTS = 3  # of one request, before it goes back to the worker that wanted it, which never gives up
 _FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # at once again would be no better
 SLOWEST_BYTES_PER_S = 64 << 10  # a request whose bytes go slower than this has stopped
+_ENCRYPTS = {"put_object", "create_multipart_upload"}
 ABORTS_MAX = 100  # in one pass over the uploads that nobody finished
 # Some servers know no DeleteObjects, or want an MD5 with it that boto3 no longer sends.
 _BATCH_UNKNOWN = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
@@ -63,6 +65,9 @@ class S3Store:
         *,
         region: str = "",
         endpoint_url: str = "",
+        ca_bundle: str = "",
+        sse: str = "",
+        sse_kms_key_id: str = "",
         name: str = "cold",
         parts_in_flight: int = 4,
         request_timeout_s: float = 60.0,
@@ -76,7 +81,7 @@ class S3Store:
         parts = urlsplit(url)
         self.url = url
         self.name = name
-        self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
+        self.prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self.parts_in_flight = parts_in_flight
         self.part_bytes_min = part_bytes_min
         self._request_timeout_s = request_timeout_s
@@ -88,11 +93,15 @@ class S3Store:
         self._on_request = on_request
         self.pool = Pool(parts_in_flight + 2, "tierd-s3")
         self.buffers: Buffers[bytearray] = Buffers(bytearray, usual_bytes=PIECE_BYTES, count=parts_in_flight)
+        self.dialect = Dialect(f"{url} in {name}")
+        encryption = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key_id}
+        self._encryption = {name: value for name, value in encryption.items() if value}
         self._client = Client(
             f"{url} in {name}",
             parts.netloc,
             region=region,
             endpoint_url=endpoint_url,
+            ca_bundle=ca_bundle,
             connections=parts_in_flight + 2,
             timeout_s=request_timeout_s,
         )
@@ -213,9 +222,9 @@ class S3Store:
         found: list[StoredObject] = []
         after: dict[str, str] = {}
         while True:
-            page = await self.request("list_objects_v2", doing, Prefix=self._prefix + prefix, **after)
+            page = await self.request("list_objects_v2", doing, Prefix=self.prefix + prefix, **after)
             for one in page.get("Contents", ()):
-                key = one["Key"].removeprefix(self._prefix)
+                key = one["Key"].removeprefix(self.prefix)
                 if is_key(key):
                     found.append(StoredObject(key, one["Size"], one.get("ETag", "")))
             if not page.get("IsTruncated"):
@@ -235,11 +244,14 @@ class S3Store:
     async def free_bytes(self) -> int | None:
         return None
 
+    def limit_upload(self, mib_s: float) -> None:
+        self._bandwidth.limit(mib_s * (1 << 20))
+
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         doing = f"look for abandoned uploads in {self.url} in {self.name}"
         aborted = 0
-        for one in await self.uploads(self._prefix, doing):
-            key = one.object_key.removeprefix(self._prefix)
+        for one in await self.uploads(self.prefix, doing):
+            key = one.object_key.removeprefix(self.prefix)
             if aborted < ABORTS_MAX and one.age_s > grace_s and is_key(key) and is_abandoned(key):
                 await self.abort_upload(key, one.upload_id, doing)
                 aborted += 1
@@ -273,9 +285,16 @@ class S3Store:
         self.buffers.close()
         self._client.close()
 
-    async def request(self, operation: str, doing: str, **arguments: Any) -> Answer:
-        """One request to the bucket. Raises what the caller can act on."""
-        return await self._get(doing, lambda answer: answer, operation=operation, **arguments)
+    async def request(
+        self, operation: str, doing: str, use: Callable[[Answer], Any] = lambda answer: answer, **arguments: Any
+    ) -> Any:
+        """One request to the bucket, and what `use` makes of its answer. Raises what the caller can act on."""
+        return await self._get(doing, use, operation=operation, **arguments)
+
+    @property
+    def region(self) -> str:
+        """The one in force: known after the first request where the config names none."""
+        return self._client.region
 
     async def send(
         self, operation: str, doing: str, make_body: Callable[[], Body], size_bytes: int, **arguments: Any
@@ -303,13 +322,19 @@ class S3Store:
     ) -> Any:
         """A request, and what `use` makes of the answer and its body, both in one thread; a few times over, if that
         may help. `size_bytes`: of what is sent or read."""
+        if operation in _ENCRYPTS:
+            arguments |= self._encryption
         attempt = 0
+        trial = NOTHING  # what is left out this time, to see whether the server minds
         while True:
             attempt += 1
             try:
                 body = None if make_body is None else make_body()
-                result = await self._attempt(doing, use, operation, size_bytes, body, arguments)
+                result = await self._attempt(doing, use, operation, size_bytes, body, arguments, trial)
             except (TierUnreachable, NotFound) as error:
+                trial = self.dialect.suspect(error.__cause__, arguments, trial)
+                if trial:
+                    continue
                 trouble = trouble_of(error.__cause__)
                 if trouble is Trouble.THROTTLED:
                     self.window.slow_down()
@@ -318,11 +343,13 @@ class S3Store:
                     attempt = max(attempt, ATTEMPTS - 1)
                 if trouble in _FINAL or attempt >= ATTEMPTS:
                     raise
+                pause_s = backoff_s(attempt, self._retry_min_s, asked_s=retry_after_s(error.__cause__))
             else:
+                self.dialect.learn(trial)
                 if make_body is not None:
                     self.window.went_well()
                 return result
-            await asyncio.sleep(backoff_s(attempt, self._retry_min_s))
+            await asyncio.sleep(pause_s)
 
     async def _attempt(
         self,
@@ -332,8 +359,10 @@ class S3Store:
         size_bytes: int,
         body: Body | None,
         arguments: Answer,
+        trial: Trial,
     ) -> Any:
-        line = Line()
+        line = Line(signs_payload=self.dialect.signs_payload(trial))
+        arguments = self.dialect.spoken(arguments, trial)
 
         def cut() -> None:
             line.cut()
@@ -341,16 +370,19 @@ class S3Store:
                 body.cut()
 
         if body is not None:
+            body.keeps_size = line.signs_payload
             arguments = {**arguments, "Body": body}
         # Twice the timeout of a socket, which is to speak first where nothing comes at all.
         stop_watching = self._watch(line, cut, 2 * self._request_timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
         outcome = "cancelled"
         try:
             outcome, result = await self.pool.run_until(cut, self._client.call, operation, doing, line, use, arguments)
-        except TierdError as error:
+        except Exception as error:
             if body is not None and body.damage is not None and not line.is_cut:
                 outcome = "damaged"
                 raise body.damage from None
+            if not isinstance(error, TierdError):
+                raise
             outcome = "deadline" if line.is_cut else code_of(error.__cause__ or error)
             if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
                 self._client.renew(line)
@@ -377,7 +409,7 @@ class S3Store:
         return lambda: timer.cancel()
 
     def object_key(self, key: str) -> str:
-        return self._prefix + check_key(key)
+        return self.prefix + check_key(key)
 
     def _doing(self, verb: str, key: str) -> str:
         return f"{verb} {check_key(key)} in {self.name} ({self.url})"

@@ -44,6 +44,7 @@ class Body:
         self._filling: asyncio.Task[None] | None = None
         self._is_cut = False
         self.damage: Exception | None = None
+        self.keeps_size = False  # whether a read gives no more than is asked for: who signs the payload insists
         self._rewind()
 
     def _rewind(self) -> None:
@@ -52,14 +53,15 @@ class Body:
         self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
 
     def read(self, size: int = -1) -> memoryview:
-        """The next bytes, whatever size is asked: 16 KiB at a time would be 4096 system calls a part."""
+        """The next bytes, mostly whatever size is asked: 16 KiB at a time would be 4096 system calls a part."""
         if not self._piece and self._at < self._length:
             try:
                 self._piece = self._next()
             except Exception as error:
                 self.damage = error
                 raise
-        sent, self._piece = self._piece[:SEND_BYTES], self._piece[SEND_BYTES:]
+        count = size if self.keeps_size and size >= 0 else SEND_BYTES
+        sent, self._piece = self._piece[:count], self._piece[count:]
         self._at += len(sent)
         return sent
 

@@ -6,6 +6,7 @@ and credentials read afresh when the bucket says that they have expired.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -35,11 +36,16 @@ _MODELS = Loader()
 
 Answer = dict[str, Any]
 
+for _talker in ("boto3", "botocore", "urllib3"):
+    # At debug level they write whole requests, with the session token and what the signature is made of.
+    logging.getLogger(_talker).setLevel(logging.INFO)
+
 
 class Line:
     """The connection that one request is on. Cut it, and the request ends in its thread at once with an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, signs_payload: bool = False) -> None:
+        self.signs_payload = signs_payload
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self.is_cut = False
@@ -67,21 +73,32 @@ class Line:
 class Client:
     """Requests to one bucket. Credentials come from boto3's own chain. Every call blocks: run it in a thread."""
 
-    def __init__(self, where: str, bucket: str, *, region: str, endpoint_url: str, connections: int, timeout_s: float):
+    def __init__(
+        self,
+        where: str,
+        bucket: str,
+        *,
+        region: str,
+        endpoint_url: str,
+        connections: int,
+        timeout_s: float,
+        ca_bundle: str = "",
+    ) -> None:
         self._where = where
         self._bucket = bucket
-        self._boto3: Any = None
+        self._boto3: dict[bool, Any] = {}  # by whether the payload is signed
         self._connecting = threading.Lock()
+        self.region = region  # in force: boto3's own where none is given, known after the first request
         self._options: dict[str, Any] = {
             # A custom endpoint checks no region, but a signature needs one.
             "region_name": region or ("us-east-1" if endpoint_url else None),
             "endpoint_url": endpoint_url or None,
+            # None: AWS_CA_BUNDLE, else the CAs that everyone trusts. There is no way to trust nobody.
+            "verify": ca_bundle or None,
             "config": Config(
                 # Checksums are ours, sent as plain headers: boto3's default adds trailers that other servers refuse.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
-                # The checksum header protects the bytes; hashing them once more for the signature costs 2 CPU-s per GB.
-                s3={"payload_signing_enabled": False},
                 # We retry: the SDK's quota runs dry in just the outage that it is for.
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 connect_timeout=min(timeout_s, CONNECT_TIMEOUT_S_MAX),
@@ -96,7 +113,7 @@ class Client:
         """One attempt: (HTTP status, what `use` makes of the answer and its body). Raises TierdError, whose cause is
         what boto3 raised."""
         line.began_s = time.monotonic()
-        client = line.client = self._connect()
+        client = line.client = self._connect(signs_payload=line.signs_payload)
         _lines.current = line
         try:
             answer: Answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
@@ -121,7 +138,7 @@ class Client:
     def renew(self, line: Line) -> None:
         """Before the next request reads credentials afresh (environment, files, role), if nobody has since this one."""
         with self._connecting:
-            if self._boto3 is line.client:
+            if line.client in self._boto3.values():
                 self._close()
 
     def close(self) -> None:
@@ -130,9 +147,9 @@ class Client:
 
     def _close(self) -> None:
         """Requests under way end on their own connections, which are closed then."""
-        if self._boto3 is not None:
-            self._boto3.close()
-        self._boto3 = None
+        for one in self._boto3.values():
+            one.close()
+        self._boto3 = {}
 
     def _cut(self, doing: str, line: Line) -> TierdError | None:
         if not line.is_cut:
@@ -140,14 +157,17 @@ class Client:
         hint = "is the network or the server too slow, or half gone? It is tried again"
         return TierUnreachable(f"{doing}: it did not end within the deadline", hint=hint)
 
-    def _connect(self) -> Any:
+    def _connect(self, *, signs_payload: bool) -> Any:
         """The client, made at the first request: it takes 0.1 s, and it reads files that may be wrong."""
         with self._connecting:
-            if self._boto3 is None:
+            if signs_payload not in self._boto3:
                 session = botocore.session.Session()
                 session.register_component("data_loader", _MODELS)
+                # The checksum header protects the bytes; to hash them once more for the signature costs 2 CPU-s per GB.
+                signing = Config(s3={"payload_signing_enabled": signs_payload})
+                options = {**self._options, "config": self._options["config"].merge(signing)}
                 try:
-                    made: Any = boto3.session.Session(botocore_session=session).client("s3", **self._options)
+                    made: Any = boto3.session.Session(botocore_session=session).client("s3", **options)
                 except ValueError as error:
                     hint = "check region and endpoint_url of this tier"
                     raise TierUnreachable(f"connect to {self._where}: {error}", hint=hint) from error
@@ -155,8 +175,9 @@ class Client:
                     raise translate(error, f"connect to {self._where}") from error
                 # No public way leads to boto3's connections; test_s3_client.py says so when this one ends.
                 made._endpoint.http_session._pool_classes_by_scheme.update(http=_Pool, https=_PoolWithTLS)
-                self._boto3 = made
-            return self._boto3
+                self.region = str(made.meta.region_name)
+                self._boto3[signs_payload] = made
+            return self._boto3[signs_payload]
 
 
 class _Lines(threading.local):

@@ -6,6 +6,7 @@ goes on by itself then. `trouble` is what to do before giving the request back.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import Enum
@@ -14,7 +15,9 @@ from typing import Any
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, TierUnreachable
 
 _CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
-_PERMISSION = "this identity needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload here"
+_PERMISSION = "`tierd doctor` names what this identity may not do; deploy/iam-policy.json has all that it needs"
+_ACCESS_KEY = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{8,}")
+_KMS = "correct sse_kms_key_id of this tier, or what the key's policy grants this identity"
 _NETWORK = "check endpoint_url and the network; it is tried again"
 
 
@@ -44,7 +47,8 @@ _TROUBLES: dict[Trouble, set[str]] = {
     Trouble.MISCONFIGURED: {
         *("NoSuchBucket", "InvalidBucketName", "AccessDenied", "AllAccessDisabled", "PermanentRedirect", "301"),
         *("AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "InvalidObjectState", "ProfileNotFound", "SSLError"),
-        *("InvalidStorageClass", "ParamValidationError"),
+        *("InvalidStorageClass", "IllegalLocationConstraintException", "ParamValidationError"),
+        *("KMS.NotFoundException", "KMS.DisabledException", "KMS.KMSInvalidStateException"),
     },
     Trouble.AWAY: {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"},
     # 409: "retry the upload", says S3 of two conditional writes at the same instant.
@@ -73,6 +77,10 @@ _MEANING: dict[str, tuple[str, str]] = {
     "PermanentRedirect": ("the bucket is in another region", "correct the region of this tier"),
     "AuthorizationHeaderMalformed": ("the bucket is in another region", "correct the region of this tier"),
     "301": ("the bucket is in another region", "correct the region of this tier"),
+    "IllegalLocationConstraintException": ("the bucket is in another region", "correct the region of this tier"),
+    "KMS.NotFoundException": ("there is no such KMS key", _KMS),
+    "KMS.DisabledException": ("the KMS key is disabled", _KMS),
+    "KMS.KMSInvalidStateException": ("the KMS key cannot be used now", _KMS),
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it: S3 allows 15 minutes"),
     # What to do is in the message itself: not every verb has room for a hint.
     "InvalidObjectState": (
@@ -101,7 +109,7 @@ _MEANING: dict[str, tuple[str, str]] = {
     "ReadTimeoutError": ("no answer within the deadline", _NETWORK),
     "ConnectionClosedError": ("the server closed the connection", _NETWORK),
     "ProxyConnectionError": ("no connection to the proxy", "check HTTPS_PROXY; it is tried again"),
-    "SSLError": ("no trusted TLS connection", "check endpoint_url and AWS_CA_BUNDLE"),
+    "SSLError": ("no trusted TLS connection", "check endpoint_url, ca_bundle and AWS_CA_BUNDLE"),
     "IncompleteReadError": ("the answer was cut short", _NETWORK),
     "ResponseStreamingError": ("the answer was cut short", _NETWORK),
 }
@@ -152,7 +160,33 @@ def translate(error: Exception, doing: str) -> TierdError:
         return Corrupt(f"{doing}: the object ends before that")
     if code in _MEANING:
         meaning, hint = _MEANING[code]
-        return TierUnreachable(f"{doing}: {meaning} ({code})", hint=hint)
+        told = _told(error)
+        return TierUnreachable(f"{doing}: {meaning}{told and f', {told}'} ({code})", hint=hint)
     # The first line is the server's own words for what we have none for.
-    said = (str(error).splitlines() or [""])[0][:200]
+    said = _ACCESS_KEY.sub("…", (str(error).splitlines() or [""])[0][:200])
     return TierUnreachable(f"{doing}: {said}", hint=_NETWORK)
+
+
+def _told(error: Exception) -> str:
+    """What S3's answer says beyond its code: the bucket's region, the action that is not allowed."""
+    response: dict[str, Any] = getattr(error, "response", None) or {}
+    found: dict[str, Any] = response.get("Error", {})
+    headers: dict[str, Any] = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = str(found.get("Region") or headers.get("x-amz-bucket-region") or "")
+    if "another region" in _MEANING[code_of(error)][0] and re.fullmatch(r"[a-z0-9-]{1,40}", region):
+        return region
+    action = re.search(r"not authorized to perform: ([a-z0-9]+:[A-Za-z]+)", str(found.get("Message", "")))
+    return action[1] if action else ""
+
+
+def retry_after_s(error: BaseException | None) -> float:
+    """What the server asks for, in seconds or as a time by its own clock; 0 where it asks for nothing."""
+    response: dict[str, Any] = getattr(error, "response", None) or {}
+    headers: dict[str, str] = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    asked = headers.get("retry-after", "").strip()
+    if asked.isdecimal():
+        return float(asked)
+    try:
+        return (parsedate_to_datetime(asked) - parsedate_to_datetime(headers["date"])).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return 0.0

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 BACKOFF_S_MAX = 20.0
 
@@ -15,16 +15,34 @@ class Bandwidth:
     """A cap on bytes per second: each part waits until the ones before it have had their time. 0: no cap."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s  # may be set at any time; parts that wait already are not called back
-        self._free_at = 0.0
+        self._bytes_per_s = bytes_per_s
+        self._promised = 0.0  # bytes of all parts so far
+        self._passed = 0.0  # bytes that there was time for
+        self._looked_at = 0.0
+        self._changed = asyncio.Event()
+
+    def limit(self, bytes_per_s: float) -> None:
+        """From now on, for parts that wait already too."""
+        self._look()
+        self._bytes_per_s = bytes_per_s
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def take(self, size_bytes: int) -> None:
-        if self.bytes_per_s <= 0:
-            return
+        self._look()
+        begin = self._promised
+        self._promised += size_bytes
+        while self._bytes_per_s > 0 and self._passed < begin:
+            with suppress(TimeoutError):
+                async with asyncio.timeout((begin - self._passed) / self._bytes_per_s):
+                    await self._changed.wait()
+            self._look()
+
+    def _look(self) -> None:
         now = asyncio.get_running_loop().time()
-        begin = max(now, self._free_at)
-        self._free_at = begin + size_bytes / self.bytes_per_s
-        await asyncio.sleep(begin - now)
+        passed = self._passed + (now - self._looked_at) * self._bytes_per_s
+        self._passed = min(self._promised, passed) if self._bytes_per_s > 0 else self._promised
+        self._looked_at = now
 
 
 class Window:
@@ -75,6 +93,8 @@ class Window:
                 turn.set_result(None)
 
 
-def backoff_s(attempt: int, least_s: float) -> float:
-    """Doubling from `least_s`, times 0.5 to 1 at random so that ranks and nodes do not come back in step."""
-    return min(BACKOFF_S_MAX, least_s * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1.0)
+def backoff_s(attempt: int, least_s: float, *, asked_s: float = 0.0) -> float:
+    """Doubling from `least_s`, times 0.5 to 1 at random so that ranks and nodes do not come back in step.
+    `asked_s`: what the server asks for; it gets as much, up to the limit."""
+    ours_s = min(BACKOFF_S_MAX, least_s * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1.0)
+    return max(ours_s, min(BACKOFF_S_MAX, asked_s))

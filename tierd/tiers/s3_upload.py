@@ -261,6 +261,8 @@ class Upload:
 
 
 def _is_md5(found: Answer) -> bool:
+    if found.get("ServerSideEncryption", "").startswith("aws:kms"):
+        return False  # of what was encrypted, with a key that is not ours
     return re.fullmatch(r'"?[0-9a-f]{32}"?', found.get("ETag", "")) is not None
 
 

@@ -114,6 +114,10 @@ class Store(Protocol):
         """Room left, or None where there is no such limit."""
         ...
 
+    def limit_upload(self, mib_s: float) -> None:
+        """From now on puts take no more than so much; 0: no cap. Nothing, for a directory."""
+        ...
+
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         """Give up what was begun longer than `grace_s` ago and never finished, for keys that are abandoned; a bounded
         number each time. Returns how many. Nothing, where what is unfinished leaves no such thing."""

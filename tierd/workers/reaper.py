@@ -27,7 +27,8 @@ log = logging.getLogger("tierd")
 
 
 class Reaper:
-    """`on_freed` is told that a tier has more room; `on_forgotten`, of a run whose slots were given back."""
+    """`on_freed` is told that a tier has more room; `on_lost`, of a tier that did not answer and must be listed again;
+    `on_forgotten`, of a run whose slots were given back."""
 
     name = "reap"
     is_urgent = False
@@ -41,6 +42,7 @@ class Reaper:
         *,
         incidents: Incidents,
         on_freed: Callable[[], None],
+        on_lost: Callable[[str], None],
         on_forgotten: Callable[[Run], None],
     ) -> None:
         self.interval_s = config.limits.reconcile_interval_s
@@ -50,6 +52,7 @@ class Reaper:
         self._config = config
         self._incidents = incidents
         self._on_freed = on_freed
+        self._on_lost = on_lost
         self._on_forgotten = on_forgotten
         self._done_at = -1  # the catalog's moment at the end of the last pass that did all there was
         self._retentions = Retentions()
@@ -114,6 +117,7 @@ class Reaper:
                     return False
             except TierdError as error:
                 self._catalog.lost_tier(name, str(error))
+                self._on_lost(name)
                 failing.add(name)
                 return False
         return True

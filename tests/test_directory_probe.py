@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierd.tiers import directory_probe
+from tierd.tiers.directory_probe import filesystem_of, is_same_disk, probe_directory, probe_space
+
+MOUNTS = """21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+22 21 0:5 / /dev/shm rw,nosuid - tmpfs tmpfs rw
+23 21 0:40 / /data\\040sets rw - nfs4 server:/x rw
+24 21 259:1 / /nvme rw - xfs /dev/nvme0n1 rw
+25 24 0:50 / /nvme rw - overlay overlay rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/nvmes/x", "ext4"),
+        ("/dev/shm/tierd", "tmpfs"),
+        ("/data sets/tierd", "nfs4"),
+        ("/nvme/tierd", "overlay"),
+    ],
+)
+def test_filesystem_is_that_of_the_nearest_mount_and_of_the_last_on_it(path: str, kind: str) -> None:
+    assert filesystem_of(Path(path), MOUNTS) == kind
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {one.check: one.verdict for one in probe_directory("hot", path, is_hot=True)}
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4", "fuse.sshfs"])
+def test_what_is_no_local_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"21 1 8:1 / / rw - {kind} x rw\n")
+    monkeypatch.setattr(directory_probe, "_MOUNTS", mounts)
+    assert verdicts(tmp_path)["filesystem"] == "warning"
+    mounts.write_text("21 1 8:1 / / rw - xfs x rw\n")
+    assert verdicts(tmp_path)["filesystem"] == "ok"
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    found = verdicts(tmp_path / "not" / "yet")
+    assert found["directory"] == "ok", "as far as one can see"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_that_cannot_be_written_is_a_problem() -> None:
+    """Not even by root."""
+    (found,) = probe_directory("hot", Path("/proc/self"), is_hot=True)
+    assert found.verdict == "problem"
+    assert "cannot be written" in found.message
+
+
+def test_room_is_compared_with_what_the_lifecycle_keeps(tmp_path: Path) -> None:
+    room = os.statvfs(tmp_path)
+    free_bytes = room.f_bavail * room.f_frsize
+
+    def verdict(checkpoint_bytes: int, used_bytes: int = 0) -> tuple[str, int]:
+        found = probe_space("hot", tmp_path, checkpoint_bytes=checkpoint_bytes, used_bytes=used_bytes, keep_last=3)
+        return found.verdict, found.exit_code if found.verdict == "problem" else 0
+
+    assert verdict(0) == ("note", 0)
+    assert verdict(free_bytes // 100) == ("ok", 0)
+    assert verdict(free_bytes // 2) == ("warning", 0)
+    assert verdict(free_bytes // 2, used_bytes=2 * free_bytes) == ("ok", 0)
+    assert verdict(2 * free_bytes) == ("problem", 16)
+
+
+def test_same_disk_is_seen_before_either_directory_is_there(tmp_path: Path) -> None:
+    assert is_same_disk(tmp_path / "hot", tmp_path / "cold")
+    assert not is_same_disk(tmp_path, Path("/proc"))

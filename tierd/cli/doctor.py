@@ -1,0 +1,175 @@
+"""`tierd doctor`: looks at everything that a newcomer or a tired person gets wrong, and says what to do about it.
+
+Run it as the daemon's user, on its machine: what it finds out is what that user may do. It makes nothing but a probe in
+each bucket, which it removes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+
+from tierd import __version__, config
+from tierd.cli import daemon, options
+from tierd.cli.console import answer, answer_json
+from tierd.cli.places import Settings, look, settings_of
+from tierd.config import ColdConfig, Config
+from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.advice import Advice, problem_of
+from tierd.tiers.directory_probe import is_same_disk, probe_directory, probe_space
+
+REQUEST_TIMEOUT_S_MAX = 10.0  # nobody waits longer for an answer at a terminal
+DESCRIPTORS_MIN = 4096  # two for each slot and each connection
+_MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
+_GPU = Path("/dev/nvidiactl")
+
+
+def doctor(
+    context: typer.Context,
+    only: options.TierName = None,
+    json: options.Json = False,
+) -> None:
+    """Look at config, directories, daemon and buckets, and say what is wrong with them. Cleans up after itself."""
+    found = asyncio.run(_examine(settings_of(context), only))
+    if json:
+        answer_json(found)
+    else:
+        for one in found:
+            answer(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
+            if one.hint and one.verdict != "ok":
+                answer(f"{'':<18}hint: {one.hint}")
+    problems = [one for one in found if one.verdict == "problem"]
+    if problems:
+        raise typer.Exit(problems[0].exit_code)
+    if any(one.verdict == "warning" for one in found):
+        raise typer.Exit(1)
+
+
+async def _examine(settings: Settings, only: str | None) -> list[Advice]:
+    try:
+        where, loaded = config.found_at(settings.config_file), settings.config()
+    except BadConfig as error:
+        return [problem_of("config", "config", error)]
+    names = [HOT, *(cold.name for cold in loaded.cold)]
+    if only is not None and only not in names:
+        raise BadConfig(f"no tier is called {only!r}", hint=f"the tiers of this config are {', '.join(names)}")
+    found = [Advice("config", "config", "ok", f"{where} is valid")]
+    if only in (None, HOT):
+        found += probe_directory(HOT, loaded.hot_path, is_hot=True)
+        found.append(await _space(settings, loaded))
+    colds = [cold for cold in loaded.cold if only in (None, cold.name)]
+    for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
+        found += advice
+    if only is None:
+        if not loaded.cold:
+            message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
+            hint = "add [[cold]] with the url of a bucket"
+            found.append(Advice("config", "config", "warning", message, hint))
+        found += [*_limits(), *_socket(loaded), *_daemon(loaded)]
+    return found
+
+
+async def _space(settings: Settings, loaded: Config) -> Advice:
+    async with look(settings, only=HOT) as places:
+        held = list(places.catalog.held(HOT))
+        runs = places.catalog.runs()
+        newest = [one for run in runs if (one := places.catalog.newest(run, HOT)) is not None]
+    largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
+    return probe_space(
+        HOT,
+        loaded.hot_path,
+        checkpoint_bytes=largest.size_bytes if largest else 0,
+        used_bytes=sum(one.size_bytes for one in held if largest and one.run == largest.run),
+        keep_last=loaded.lifecycle.hot.keep_last,
+    )
+
+
+async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
+    if cold.url.startswith("file://"):
+        path = Path(cold.url.removeprefix("file://"))
+        found = probe_directory(cold.name, path, is_hot=False)
+        if is_same_disk(path, loaded.hot_path):
+            message = f"{path} is on the same filesystem as hot: one dead disk takes both"
+            hint = "set its url to another disk, or to a bucket"
+            found.append(Advice("disk", cold.name, "warning", message, hint))
+        return found
+    # Here, so that boto3 is loaded only where a bucket is configured.
+    from tierd.tiers.s3 import S3Store
+    from tierd.tiers.s3_probe import BucketProbe
+
+    store = S3Store(
+        cold.url,
+        region=cold.region,
+        endpoint_url=cold.endpoint_url,
+        ca_bundle=cold.ca_bundle,
+        sse=cold.sse,
+        sse_kms_key_id=cold.sse_kms_key_id,
+        name=cold.name,
+        request_timeout_s=min(REQUEST_TIMEOUT_S_MAX, loaded.limits.request_timeout_s),
+    )
+    try:
+        return await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+    finally:
+        await store.close()
+
+
+def _limits() -> list[Advice]:
+    found: list[Advice] = []
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors != resource.RLIM_INFINITY and descriptors < DESCRIPTORS_MIN:
+        message = f"this user may open {descriptors} files; a node with many ranks needs {DESCRIPTORS_MIN}"
+        hint = "raise LimitNOFILE in the unit, or nofile in limits.conf"
+        found.append(Advice("files", "machine", "warning", message, hint))
+    memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if _GPU.exists() and memory != resource.RLIM_INFINITY:
+        message = (
+            f"memlock is {memory} bytes: pinning the slots of a trainer on this GPU may be refused, and copies are slow"
+        )
+        hint = "ulimit -l unlimited where the trainer starts"
+        found.append(Advice("memlock", "machine", "note", message, hint))
+    return found
+
+
+def _socket(loaded: Config) -> Sequence[Advice]:
+    folder = loaded.socket_path.parent
+    if not folder.exists():
+        message = f"{folder} does not exist yet; `tierd serve` makes it, where it may"
+        return [Advice("socket", "socket", "note", message)]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        message = f"{folder} cannot be written: no socket can be made there"
+        hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
+        return [Advice("socket", "socket", "problem", message, hint)]
+    return [Advice("socket", "socket", "ok", f"{folder} can be written")]
+
+
+def _daemon(loaded: Config) -> list[Advice]:
+    try:
+        status = daemon.find(loaded).status
+    except DaemonUnreachable as error:
+        return [problem_of("daemon", "daemon", error)]
+    found: list[Advice] = []
+    if status.version != __version__:
+        message = f"the daemon is version {status.version}, this command is {__version__}"
+        hint = "restart the daemon: it drains, and trainers attach again by themselves"
+        found.append(Advice("version", "daemon", "warning", message, hint))
+    else:
+        message = f"version {status.version} answers, pid {status.pid}"
+        found.append(Advice("daemon", "daemon", "ok", message))
+    for tier in status.tiers:
+        if not tier.is_known and tier.error:
+            message = f"the daemon does not reach {tier.name}: {tier.error}"
+            hint = "if the look from here went well: does it run as another user, with other credentials?"
+            code = TierUnreachable.exit_code
+            found.append(Advice("reach", "daemon", "problem", message, hint, code))
+    for reason in status.halted:
+        hint = "docs/RUNBOOK.md#halted"
+        message = f"deletion is halted: {reason}"
+        found.append(Advice("halted", "daemon", "warning", message, hint))
+    return found
