@@ -137,6 +137,7 @@ OUTSIDE = {
     "StatefulDataLoader",  # torchdata
     *("train", "TrainerState", "save_state", "IterableDataset"),  # Hugging Face, torch
     *("Enum", "NewType", "Protocol"),  # Python
+    *("StringLike", "StringLikeIfExists"),  # IAM
 }
 
 

@@ -286,7 +286,7 @@ class S3Store:
         self._client.close()
 
     async def request(
-        self, operation: str, doing: str, use: Callable[[Answer], Any] = lambda answer: answer, **arguments: Any
+        self, operation: str, doing: str, use: Callable[[Answer], Any] = lambda answer: answer, /, **arguments: Any
     ) -> Any:
         """One request to the bucket, and what `use` makes of its answer. Raises what the caller can act on."""
         return await self._get(doing, use, operation=operation, **arguments)

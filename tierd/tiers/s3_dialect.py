@@ -19,7 +19,7 @@ log = logging.getLogger("tierd")
 class Extra(Enum):
     """What a request can do without. The value says it to a person."""
 
-    CHECKSUMS = "checksums: each payload is signed instead, at 2 CPU-s for a GB"
+    CHECKSUMS = "checksums: each payload is signed instead, at 1.5 CPU-s more for a GB"
     CONDITION = "If-None-Match: commits look first instead"
 
 

@@ -143,7 +143,9 @@ class BucketProbe:
         if whole_checksum(head) is not None and verifies:
             self._say("checksum", "ok", "the server keeps CRC64NVME: a replica is verified without reading it")
         elif Extra.CHECKSUMS in self._store.dialect.without:
-            message = "the server refuses requests with checksums: payloads are signed instead, at 2 CPU-s for a GB"
+            message = (
+                "the server refuses requests with checksums: payloads are signed instead, at 1.5 CPU-s more for a GB"
+            )
             self._say("checksum", "note", message)
         else:
             message = (
