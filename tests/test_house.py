@@ -105,6 +105,7 @@ DOORS = {
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
+            "tierd/cli/drill.py": "a verb that looks at tiers itself",
             "tierd/cli/export.py": "a verb that looks at tiers itself",
             "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
             "tierd/cli/listing.py": "a verb that looks at tiers itself",

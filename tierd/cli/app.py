@@ -19,6 +19,7 @@ from typing import Annotated, Concatenate, ParamSpec
 import typer
 
 from tierd.cli import (
+    drill,
     export,
     lifecycle,
     listing,
@@ -95,6 +96,7 @@ app.command("show")(_guarded(show.show))
 app.command("restore")(_guarded(restore.restore))
 app.command("export")(_guarded(export.export))
 app.command("verify")(_guarded(verify.verify))
+app.command("drill")(_guarded(drill.drill))
 app.command("milestone")(_guarded(milestone.milestone))
 app.command("stop")(_guarded(stop.stop))
 app.command("snapshot")(_guarded(snapshot.snapshot))
