@@ -60,7 +60,8 @@ class Daemon:
         # Unix socket paths are short: not below a root that may lie deep.
         self._folder = Path(tempfile.mkdtemp(prefix="tierd-"))
         self.socket = str(self._folder / "tierd.sock")
-        self._environ = {**ENVIRONMENT, **(environ or {})}
+        # Nobody mends by chance what a test damages.
+        self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
         self.process: subprocess.Popen[bytes] | None = None
         root.mkdir(parents=True, exist_ok=True)
         self.config.write_text(

@@ -107,6 +107,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "serve",
             "tierd/cli/doctor.py": "a verb that looks at tiers itself",
+            "tierd/cli/drill.py": "a verb that looks at tiers itself",
             "tierd/cli/export.py": "a verb that looks at tiers itself",
             "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
             "tierd/cli/listing.py": "a verb that looks at tiers itself",

@@ -12,6 +12,7 @@ from support_rooms import Rooms, rooms_at
 from support_s3 import BUCKET, ENVIRONMENT
 
 from tierd.config import LimitsConfig, ScrubConfig
+from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.s3 import S3Store
@@ -196,6 +197,29 @@ async def test_a_source_that_was_away_is_asked_again_soon(rooms: Rooms, tmp_path
     assert scrub.damaged() == []
     for tier in (away, there):
         await tier.store.close()
+
+
+async def test_a_tier_that_goes_away_in_the_middle_is_asked_again_soon(rooms: Rooms, tmp_path: Path) -> None:
+    made = await rooms.commit("hot", "cold")
+    lose(tmp_path / "cold", made, made.files[0].name)
+    await rooms.look()
+
+    class Away(DirectoryStore):
+        is_away = True
+
+        async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+            if self.is_away:
+                raise TierUnreachable("away")
+            return await super().get_bytes(key, size_max=size_max)
+
+    store = Away(tmp_path / "cold")
+    scrub = Scrub(rooms, Tier("cold", store))
+    with pytest.raises(TierUnreachable):
+        await scrub.at(0.0)
+    store.is_away = False
+    await scrub.at(LimitsConfig().retry_max_s)
+    assert await is_whole(rooms.cold["cold"], made)
+    await store.close()
 
 
 async def test_what_someone_else_mended_counts_again(rooms: Rooms, tmp_path: Path) -> None:

@@ -113,6 +113,13 @@ class ScrubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     repair: bool = True  # damaged files are replaced by whole ones of another tier
 
 
+class DrillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A random checkpoint of each tier is restored into scratch space, to know that it can be."""
+
+    interval_s: float = 0.0  # each tier once in so long; 0: never. Out of a bucket each one is egress
+    scratch: str = ""  # where to, with room for a checkpoint; empty: in hot.path, under a name that is no run's
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything that could grow or wait. The defaults serve; change them with a reason."""
 
@@ -134,6 +141,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lifecycle: LifecycleConfig = LifecycleConfig()
     health: HealthConfig = HealthConfig()
     scrub: ScrubConfig = ScrubConfig()
+    drill: DrillConfig = DrillConfig()
     limits: LimitsConfig = LimitsConfig()
 
     @property
@@ -148,6 +156,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def own_policies(self) -> dict[str, TierPolicy]:
         """By name, of the cold tiers that have a lifecycle of their own."""
         return {one.name: one.lifecycle for one in self.cold if one.lifecycle is not None}
+
+    @property
+    def drill_path(self) -> Path:
+        return Path(self.drill.scratch) if self.drill.scratch else self.hot_path / ".drill"
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -263,7 +275,10 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
         node=socket.gethostname() if config.daemon.node == "auto" else config.daemon.node,
     )
     hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
-    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=[at(one) for one in config.cold])
+    scratch = config.drill.scratch and absolute("drill.scratch", config.drill.scratch)
+    drill = msgspec.structs.replace(config.drill, scratch=scratch)
+    cold = [at(one) for one in config.cold]
+    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill)
 
 
 def _check(config: Config, where: str) -> Config:

@@ -40,6 +40,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import lock
 from tierd.tiers.tier import Tier, open_cold_tier
 from tierd.tiers.watch import watch
+from tierd.workers.driller import Driller
 from tierd.workers.examiner import Examiner
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
@@ -159,6 +160,15 @@ class _Daemon:
             )
             for name, tier in self._tiers.items()
         }
+        self._driller = Driller(
+            self._catalog,
+            self._tiers,
+            config,
+            metrics=self._metrics,
+            incidents=self._incidents,
+            now_s=time.monotonic,
+            timestamp_s=lambda: datetime.now(UTC).timestamp(),
+        )
         restorer = Restorer(
             self._memory,
             self._catalog,
@@ -240,6 +250,8 @@ class _Daemon:
             workers["examine"] = self._examiner
         if self._config.scrub.interval_s:
             workers |= {f"scrub {name}": scrubber for name, scrubber in self._scrubbers.items()}
+        if self._config.drill.interval_s:
+            workers["drill"] = self._driller
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
         workers |= {f"replicate {name}": replicator for name, replicator in self._replicators.items()}
         self._wakes = {name: Wake() for name in workers}

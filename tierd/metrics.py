@@ -24,7 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from tierd import __version__
 
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub")
+STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
@@ -154,6 +154,24 @@ class Metrics:
         self.repaired_files_total = Counter(
             "tierd_repaired_files_total",
             "Damaged files that were replaced by whole ones of another tier.",
+            ["tier"],
+            registry=registry,
+        )
+        self.drill_restore_seconds = Gauge(
+            "tierd_drill_restore_seconds",
+            "How long the last drill took to restore a checkpoint of the tier into scratch space.",
+            ["tier"],
+            registry=registry,
+        )
+        self.drill_newest_step_proven = Gauge(
+            "tierd_drill_newest_step_proven",
+            "Step of the newest checkpoint that a drill has restored from the tier.",
+            ["run", "tier"],
+            registry=registry,
+        )
+        self.drill_last_success_timestamp_seconds = Gauge(
+            "tierd_drill_last_success_timestamp_seconds",
+            "When a drill last went well (Unix time).",
             ["tier"],
             registry=registry,
         )

@@ -20,6 +20,7 @@ import typer
 
 from tierd.cli import (
     doctor,
+    drill,
     export,
     lifecycle,
     listing,
@@ -96,6 +97,7 @@ app.command("show")(_guarded(show.show))
 app.command("restore")(_guarded(restore.restore))
 app.command("export")(_guarded(export.export))
 app.command("verify")(_guarded(verify.verify))
+app.command("drill")(_guarded(drill.drill))
 app.command("milestone")(_guarded(milestone.milestone))
 app.command("stop")(_guarded(stop.stop))
 app.command("snapshot")(_guarded(snapshot.snapshot))

@@ -27,10 +27,12 @@ _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-repli
 
 @dataclass(slots=True)
 class _Known:
-    """Of a replica that was looked at: when to do so again if it is unreadable then, and whether by reading it."""
+    """Of a replica that was looked at: when to do so again if it is unreadable then, and whether by reading it;
+    whether what is wrong with it has been told."""
 
     again_at_s: float
     is_deep: bool
+    is_told: bool = False
 
 
 class Scrubber:
@@ -94,7 +96,10 @@ class Scrubber:
         return self._left.pop() if is_due else None
 
     async def _look(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
-        self._known[checkpoint] = _Known(self._now_s() + self._config.interval_s, is_deep=is_deep)
+        former = self._known.get(checkpoint)
+        # Soon, unless it is known below to be no use.
+        known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_told)
+        self._known[checkpoint] = known
         try:
             found = await verify_replica(
                 self._tier,
@@ -104,29 +109,32 @@ class Scrubber:
                 progress=self._read if is_deep else None,
             )
         except NewerFormat:
+            known.again_at_s = self._now_s() + self._config.interval_s
             return
         if found is None:
             return
         self._metrics.scrubbed_checkpoints_total.labels(tier=self._tier.name, proof=found.proof.value).inc()
         if found.problems:
-            await self._answer(checkpoint, found)
+            await self._answer(checkpoint, found, known)
         elif checkpoint in self._catalog.tiers[self._tier.name].damaged:
             self._mended(checkpoint)  # by someone else
+        else:
+            known.again_at_s = self._now_s() + self._config.interval_s
 
     def _read(self, size_bytes: int) -> None:
         self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc(size_bytes)
 
-    async def _answer(self, checkpoint: CheckpointId, found: Verification) -> None:
-        """Told once, marked, and mended if that may be done."""
-        knowledge = self._catalog.tiers[self._tier.name]
-        if checkpoint not in knowledge.damaged:
+    async def _answer(self, checkpoint: CheckpointId, found: Verification, known: _Known) -> None:
+        """Told once, marked where no listing shows it, and mended if that may be done."""
+        if checkpoint not in self._catalog.tiers[self._tier.name].unreadable:
+            self._catalog.damaged(checkpoint, self._tier.name, found.sentences[0])
+        if not known.is_told:
             self._metrics.verify_failures_total.labels(tier=self._tier.name).inc(len(found.problems))
             self._incidents.record(self.name, Corrupt("; ".join(found.sentences[:3]), hint=_HINT), checkpoint)
-            self._catalog.damaged(checkpoint, self._tier.name, found.sentences[0])
+            known.is_told = True
         if not self._config.repair:
+            known.again_at_s = self._now_s() + self._config.interval_s
             return
-        known = self._known[checkpoint]
-        later_s, known.again_at_s = known.again_at_s, self._now_s() + self._retry_s  # unless it is known to be no use
         repair = await repair_replica(self._tier, checkpoint, found, list(self._tiers.values()))
         self._metrics.repaired_files_total.labels(tier=self._tier.name).inc(len(repair.repaired))
         if not repair.refused:
@@ -134,7 +142,7 @@ class Scrubber:
             return
         self._incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
         if not repair.is_for_later:
-            known.again_at_s = later_s
+            known.again_at_s = self._now_s() + self._config.interval_s
 
     def _mended(self, checkpoint: CheckpointId) -> None:
         """It counts again from the next look at the tier on, which sees its markers too."""

@@ -1,0 +1,91 @@
+"""`tierd drill`, as people run it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support_cli import House, folder_of, make_checkpoint, make_house, make_zeros
+from support_daemon import wait_until
+from support_damage import flip
+
+from tierd.format import layout
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return make_house(tmp_path)
+
+
+def rows(house: House, *arguments: str | Path, exit_code: int = 0) -> dict[str, Any]:
+    result = house.tierd("drill", *arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return {one["tier"]: one for one in msgspec.json.decode(result.stdout)}
+
+
+def everything(house: House) -> set[Path]:
+    return set(house.root.rglob("*"))
+
+
+def test_a_checkpoint_of_each_tier_is_restored_verified_and_gone_again(house: House) -> None:
+    for step in (100, 200):
+        make_checkpoint(house.hot, house.cold, step=step)
+    before = everything(house)
+    result = house.tierd("drill")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["TIER", "hot", "cold"]
+    assert all("every chunk" in line for line in lines[1:])
+    assert everything(house) == before
+
+
+def test_which_one_may_be_said(house: House, tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        make_checkpoint(house.hot, house.cold, step=step, milestones=("best",) if step == 200 else ())
+    make_checkpoint(house.cold, step=7, run="other")
+    found = rows(house, "--run", "run42", "--step", "latest")
+    assert {one["step"] for one in found.values()} == {300}
+    assert found["cold"]["size_bytes"] == 40_000
+    assert found["cold"]["seconds"] > 0
+    assert found["cold"]["bytes_per_s"] > 0
+    assert found["cold"]["is_verified"]
+    assert rows(house, "--run", "run42", "--step", "milestone:best", "--tier", "cold")["cold"]["step"] == 200
+    assert rows(house, "--run", "other", "--tier", "cold")["cold"]["step"] == 7
+    assert list(rows(house, "--tier", "hot", "--scratch", tmp_path / "new/deep")) == ["hot"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_replica_is_exit_12_and_the_other_tiers_are_proven_all_the_same(house: House) -> None:
+    made = make_checkpoint(house.hot, house.cold)
+    flip(house.hot, made, made.files[0].name)
+    before = everything(house)
+    found = rows(house, exit_code=12)
+    assert "chunk 1 of 3" in found["hot"]["error"]
+    assert found["cold"]["is_verified"]
+    assert not found["hot"]["is_verified"]
+    assert everything(house) == before
+
+
+def test_a_tier_with_nothing_in_it_is_not_proven(house: House) -> None:
+    made = make_checkpoint(house.hot)
+    assert "holds none" in rows(house, exit_code=3)["cold"]["error"]
+    assert rows(house, "--tier", "cold", exit_code=10)["cold"]["step"] is None
+    assert rows(house, "--step", "7", exit_code=10)["hot"]["error"] is not None
+    (folder_of(house.hot, made) / layout.MANIFEST).write_bytes(b"{")
+    assert rows(house, exit_code=12)["hot"]["error"] is not None
+    assert house.tierd("drill", "--tier", "dr").exit_code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(house: House, number: signal.Signals) -> None:
+    make_zeros(house.cold, step=100, size_bytes=8 << 30)
+    before = everything(house)
+    drill = house.start("drill", "--tier", "cold")
+    wait_until(lambda: any((house.hot / ".drill").rglob("*.partial")), "the drill to begin")
+    drill.send_signal(number)
+    drill.communicate(timeout=60)
+    assert drill.returncode == 128 + number
+    assert everything(house) == before
