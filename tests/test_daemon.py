@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -314,9 +315,10 @@ def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Pat
         """
     make_checkpoint(tmp_path / "hot", run="known", step=100, generation=3)
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_MAX_ATTEMPTS": "1"}
-    with serving(tmp_path, more=more, environ=keys) as daemon, Peer(daemon.socket) as new, Peer(daemon.socket) as old:
-        with pytest.raises(AssertionError, match="tier_unreachable"):
+    with serving(tmp_path, more=more, environ=keys) as daemon, ExitStack() as stack:
+        with Peer(daemon.socket) as new, pytest.raises(AssertionError, match="tier_unreachable"):
             new.greet("unknown")
+        old = stack.enter_context(Peer(daemon.socket))  # now: who connects has hello_timeout_s to say who it is
         assert old.greet("known").generation == 4
         assert daemon.get("/readyz")[0] == 200
         old.send(wire.Find(request=1, step=999, generation=None, milestone=None, tier="auto", exclude=[]))
