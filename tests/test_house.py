@@ -77,7 +77,7 @@ DOORS = {
         names=frozenset({"os.memfd_create"}),
         files={
             "tierd/slots.py": "the slots of trainers",
-            "tierd/tiers/directory.py": "buffers aligned for O_DIRECT",
+            "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
             "tierd/api/finding.py": "a manifest's bytes travel as a descriptor",
             "client/tierd_client/slots.py": "makes the slots",
         },

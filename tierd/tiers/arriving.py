@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from tierd.errors import BadRequest, NotFound, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
-from tierd.tiers.directory import ALIGN_BYTES, DirectoryStore, reserve, round_up, set_direct, translated
+from tierd.tiers.direct_io import ALIGN_BYTES, reserve, round_up, set_direct
+from tierd.tiers.directory import DirectoryStore, translated
 
 
 def arriving_name(entry: FileEntry) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -22,11 +21,11 @@ from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
+from tierd.tiers.direct_io import ALIGN_BYTES, aligned_buffer, reserve, round_up, set_direct
 from tierd.tiers.pool import Buffers, Pool, each
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 PIECE_BYTES = 16 << 20  # one write; four in flight reach the disk's limit and bound what a copy holds
-ALIGN_BYTES = 4096  # O_DIRECT wants offset, length and address so; every block size in use divides it
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -42,7 +41,7 @@ class DirectoryStore:
         self.pieces_in_flight = pieces_in_flight
         # Two threads more than writes, so that a listing does not wait behind a large file.
         self.pool = Pool(pieces_in_flight + 2, "tierd-directory")
-        self.buffers = Buffers(_aligned_buffer, usual_bytes=PIECE_BYTES, count=pieces_in_flight)
+        self.buffers = Buffers(aligned_buffer, usual_bytes=PIECE_BYTES, count=pieces_in_flight)
 
     async def put(
         self,
@@ -376,7 +375,7 @@ class _Unfinished:
         aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
         self._write_all(offset, piece[:aligned])
         if aligned < length:
-            tail = _aligned_buffer(ALIGN_BYTES)
+            tail = aligned_buffer(ALIGN_BYTES)
             tail[: length - aligned] = piece[aligned:length]
             self._write_all(offset + aligned, tail)
 
@@ -440,35 +439,6 @@ class _Unfinished:
                 # An address, or a write that was cut short, that O_DIRECT does not take: buffered from here on.
                 # In this order, for other threads are writing: who sees False has a buffered descriptor.
                 self._is_direct = set_direct(self._fd, wanted=False)
-
-
-def reserve(fd: int, size_bytes: int) -> None:
-    """A full disk is known before the first write. And writes within a file's size go in parallel."""
-    try:
-        os.posix_fallocate(fd, 0, round_up(size_bytes))
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-
-
-def set_direct(fd: int, *, wanted: bool = True) -> bool:
-    """Whether writes go past the page cache from here on. Set after opening: open(O_CREAT | O_DIRECT) makes the file
-    even where it then refuses."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
-    except OSError:
-        return False
-    return wanted
-
-
-def round_up(length: int) -> int:
-    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _aligned_buffer(size_bytes: int) -> memoryview:
-    """Page-aligned memory; freed with the last view of it."""
-    return memoryview(mmap.mmap(-1, size_bytes))
 
 
 def _fsync_folder(path: Path) -> None:

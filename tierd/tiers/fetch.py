@@ -15,7 +15,8 @@ from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.tiers.arriving import ArrivingFile, arriving_name
 from tierd.tiers.chunks import ChunkSums, difference
-from tierd.tiers.directory import PIECE_BYTES, DirectoryStore, round_up
+from tierd.tiers.direct_io import round_up
+from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.pool import each
 from tierd.tiers.store import Progress, Source
 from tierd.tiers.tier import Tier
