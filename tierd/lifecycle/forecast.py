@@ -20,7 +20,7 @@ from tierd.lifecycle.policy import HOT, CheckpointView, kept, lasting
 
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
-IMAGINED_MAX = 100_000  # checkpoints: one for each hour of ten years
+IMAGINED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon answers nobody else meanwhile
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
 
@@ -159,7 +159,7 @@ def _imagined(newest: CheckpointView, sequence: int, step: int, created_at: date
 def _growth_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> float:
     """How many of a month's checkpoints are never given up."""
     newest = views[-1]
-    count_max = IMAGINED_MAX // 10
+    count_max = IMAGINED_MAX // 2
     coming = (
         _imagined(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
         for count in range(1, count_max + 1)
