@@ -17,7 +17,8 @@ from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import FileEntry, file_entry
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.fetch import Fetch, arriving_keys
-from tierd.tiers.tier import Tier, verify_checkpoint
+from tierd.tiers.tier import Tier
+from tierd.tiers.verification import verify_files
 
 ID = checkpoint_id("run42", 100, 1)
 CHUNK_BYTES = 64 << 10
@@ -78,7 +79,7 @@ class Rooms:
     async def assert_whole(self, fetch: Fetch) -> None:
         assert fetch.missing_bytes == 0
         await fetch.finish()
-        assert await verify_checkpoint(Tier("here", self.here), self.manifest) == []
+        assert (await verify_files(Tier("here", self.here), self.manifest, is_deep=True)).sentences == []
         for one in self.manifest.files:
             assert (self.folder("here") / one.name).read_bytes() == content(one.size_bytes)
         assert len(list(self.folder("here").iterdir())) == len(self.manifest.files)
