@@ -121,6 +121,6 @@ def test_wrong_bucket_or_key_is_told_at_start_in_one_sentence(tmp_path: Path) ->
             assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in daemon.log
         served.script = lambda operation, key: "PermanentRedirect"
         with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
-            told(daemon, "the bucket is in another region (PermanentRedirect)")
+            told(daemon, "the bucket is in another region, eu-west-1 (PermanentRedirect)")
             served.script = lambda operation, key: ""
             wait_until(lambda: daemon.checkpoints("run42", "cold") == [100], "it to go on by itself")

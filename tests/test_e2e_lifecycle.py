@@ -61,7 +61,7 @@ def test_forty_snapshots_hot_holds_the_last_three_cold_also_every_tenth_and_the_
     for folder in daemon.hot.glob("run/*-g*"):
         there = daemon.cold / "run" / folder.name
         names = sorted(path.name for path in folder.iterdir())
-        assert names == sorted(path.name for path in there.iterdir())
+        wait_until(lambda there=there, names=names: names == sorted(path.name for path in there.iterdir()), "markers")
         assert filecmp.cmpfiles(folder, there, names, shallow=False) == (names, [], [])
 
 

@@ -120,6 +120,7 @@ class House:
             incidents=rooms.incidents,
             on_freed=lambda: None,
             on_forgotten=lambda run: None,
+            on_lost=lambda tier: None,
         )
 
     def key(self, step: int, name: str) -> str:
