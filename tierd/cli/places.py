@@ -78,14 +78,16 @@ class Places:
 
 @asynccontextmanager
 async def look(settings: Settings, *, place: str | None = None, only: str | None = None) -> AsyncGenerator[Places, Any]:
-    """Opens the tiers, lists them all at once, and closes them at the end.
+    """Opens the tiers, lists them, and closes them at the end.
 
     `place`: that directory or s3:// URL alone. `only`: the one tier of that name.
     """
     opened = _open_place(place, settings) if place is not None else _open_configured(settings.config(), only)
     places = Places({tier.name: tier for tier in opened}, Catalog([tier.name for tier in opened]))
     try:
-        await asyncio.gather(*(_look_at(tier, places) for tier in opened))
+        # The nearest first, as the daemon does: where two tiers differ, it is the other one that is doubted.
+        await _look_at(opened[0], places)
+        await asyncio.gather(*(_look_at(tier, places) for tier in opened[1:]))
         yield places
     finally:
         for tier in opened:
