@@ -158,26 +158,18 @@ async def with_tierd(direction: str, url: str, key: str, path: Path) -> None:
     from tierd.format.manifest import FileEntry
     from tierd.tiers.directory import DirectoryStore
     from tierd.tiers.s3 import S3Store
+    from tierd.tiers.tier import stored_file
 
     entry = msgspec.json.decode((path.parents[1] / f"{path.name}.json").read_bytes(), type=FileEntry)
     bucket, directory = S3Store(f"s3://{BUCKET}", endpoint_url=url), DirectoryStore(path.parent)
     source, target = (directory, bucket) if direction == UP else (bucket, directory)
     names = (path.name, key) if direction == UP else (key, path.name)
     size = {"size_bytes": entry.size_bytes, "chunk_bytes": entry.chunk_bytes}
-    await target.put(names[1], Shard(source, names[0]), expect=msgspec.structs.replace(entry, name=names[1]), **size)
+    await target.put(
+        names[1], stored_file(source, names[0]), expect=msgspec.structs.replace(entry, name=names[1]), **size
+    )
     await bucket.close()
     await directory.close()
-
-
-class Shard:
-    """What a put reads from: an object of another store."""
-
-    def __init__(self, store: Any, key: str) -> None:
-        self._store = store
-        self._key = key
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self._store.read(self._key, offset, buffer)
 
 
 def with_boto3(direction: str, url: str, key: str, path: str) -> None:

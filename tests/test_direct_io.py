@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.tiers.direct_io import ALIGN_BYTES, aligned_buffer, reserve, round_up, set_direct
+from tierd.tiers.direct_io import ALIGN_BYTES, page_aligned, reserve, round_up, set_direct
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, ALIGN_BYTES), (ALIGN_BYTES, ALIGN_BYTES), (4097, 8192)])
@@ -16,8 +16,8 @@ def test_lengths_are_rounded_up_to_what_the_disk_takes(length: int, expected: in
     assert round_up(length) == expected
 
 
-def test_memory_begins_at_a_page() -> None:
-    buffer = aligned_buffer(3 * ALIGN_BYTES)
+def test_memory_begins_with_a_page() -> None:
+    buffer = page_aligned(3 * ALIGN_BYTES)
     assert len(buffer) == 3 * ALIGN_BYTES
     assert ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ALIGN_BYTES == 0
 
@@ -36,7 +36,7 @@ def test_direct_writes_are_switched_on_and_off_and_what_was_written_is_there(tmp
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
         if set_direct(fd):
-            buffer = aligned_buffer(ALIGN_BYTES)
+            buffer = page_aligned(ALIGN_BYTES)
             buffer[:] = content
             assert os.pwrite(fd, buffer, 0) == ALIGN_BYTES
         assert not set_direct(fd, wanted=False)

@@ -23,6 +23,7 @@ from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum
 from tierd.format.health import TENSORS_LISTED_MAX, Examined, NotFinite
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
+from tierd.tiers.direct_io import page_aligned
 
 BLOCK_BYTES = 4 << 20  # stays in the cache between the checksum and the look at it
 EXAMINED = ("model.", "optimizer.", "ema.")
@@ -49,12 +50,12 @@ def examine(files: list[tuple[int, int]]) -> Examined:
     trained, is_moving = _trained(shards[0].tierd)
     counts: dict[str, Counter[str]] = {}
     digests: dict[str, int] = {}
-    buffer = bytearray(BLOCK_BYTES)
+    buffer = page_aligned(BLOCK_BYTES)
     for (descriptor, _), shard in zip(files, shards, strict=True):
         for entry in shard.tensors.values():
             if not _is_examined(entry):
                 continue
-            found, digest = _look(descriptor, entry, memoryview(buffer), is_digested=entry.name in trained)
+            found, digest = _look(descriptor, entry, buffer, is_digested=entry.name in trained)
             if entry.name not in trained and not entry.name.startswith("optimizer."):
                 found["inf"] = 0
             if found.total():

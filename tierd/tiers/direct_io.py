@@ -34,6 +34,8 @@ def round_up(length: int) -> int:
     return -(-length // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def aligned_buffer(size_bytes: int) -> memoryview:
-    """Page-aligned memory; freed with the last view of it."""
+def page_aligned(size_bytes: int) -> memoryview:
+    """Zeroed memory that begins with a page; freed with the last view of it. O_DIRECT asks for it; and whatever the
+    kernel copies into a large bytearray, which glibc puts 16 bytes into its page, goes at a quarter of the speed on
+    AMD's Zen: 1.5 GB/s instead of 6, measured with preadv."""
     return memoryview(mmap.mmap(-1, size_bytes))

@@ -21,7 +21,7 @@ from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.direct_io import ALIGN_BYTES, aligned_buffer, reserve, round_up, set_direct
+from tierd.tiers.direct_io import ALIGN_BYTES, page_aligned, reserve, round_up, set_direct
 from tierd.tiers.pool import Buffers, Pool, each
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
@@ -41,7 +41,7 @@ class DirectoryStore:
         self.pieces_in_flight = pieces_in_flight
         # Two threads more than writes, so that a listing does not wait behind a large file.
         self.pool = Pool(pieces_in_flight + 2, "tierd-directory")
-        self.buffers = Buffers(aligned_buffer, usual_bytes=PIECE_BYTES, count=pieces_in_flight)
+        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=pieces_in_flight)
 
     async def put(
         self,
@@ -131,9 +131,12 @@ class DirectoryStore:
         return content
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        doing = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
+        await self.pool.run(self.read_now, key, offset, buffer)
 
-        def read() -> None:
+    def read_now(self, key: str, offset: int, buffer: memoryview) -> None:
+        """As `read`, for who is in a thread already."""
+        doing = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
+        with translated(doing):
             fd = self._open_file(key)
             try:
                 done = 0
@@ -144,9 +147,6 @@ class DirectoryStore:
                     done += count
             finally:
                 os.close(fd)
-
-        with translated(doing):
-            await self.pool.run(read)
 
     async def kept_checksum(self, key: str) -> str | None:
         with translated(f"look at {check_key(key)} in {self.url}"):
@@ -375,7 +375,7 @@ class _Unfinished:
         aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
         self._write_all(offset, piece[:aligned])
         if aligned < length:
-            tail = aligned_buffer(ALIGN_BYTES)
+            tail = page_aligned(ALIGN_BYTES)
             tail[: length - aligned] = piece[aligned:length]
             self._write_all(offset + aligned, tail)
 

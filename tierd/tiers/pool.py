@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import aiofiles.os
 
+from tierd.tiers.direct_io import page_aligned
+
 P = ParamSpec("P")
 T = TypeVar("T")
-B = TypeVar("B", bound="bytearray | memoryview")
 
 BUFFERS_KEPT_S = 10.0
 """First touch of fresh memory was measured at 0.3 GB/s on a VM, so buffers outlive the gap between two files."""
@@ -77,22 +78,21 @@ async def each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[obje
         raise RuntimeError("work was cancelled from within, and is not done")
 
 
-class Buffers(Generic[B]):
-    """At most `count` buffers lent at once, all users together. Those of the usual size are reused."""
+class Buffers:
+    """At most `count` page-aligned buffers lent at once, all users together. Those of the usual size are reused."""
 
-    def __init__(self, make: Callable[[int], B], *, usual_bytes: int, count: int) -> None:
-        self._make = make
+    def __init__(self, *, usual_bytes: int, count: int) -> None:
         self._usual_bytes = usual_bytes
         self._lent = asyncio.Semaphore(count)
-        self._kept: list[B] = []
+        self._kept: list[memoryview] = []
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def lend(self, size_bytes: int) -> AsyncGenerator[B, Any]:
+    async def lend(self, size_bytes: int) -> AsyncGenerator[memoryview]:
         async with self._lent:
             self._stop_timer()
             is_usual = size_bytes == self._usual_bytes
-            buffer = self._kept.pop() if is_usual and self._kept else self._make(size_bytes)
+            buffer = self._kept.pop() if is_usual and self._kept else page_aligned(size_bytes)
             try:
                 yield buffer
             finally:

@@ -92,7 +92,7 @@ class S3Store:
         self.window = Window(parts_in_flight)
         self._on_request = on_request
         self.pool = Pool(parts_in_flight + 2, "tierd-s3")
-        self.buffers: Buffers[bytearray] = Buffers(bytearray, usual_bytes=PIECE_BYTES, count=parts_in_flight)
+        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=parts_in_flight)
         self.dialect = Dialect(f"{url} in {name}")
         encryption = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key_id}
         self._encryption = {name: value for name, value in encryption.items() if value}

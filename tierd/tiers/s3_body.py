@@ -11,15 +11,16 @@ import os
 
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.store import Source
+from tierd.tiers.store import LocalSource, Source
 
-PIECE_BYTES = 4 << 20  # each costs a turn of the event loop: smaller ones cost more processor than they save memory
+PIECE_BYTES = 4 << 20  # each is a request where the source is another bucket
 SEND_BYTES = 256 << 10  # one send; all of it has to go within the socket's timeout
 
 
 class Body:
-    """Bytes `offset` to `offset + length` of a file: whole chunks of `entry`. boto3 reads it in a thread of its own;
-    the source is asked on the event loop. `buffer` has PIECE_BYTES, where the source is not memory already.
+    """Bytes `offset` to `offset + length` of a file: whole chunks of `entry`. boto3 reads it in a thread of its own,
+    where a local source is read too; another is asked on the event loop. `buffer` has PIECE_BYTES, where the source is
+    not memory already.
 
     For one attempt: once cut, it stays so. What went wrong with the source itself is in `damage`.
     """
@@ -88,7 +89,10 @@ class Body:
             piece = self._source[begin : begin + length]
         else:
             piece = self._buffer[:length]
-            asyncio.run_coroutine_threadsafe(self._fill(self._source, begin, piece), self._loop).result()
+            if isinstance(self._source, LocalSource):
+                self._source.fill_now(begin, piece)
+            else:
+                asyncio.run_coroutine_threadsafe(self._fill(self._source, begin, piece), self._loop).result()
         self._sums.add(self._at, piece)
         if self._at + length == self._length:
             self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, doing=self._doing)

@@ -67,7 +67,7 @@ class Upload:
 
         async def add(piece: tuple[int, int]) -> None:
             async with self.store.buffers.lend(PIECE_BYTES) as buffer:
-                view = await self._read(*piece, memoryview(buffer))
+                view = await self._read(*piece, buffer)
                 await self.store.pool.run(sums.add, piece[0], view)
 
         await each(self.store.parts_in_flight, checksum.chunk_ranges(self.size_bytes, PIECE_BYTES), add)
@@ -162,7 +162,7 @@ class Upload:
 
     async def _send(self, operation: str, entry: FileEntry, offset: int, length: int, **about: Any) -> Answer:
         async with self.store.window.part(), self.store.buffers.lend(PIECE_BYTES) as buffer:
-            make_body = partial(Body, self.source, entry, offset, length, buffer=memoryview(buffer), doing=self.doing)
+            make_body = partial(Body, self.source, entry, offset, length, buffer=buffer, doing=self.doing)
             key = self.store.object_key(self.key)
             answer = await self.store.send(operation, self.doing, make_body, length, Key=key, **about)
         self._tell(length)
@@ -247,7 +247,7 @@ class Upload:
         sums = ChunkSums(length, self.chunk_bytes)
         async with self.store.buffers.lend(PIECE_BYTES) as buffer:
             for at, size in checksum.chunk_ranges(length, PIECE_BYTES):
-                piece = await self._read(offset + at, size, memoryview(buffer))
+                piece = await self._read(offset + at, size, buffer)
                 await self.store.pool.run(digest.update, piece)
                 await self.store.pool.run(sums.add, at, piece)
         sums.check(entry, first=offset // self.chunk_bytes, doing=self.doing)

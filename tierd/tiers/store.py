@@ -7,7 +7,7 @@ Every call raises NotFound, Full, Corrupt or TierUnreachable; nothing else of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -51,6 +51,16 @@ class Source(Protocol):
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`. Raises Corrupt when the source ends early."""
+        ...
+
+
+@runtime_checkable
+class LocalSource(Source, Protocol):
+    """One that whoever is in a thread already reads there: each turn of the event loop costs 0.5 ms of processor time,
+    which for pieces of 4 MiB is 0.3 CPU-s per GB."""
+
+    def fill_now(self, offset: int, buffer: memoryview) -> None:
+        """As `fill`, and blocks as long as the disk does."""
         ...
 
 

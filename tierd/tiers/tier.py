@@ -151,7 +151,7 @@ class Tier:
 
     def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
         """The bytes of one file of a checkpoint here."""
-        return _StoredFile(self.store, layout.file_key(checkpoint, entry.name))
+        return stored_file(self.store, layout.file_key(checkpoint, entry.name))
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The very bytes of the manifest here. Raises Corrupt when they say something else than `manifest`."""
@@ -230,13 +230,30 @@ def open_cold_tier(
     return Tier(config.name, store, ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}"))
 
 
+def stored_file(store: Store, key: str) -> Source:
+    """The bytes of one object."""
+    return _LocalFile(store, key) if isinstance(store, DirectoryStore) else _StoredFile(store, key)
+
+
+@dataclass(frozen=True)
 class _StoredFile:
-    def __init__(self, store: Store, key: str) -> None:
-        self._store = store
-        self._key = key
+    store: Store
+    key: str
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self._store.read(self._key, offset, buffer)
+        await self.store.read(self.key, offset, buffer)
+
+
+@dataclass(frozen=True)
+class _LocalFile:
+    store: DirectoryStore
+    key: str
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        await self.store.read(self.key, offset, buffer)
+
+    def fill_now(self, offset: int, buffer: memoryview) -> None:
+        self.store.read_now(self.key, offset, buffer)
 
 
 def _raise_generation(listing: Listing, run: Run, generation: Generation) -> None:

@@ -16,6 +16,7 @@ from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.tiers.chunks import ChunkSums, differences
+from tierd.tiers.direct_io import page_aligned
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import each
 from tierd.tiers.s3_pace import Bandwidth
@@ -141,14 +142,14 @@ async def _read_entry(
 ) -> FileEntry:
     """What the file's entry is now."""
     sums = ChunkSums(entry.size_bytes, entry.chunk_bytes)
-    buffers: list[bytearray] = []
+    buffers: list[memoryview] = []
 
     async def read(piece: tuple[int, int]) -> None:
         offset, length = piece
         if bandwidth is not None:
             await bandwidth.take(length)
-        buffer = buffers.pop() if buffers else bytearray(min(READ_BYTES, entry.size_bytes))
-        view = memoryview(buffer)[:length]
+        buffer = buffers.pop() if buffers else page_aligned(min(READ_BYTES, entry.size_bytes))
+        view = buffer[:length]
         await source.fill(offset, view)
         await asyncio.to_thread(sums.add, offset, view)
         buffers.append(buffer)
