@@ -377,7 +377,7 @@ def test_a_copy_that_goes_wrong_in_the_call_is_an_error_of_ours_and_the_next_sna
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     lab.stager._copier = Full()
-    with pytest.raises(TierdError, match="snapshot step 1 of .*: copy the state: CUDA out of memory"):
+    with pytest.raises(TierdError, match=r"snapshot step 1 of .*: copy the state: CUDA out of memory"):
         lab.client.snapshot(1, lab.state)
     lab.stager._copier = Copier()
     lab.snapshot(2).wait_persisted(DEADLINE_S)

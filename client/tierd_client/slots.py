@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import threading
+from typing import Any
 
 import torch
 
@@ -134,7 +135,7 @@ class Slot:
         try:
             with torch.cuda.device(device):  # else a process that has chosen none gets a context on GPU 0 besides
                 address = self.tensor.data_ptr()
-                status = int(torch.cuda.cudart().cudaHostRegister(address, self.capacity_bytes, _REGISTER_PORTABLE))
+                status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, _REGISTER_PORTABLE))
             refusal = f"cudaHostRegister says {status}" if status else ""
         except RuntimeError as error:
             refusal = str(error)
@@ -152,7 +153,7 @@ class Slot:
             try:
                 with torch.cuda.device(self._pinned_for):
                     torch.cuda.synchronize()  # a snapshot that was broken off may have left a copy behind
-                    status = int(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()))
+                    status = int(_cudart().cudaHostUnregister(self.tensor.data_ptr()))
                 trouble = f"cudaHostUnregister says {status}" if status else ""
             except RuntimeError as error:  # a GPU that has failed lets nothing be given back
                 trouble = str(error)
@@ -187,6 +188,10 @@ class Slot:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 def is_sealed(fd: int) -> bool:
