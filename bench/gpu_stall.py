@@ -1,4 +1,4 @@
-"""What a snapshot costs a training on a GPU: how long the call holds it up, how much longer the next steps take, how soon
+"""What a snapshot costs a training on a GPU: how long the call holds it up, how much longer the next steps take, and when
 the state is durable. A GPT of 350 M parameters, bf16 autocast, fused AdamW.
 
 Each round, in rotating order: steps without a snapshot, and the same steps behind a snapshot by tierd (both modes),
