@@ -1,5 +1,5 @@
-"""What a snapshot costs a training on a GPU: how long the call holds it up, how much longer the next steps take, and when
-the state is durable. A GPT of 350 M parameters, bf16 autocast, fused AdamW.
+"""What a snapshot costs a training on a GPU: how long the call takes, how much longer the next steps do, and when the
+state is durable. A GPT of 350 M parameters, bf16 autocast, fused AdamW.
 
 Each round, in rotating order: steps without a snapshot, and the same steps behind a snapshot by tierd (both modes),
 torch.save, and DCP's async_save with pinned staging (its thread, its process). Beside them the limit: the bytes at
