@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format bench prometheus ceph peers clean
+.PHONY: help venv demo test test-long lint format bench gpu prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -46,6 +46,22 @@ bench: $(STAMP) peers ## snapshots beside the limits of this machine, uploads an
 	$(VENV)/bin/python bench/overlap.py
 	$(VENV)/bin/python bench/cold.py --peers $(PEERS) $$([ "$$(df -k --output=avail /dev/shm | tail -1)" -gt 4000000 ] && echo --dir /dev/shm)
 
+# A venv of its own, for torch with CUDA is large. A $(PYTHON) whose torch sees the GPU lends it what it has; else pip
+# fetches torch as constraints.txt has it. Needs about six minutes, and 40 GB on the disk of this folder.
+GPU_VENV := .venv-gpu
+gpu: ## on a machine with CUDA: the tests that need it, and what a snapshot costs a training there
+	@command -v nvidia-smi >/dev/null && nvidia-smi -L || { echo "make gpu: nvidia-smi finds no GPU here"; exit 1; }
+	@[ -e $(GPU_VENV)/.installed ] || { $(PYTHON) -m venv --clear --without-pip $(GPU_VENV) && \
+		if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+		then $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+			>"$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"; exact=; \
+		else exact='-c constraints.txt'; fi && \
+		$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-input --disable-pip-version-check $$exact \
+			-e '.[client]' pytest pytest-asyncio pytest-timeout safetensors && \
+		touch $(GPU_VENV)/.installed; }
+	$(GPU_VENV)/bin/python -m pytest -W default tests/gpu
+	$(GPU_VENV)/bin/python bench/gpu_stall.py
+
 # What bench/cold.py measures itself against. Without them it says so and goes on.
 PEERS := .venv-peers
 peers:
@@ -70,5 +86,5 @@ ceph:
 	fi
 
 clean: ## remove .venv, caches and what the demo left
-	rm -rf $(VENV) $(PEERS) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,17 +8,20 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support_gpu import Runtime
 from tierd_client import slots
 from tierd_client.slots import Slot, map_to_read
 
 from tierd.errors import Corrupt, Full
 
 MIB = 1 << 20
+GPU = torch.device("cuda", 1)
 
 
 @pytest.fixture
@@ -163,19 +166,71 @@ def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
     assert done.stdout.split() == ["-11", "0"]
 
 
-def test_without_a_gpu_in_use_nothing_is_pinned(slot: Slot) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        pytest.skip("a GPU is in use")
-    assert slot.pin() is False
-    assert not torch.cuda.is_initialized()
+# ── page-locked ──
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_slot_is_page_locked_and_let_go(slot: Slot) -> None:
-    torch.cuda.init()
-    assert slot.wait_prefaulted(30)
-    assert slot.pin()
-    assert slot.tensor.is_pinned()
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return Runtime(monkeypatch)
+
+
+def test_the_mapping_is_page_locked_once_by_the_gpu_that_is_in_use(slot: Slot, runtime: Runtime) -> None:
+    slot.pin(GPU)
+    slot.pin(GPU)
+    assert runtime.calls == [("register", "cuda:1")]
+    assert runtime.locked == {slot.tensor.data_ptr(): slot.capacity_bytes}
+    assert not slot.refusal
+
+
+def test_a_mapping_is_unlocked_before_it_goes_and_once_the_gpu_is_done_with_it(slot: Slot, runtime: Runtime) -> None:
+    end = [("synchronize", "cuda:1"), ("unregister", "cuda:1")]
+    slot.pin(GPU)
     slot.grow(9 * MIB)
-    assert slot.pin()
+    assert runtime.calls == [("register", "cuda:1"), *end]
+    slot.pin(GPU)
+    assert runtime.locked == {slot.tensor.data_ptr(): slot.capacity_bytes}
+    slot.close()
+    assert runtime.calls == 2 * [("register", "cuda:1"), *end]
+    assert not runtime.locked
+
+
+def test_what_is_refused_is_said_once_and_asked_again_of_a_new_mapping(
+    slot: Slot, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.refuses_with = 2
+    for _ in range(3):
+        slot.pin(GPU)
+    assert runtime.calls == [("register", "cuda:1")]
+    assert "cudaHostRegister says 2" in slot.refusal
+    assert caplog.text.count("copies are slower") == 1
+    runtime.refuses_with = 0
+    slot.grow(9 * MIB)
+    slot.pin(GPU)
+    assert not slot.refusal
+    assert runtime.locked
+
+
+def test_a_refusal_is_no_error_of_the_thread_that_trains(slot: Slot, runtime: Runtime) -> None:
+    """The runtime keeps a thread's last error, and torch looks at it after the next kernel."""
+    threads: list[int] = []
+    ask = runtime.cudaHostRegister
+    runtime.cudaHostRegister = lambda *args: threads.append(threading.get_ident()) or ask(*args)  # type: ignore[method-assign]
+    slot.pin(GPU)
+    assert threads
+    assert threads[0] != threading.get_ident()
+
+
+def test_a_gpu_that_has_failed_neither_ends_training_nor_the_close(
+    slot: Slot, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot.pin(GPU)
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runtime.cudaHostUnregister = runtime.cudaHostRegister = fail  # type: ignore[method-assign]
+    slot.grow(9 * MIB)
+    assert "unlock a slot" in caplog.text
+    slot.pin(GPU)
+    assert "illegal memory access" in slot.refusal
+    slot.close()

@@ -114,7 +114,7 @@ def test_every_section_that_a_message_or_an_alert_names_exists() -> None:
 
 def test_every_test_that_is_named_exists() -> None:
     known: set[str] = set()
-    for path in (ROOT / "tests").glob("*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         known |= {path.stem, *re.findall(r"def (test_\w+)", text_of(path))}
     found = [(name, test) for name, path in DOCS.items() for test in re.findall(r"\btest_\w+", text_of(path))]
     refuse([f"{name}: {test}" for name, test in found if test not in known], "tests that do not exist:")

@@ -323,27 +323,6 @@ def _column(rows: list[dict[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its generator cannot be tried here")
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_the_generator_of_a_gpu_comes_back_and_its_absence_shows(files: Files, is_whole: bool) -> None:
-    def training(seed: int) -> tuple[TrainingState, Callable[[], list[float]]]:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
-        return TrainingState(model=model), lambda: [model(torch.ones(4, 8).cuda()).sum().item() for _ in range(20)]
-
-    state, losses = training(1)
-    losses()
-    raw = stage(state)
-    expected = losses()
-    resumed, losses = training(2)
-    fresh = torch.cuda.get_rng_state()
-    restore(resumed, [files.on_disk(raw)])
-    if not is_whole:
-        torch.cuda.set_rng_state(fresh)
-    assert (losses() == expected) == is_whole
-
-
 # ── models in wrappers, frozen and tied ──
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support_gpu import DEVICE, Runtime
 from support_peer import DEADLINE_S, Peer, welcome
 from support_runs import wait_until
 from tierd_client.held import HeldSlots, Use
@@ -73,6 +74,20 @@ def test_a_slot_is_offered_filled_sealed_and_free_again_when_released(peer: Peer
         assert one.held.take(3, 0.05) is None
         peer.send(wire.Released(slot=0))
         assert one.held.take(3, DEADLINE_S) == 0
+
+
+def test_that_a_slot_is_not_page_locked_is_told_once(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    runtime.refuses_with = 2
+    with house(peer) as one:
+        one.held.make(1, SIZE)
+        for step in (1, 2):
+            one.held.slot(0).pin(DEVICE)
+            one.held.report_unpinned(0, step)
+        one.session.send(wire.Ask(step=1, generation=1))
+        reports = [said for said in peer.receive_until(wire.Ask) if isinstance(said, wire.Report)]
+    assert [(one.outcome, one.step) for one in reports] == [("unpinned", 1)]
+    assert "cudaHostRegister says 2" in reports[0].detail
 
 
 def test_a_part_that_will_never_be_sealed_is_said_and_said_again_until_a_newer_one_is_whole(peer: Peer) -> None:

@@ -331,26 +331,6 @@ def test_dtensor_with_pending_sums_is_refused(ranks: Any) -> None:
         captured("model.weight", DTensor.from_local(torch.ones(3), ranks(0, 2), [Partial()], run_check=False))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", PLACES)
-def test_restored_onto_a_gpu(files: Files, place: str) -> None:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    raw = stage(TrainingState(model=model, optimizer=optimizer))
-    other = model_of().cuda()
-    fresh = torch.optim.AdamW(other.parameters())
-    restore(TrainingState(model=other, optimizer=fresh), [getattr(files, place)(raw)])
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.cpu(), theirs)
-        assert fresh.state[mine]["exp_avg"].device == mine.device
-        assert fresh.state[mine]["step"].device.type == "cpu"
-        assert torch.equal(fresh.state[mine]["exp_avg"].cpu(), optimizer.state[theirs]["exp_avg"])
-
-
 def test_wanted_bytes_may_be_given_by_hand(files: Files) -> None:
     source = files.in_memory(stage(TrainingState(model=model_of(fill=2.0))))
     into = torch.zeros(3)

@@ -52,6 +52,12 @@ def test_half_a_pair_of_gaussians_is_kept() -> None:
     assert [random.gauss(0, 1), np.random.randn()] == expected
 
 
+def test_generators_of_gpus_that_are_not_there_are_missed_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    saved = rng.capture()
+    rng.restore(saved | {"cuda": [b"\0" * 16] * (len(saved["cuda"]) + 1)})
+    assert "not all come back" in caplog.text
+
+
 def test_cuda_is_not_woken_up() -> None:
     was = torch.cuda.is_initialized()
     assert rng.capture([torch.device("cpu")])["cuda"] == [] or was

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
+from support_gpu import DEVICE, gpu_that_draws_lots
 from support_state import Training, metadata, one_step, stage
 from tierd_client import copying
 from tierd_client.copying import Copier
-from tierd_client.guards import deferrable
+from tierd_client.guards import Watch, deferrable
 from tierd_client.slots import Slot
-from tierd_client.staging import Stager
+from tierd_client.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state import TrainingState
 
 from tierd.errors import Full, Torn
@@ -188,33 +189,68 @@ def test_lazy_conjugates_are_copied_by_value() -> None:
     assert torch.equal(to, source.resolve_conj())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_state_is_staged_behind_the_work_that_makes_it(slot: Slot) -> None:
-    model = torch.nn.Linear(2048, 2048, device="cuda")
-    stager = Stager()
-    for value in range(5):
-        with torch.no_grad():
-            for _ in range(50):
-                model.weight.copy_(torch.full((2048, 2048), float(value), device="cuda"))
-        raw = into(slot, stager, TrainingState(model=model))
-        assert (load(raw)["model.weight"] == value).all()
+# ── copies that a GPU queues ──
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_what_is_copied_later_holds_back_the_step_and_not_the_host(slot: Slot) -> None:
-    model = torch.nn.Linear(4096, 4096, device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    state, stager = TrainingState(model=model, optimizer=optimizer), Stager()
-    for value in range(5):
-        with torch.no_grad():
-            model.weight.fill_(value)
-        captured = state.capture(0, 1)
-        staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+@pytest.mark.parametrize("seed", range(200))
+def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at_the_call(seed: int) -> None:
+    weight, buffer = torch.zeros(8), torch.zeros(8)
+    mapping = torch.zeros(64, dtype=torch.uint8)
+    weight_to, buffer_to = mapping[:32].view(torch.float32), mapping[32:].view(torch.float32)
+    with gpu_that_draws_lots(seed) as gpu:
+        later: ByDevice = {DEVICE: ([weight_to], [weight])}
+        streams = Streams()
+        for step in (1.0, 2.0):
+            for one in (weight, buffer):
+                one.fill_(step)
+            watch = Watch([("weight", weight, weight.detach())])
+            staging = Staging(mapping, b"", 64, later, watch, Copier(), streams)
+            staging.copy({DEVICE: ([buffer_to], [buffer])})
+            staging.start()
+            buffer.fill_(-step)  # as the next forward does
+            gpu.work(gpu.random.randrange(8))
+            staging.release()
+            weight.fill_(-step)  # as the next optimizer step does
+            gpu.work(gpu.random.randrange(8))
+            staging.finish()
+            assert (weight_to.tolist(), buffer_to.tolist()) == ([step] * 8, [step] * 8)
+
+
+def test_a_change_on_a_gpu_before_the_step_is_seen_when_it_is_queued_and_without_a_look_at_the_bytes() -> None:
+    weight, to = torch.zeros(8), torch.zeros(8)
+    with gpu_that_draws_lots(0):
+        watch = Watch([("weight", weight, weight.detach())])
+        later: ByDevice = {DEVICE: ([to], [weight])}
+        staging = Staging(torch.zeros(0, dtype=torch.uint8), b"", 0, later, watch, Copier(), Streams())
         staging.start()
+        weight.fill_(1)
+        assert not staging.is_copied, "nothing has run yet"
         staging.release()
-        with torch.no_grad():  # as the step would, behind the copy
-            model.weight.fill_(-1)
+        assert staging.changed == ["weight"]
+        with pytest.raises(Torn, match="weight changed in place"):
+            staging.finish()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_broken_off_snapshot_has_queued_does_not_reach_the_slot_of_the_next(seed: int, slot: Slot) -> None:
+    model, weight, stager = torch.nn.Linear(2, 2), torch.full((1 << 18,), 1.0), Stager()
+    with gpu_that_draws_lots(seed) as gpu:
+        stager._streams.copy(DEVICE, [slot.tensor.view(torch.float32)[: 1 << 18]], [weight])
+        gpu.work(gpu.random.randrange(3))
+    captured = TrainingState(model=model).capture(0, 1)
+    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
+    stager._streams.drain()
+    assert torch.equal(load(bytes(slot.view[:size_bytes]))["model.weight"], model.weight)
+
+
+def test_a_gpu_without_memory_for_a_copy_spoils_the_snapshot_and_not_the_call() -> None:
+    class Streamless(Streams):
+        def copy(self, *_: object) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    later: ByDevice = {DEVICE: ([torch.zeros(1)], [torch.zeros(1)])}
+    staging = Staging(torch.zeros(0, dtype=torch.uint8), b"", 0, later, Watch([]), Copier(), Streamless())
+    staging.start()
+    staging.release()
+    with pytest.raises(torch.OutOfMemoryError):
         staging.finish()
-        assert (load(bytes(slot.view[: staging.size_bytes]))["model.weight"] == value).all()

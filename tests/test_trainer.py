@@ -160,6 +160,14 @@ def test_metrics_count_what_ranks_report_once(daemon: Daemon, run: str) -> None:
     wait_until(lambda: daemon.metric(f'tierd_snapshots_total{{outcome="skipped",run="{run}"}}') == 1)
 
 
+def test_a_slot_that_a_gpu_would_not_page_lock_is_counted_and_shown(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.greet(run)
+        peer.send(wire.Report(outcome="unpinned", step=10, tier="", seconds=0.0, detail="cudaHostRegister says 2"))
+        wait_until(lambda: daemon.metric('tierd_failures_total{kind="full",stage="stage"}') == 1)
+    assert f"{run} rank 0 step 10: 'cudaHostRegister says 2'" in daemon.log
+
+
 # ── whose slots they are ──
 
 

@@ -371,6 +371,19 @@ def test_a_copy_that_goes_wrong_fails_the_shot_and_not_the_training(lab: Lab) ->
     assert lab.steps() == [2]
 
 
+def test_a_copy_that_goes_wrong_in_the_call_is_an_error_of_ours_and_the_next_snapshot_works(lab: Lab) -> None:
+    class Full(Copier):
+        def copy(self, *_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lab.stager._copier = Full()
+    with pytest.raises(TierdError, match=r"snapshot step 1 of .*: copy the state: CUDA out of memory"):
+        lab.client.snapshot(1, lab.state)
+    lab.stager._copier = Copier()
+    lab.snapshot(2).wait_persisted(DEADLINE_S)
+    assert lab.steps() == [2]
+
+
 class GpuCopy:
     """Stands for a GPU that is still copying: what is decided about one is decided on the host."""
 

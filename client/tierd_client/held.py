@@ -36,11 +36,13 @@ class Use(Enum):
 
 @dataclass(slots=True)
 class _Held:
-    """`offered_bytes`: the capacity that the daemon knows. `accepted_by` and `inherited_from` name a start of it."""
+    """`offered_bytes`: the capacity that the daemon knows. `accepted_by` and `inherited_from` name a start of it.
+    `refusal`: why it is not page-locked, as the daemon was told."""
 
     slot: Slot
     use: Use = Use.FREE
     offered_bytes: int = 0
+    refusal: str = ""
     sealed: wire.Sealed | None = None
     sent_s: float = 0.0
     accepted_by: str = ""
@@ -105,6 +107,14 @@ class HeldSlots:
 
     def slot(self, index: int) -> Slot:
         return self._held[index].slot
+
+    def report_unpinned(self, index: int, step: int) -> None:
+        """Tell the daemon, once, when copies from a GPU go into memory that is not page-locked."""
+        held = self._held[index]
+        if held.refusal != held.slot.refusal:
+            held.refusal = held.slot.refusal
+            report = wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=held.refusal[:4096])
+            self._session.send(report)
 
     def seal(self, sealed: wire.Sealed) -> None:
         """The slot holds the whole snapshot: hand it to the daemon, now or when it is back."""

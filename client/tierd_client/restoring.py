@@ -142,6 +142,8 @@ def load(files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor], *, w
     by_name: dict[str, list[CapturedTensor]] = {}
     for one in wanted.values():
         by_name.setdefault(one.name, []).append(one)
+    for device in {one.tensor.device for one in wanted.values() if one.tensor.is_cuda}:
+        torch.cuda.synchronize(device)  # streams of the training may not be done with that memory; ours do not wait
     jobs = [job for file in files for job in _jobs(file, by_name)]
     failed = threading.Event()
     scratch = threading.local()

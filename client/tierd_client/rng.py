@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import random
 import struct
 from collections.abc import Generator, Iterable
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 from tierd.errors import Corrupt, Unsupported
+
+log = logging.getLogger("tierd_client")
 
 _TWISTER = struct.Struct("<625I")  # 624 words of Mersenne Twister and the position in them
 
@@ -39,7 +42,14 @@ def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None
         random.setstate((python["version"], _TWISTER.unpack(python["words"]), python["gauss"]))
         _restore_numpy(saved["numpy"])
         torch.set_rng_state(_as_tensor(saved["torch"]))
-        for device, state in zip(_cuda_devices(devices), saved["cuda"], strict=False):
+        gpus = _cuda_devices(devices)
+        if len(gpus) != len(saved["cuda"]):
+            log.warning(
+                "tierd: the checkpoint has the generators of %d CUDA devices, %d are in use: not all come back",
+                len(saved["cuda"]),
+                len(gpus),
+            )
+        for device, state in zip(gpus, saved["cuda"], strict=False):
             torch.cuda.set_rng_state(_as_tensor(state), device)
     except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
         raise Corrupt(f"restore rng: {error!r}") from error

@@ -27,6 +27,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -40,7 +41,10 @@ class Slot:
         self.fd = fd
         self.capacity_bytes = capacity_bytes
         self.tensor = _map(fd, capacity_bytes)
-        self._pinned_address = 0
+        self.refusal = ""
+        """Why the mapping is not page-locked, once a GPU's driver has refused."""
+        self._pinning: threading.Thread | None = None
+        self._pinned_for: torch.device | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._trouble: Full | None = None
@@ -107,21 +111,15 @@ class Slot:
             raise self._trouble
         return True
 
-    def pin(self) -> bool:
-        """Page-locks the mapping for fast copies from a GPU. False where none is in use, or where it is refused."""
-        if self._pinned_address:
-            return True
-        if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-            return False
-        address = self.tensor.data_ptr()
-        status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, 0))
-        if status != 0:
-            logger.warning(
-                "pin a slot of %d bytes: cudaHostRegister says %d, copies are slower", self.capacity_bytes, status
-            )
-            return False
-        self._pinned_address = address
-        return True
+    def pin(self, device: torch.device) -> None:
+        """Page-locks the mapping, so that copies from GPUs go at full speed and by themselves. Asked once: where it is
+        refused, `refusal` says why, and copies hold up the host. `device`: a GPU that is in use."""
+        if self._pinning is None:
+            # On a thread of its own: what is refused stays behind as the last error of the thread that asked, and torch
+            # would find it there after the next kernel of the training.
+            self._pinning = threading.Thread(target=self._register, args=(device,), name="tierd-pin", daemon=True)
+            self._pinning.start()
+        self._pinning.join()
 
     def close(self) -> None:
         """Gives the descriptor back. The memory goes with the last tensor on it, and the daemon's descriptor."""
@@ -133,10 +131,35 @@ class Slot:
         os.close(self.fd)
         self.fd = -1
 
+    def _register(self, device: torch.device) -> None:
+        try:
+            with torch.cuda.device(device):  # else a process that has chosen none gets a context on GPU 0 besides
+                address = self.tensor.data_ptr()
+                status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, _REGISTER_PORTABLE))
+            refusal = f"cudaHostRegister says {status}" if status else ""
+        except RuntimeError as error:
+            refusal = str(error)
+        if not refusal:
+            self._pinned_for = device
+            return
+        self.refusal = f"page-lock a slot of {self.capacity_bytes} bytes for {device}: {refusal}"
+        logger.warning('tierd: %s; copies are slower, and staging="overlap" holds up the host', self.refusal)
+
     def _unpin(self) -> None:
-        if self._pinned_address:
-            _cudart().cudaHostUnregister(self._pinned_address)
-            self._pinned_address = 0
+        """Before the mapping goes, and once no copy can be writing to it."""
+        if self._pinning is not None:
+            self._pinning.join()
+        if self._pinned_for is not None:
+            try:
+                with torch.cuda.device(self._pinned_for):
+                    torch.cuda.synchronize()  # a snapshot that was broken off may have left a copy behind
+                    status = int(_cudart().cudaHostUnregister(self.tensor.data_ptr()))
+                trouble = f"cudaHostUnregister says {status}" if status else ""
+            except RuntimeError as error:  # a GPU that has failed lets nothing be given back
+                trouble = str(error)
+            if trouble:
+                logger.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, trouble)
+        self._pinning, self._pinned_for, self.refusal = None, None, ""
 
     def _prefault(self, begin: int) -> None:
         self._trouble = None

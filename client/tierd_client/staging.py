@@ -85,7 +85,8 @@ class Stager:
         metadata: dict[str, Any],
         deferrable: Mapping[str, torch.Tensor],
     ) -> Staging:
-        """Raises HeaderOverflow, with nothing under way."""
+        """Raises HeaderOverflow: then the slot is as good as untouched."""
+        self._streams.drain()
         slot.grow(layout.size_bytes)
         # Touching pages that are not there yet would be no faster, and a SIGBUS where memory is short.
         slot.wait_prefaulted(PREFAULT_WAIT_S)
@@ -101,8 +102,9 @@ class Stager:
             pairs = (now if live is None else later).setdefault(device, ([], []))
             pairs[0].append(to)
             pairs[1].append(one.tensor)
-        if any(device.type == "cuda" for device in (*now, *later)):
-            slot.pin()
+        gpus = [device for device in (*now, *later) if device.type == "cuda"]
+        if gpus:
+            slot.pin(gpus[0])
         staging = Staging(slot.tensor, layout, metadata, later, Watch(watched), self._copier, self._streams)
         staging.copy(now)
         return staging
@@ -152,6 +154,7 @@ class Staging:
         self._jobs: list[Future[None]] = []
         self._copies: list[_CudaCopy] = []
         self._is_started = not later
+        self._trouble: RuntimeError | None = None
         self.changed: list[str] | None = None
         """Names of tensors that were changed while they were being copied; None until training was let go."""
 
@@ -161,16 +164,11 @@ class Staging:
 
     def copy(self, tensors: ByDevice) -> None:
         """Returns when training may change them; the GPUs first, as their copies run by themselves. The header is made
-        meanwhile. Raises HeaderOverflow, with nothing under way."""
+        meanwhile. Raises HeaderOverflow."""
         for device, (to, from_) in tensors.items():
             if device.type == "cuda":
                 self._copies.append(self._streams.copy(device, to, from_))
-        try:
-            self._copier.copy(*tensors.get(_CPU, ([], [])), meanwhile=self._encode_header)
-        except HeaderOverflow:
-            for one in self._copies:
-                one.wait()
-            raise
+        self._copier.copy(*tensors.get(_CPU, ([], [])), meanwhile=self._encode_header)
         for device, (to, from_) in tensors.items():
             if device.type not in ("cpu", "cuda"):
                 copy_each(to, from_)
@@ -181,12 +179,15 @@ class Staging:
         self._header = self._layout.encode_header(self._metadata)
 
     def start(self) -> None:
-        """Have the rest copied. An interrupt in here spoils the snapshot, and `finish` knows."""
-        for device, (to, from_) in self._later.items():
-            if device.type == "cuda":
-                self._copies.append(self._streams.copy(device, to, from_))
-            else:
-                self._copier.start(to, from_, self._jobs)
+        """Have the rest copied. What goes wrong in here, or interrupts it, spoils the snapshot, and `finish` knows."""
+        try:
+            for device, (to, from_) in self._later.items():
+                if device.type == "cuda":
+                    self._copies.append(self._streams.copy(device, to, from_))
+                else:
+                    self._copier.start(to, from_, self._jobs)
+        except RuntimeError as error:  # no memory on the GPU to gather a strided tensor in, say
+            self._trouble = error
         self._is_started = True
 
     def release(self) -> None:
@@ -203,12 +204,15 @@ class Staging:
         return all(one.done() for one in self._jobs) and all(one.is_done for one in self._copies)
 
     def finish(self) -> None:
-        """Returns when the whole shard is in the slot. Raises Torn when it would not be what was captured."""
+        """Returns when the whole shard is in the slot. Raises Torn when it would not be what was captured, torch's
+        RuntimeError when a copy went wrong."""
         self.release()
         for one in self._copies:
             one.wait()
         for one in self._jobs:
             one.result()
+        if self._trouble is not None:
+            raise self._trouble
         if not self._is_started:
             raise Torn("copy the state: it was interrupted before all of it was being copied")
         if self.changed:
@@ -236,6 +240,11 @@ class Streams:
             event = torch.cuda.Event()
             event.record(stream)
         return _CudaCopy(device, event, from_)
+
+    def drain(self) -> None:
+        """Until nothing is being copied: what a broken-off snapshot had queued must not reach a slot's next one."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 class _CudaCopy:

@@ -173,9 +173,13 @@ class Taker:
         later: dict[str, torch.Tensor] = {}
         if self._told.staging == "overlap" and isinstance(state, TrainingState):  # of others no optimizer is known
             later = self.underway.deferrable(captured, state.optimizers)
-        staging = self._stager.begin(captured, self._owned, self._held.slot(index), metadata, later)
-        if not staging.is_deferred:
-            staging.finish()
+        try:
+            staging = self._stager.begin(captured, self._owned, self._held.slot(index), metadata, later)
+            if not staging.is_deferred:
+                staging.finish()
+        except RuntimeError as error:  # torch's: a GPU that has failed, or has no memory left
+            raise TierdError(f"snapshot step {step} of {self._run}: copy the state: {error}") from error
+        self._held.report_unpinned(index, step)
         return staging
 
 

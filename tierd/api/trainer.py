@@ -24,7 +24,7 @@ from tierd.api.requests import Requests
 from tierd.api.session import NO_RANK, Session, Writer
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
-from tierd.errors import BadRequest, Corrupt, Stale, TierdError, TierUnreachable, Transient
+from tierd.errors import BadRequest, Corrupt, Full, Stale, TierdError, TierUnreachable, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run, checkpoint_id
 from tierd.format.manifest import CheckpointRef
@@ -411,6 +411,8 @@ class TrainerDoor:
             case "failed":
                 self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
                 log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
+            case "unpinned":
+                self._incidents.record("stage", Full(f"{run} rank {session.rank} step {report.step}: {detail}"))
             case "corrupt":
                 self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", Corrupt(f"{run} step {report.step} in {tier}: {detail}"))

@@ -107,7 +107,7 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Report(_Message, frozen=True, kw_only=True):
-    """Something the daemon cannot see: outcome is skipped, failed, restored or corrupt."""
+    """Something the daemon cannot see: outcome is skipped, failed, unpinned, restored or corrupt."""
 
     outcome: str
     step: int
