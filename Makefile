@@ -44,6 +44,7 @@ format: $(STAMP) ## put the code in order
 bench: $(STAMP) peers ## snapshots beside the limits of this machine, uploads and downloads beside other tools
 	$(VENV)/bin/python bench/snapshot.py
 	$(VENV)/bin/python bench/overlap.py
+	$(VENV)/bin/python bench/neighbour.py
 	$(VENV)/bin/python bench/cold.py --peers $(PEERS) $$([ "$$(df -k --output=avail /dev/shm | tail -1)" -gt 4000000 ] && echo --dir /dev/shm)
 
 # A venv of its own, for torch with CUDA is large. A $(PYTHON) whose torch sees the GPU lends it what it has; else pip

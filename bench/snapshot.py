@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -145,16 +146,20 @@ def save_with_torch(model: GPT, optimizer: torch.optim.AdamW, folder: Path) -> t
 
 
 @contextmanager
-def daemon(folder: Path) -> Generator[str]:
-    """A daemon of its own with its hot tier under `folder` and no cold tier. Yields its socket."""
+def daemon(
+    folder: Path, *, cold: str = "cold = []\n", settings: Mapping[str, str] = MappingProxyType({})
+) -> Generator[str]:
+    """A daemon of its own with its hot tier under `folder`. Yields its socket. `cold` is TOML, `settings` are in its
+    environment."""
     with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir="/tmp") as short:  # socket paths have 107 bytes at most
         address = f"{short}/tierd.sock"
         config = folder / "tierd.toml"
         config.write_text(
-            f'cold = []\n[daemon]\nsocket = "{address}"\nlisten = "127.0.0.1:0"\n[hot]\npath = "hot"\n',
+            f'{cold}[daemon]\nsocket = "{address}"\nlisten = "127.0.0.1:0"\n[hot]\npath = "hot"\n',
             encoding="utf-8",
         )
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_")}
+        environment |= settings
         environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'client'}"
         with (folder / "daemon.log").open("wb") as log:
             command = [sys.executable, "-m", "tierd", "--config", str(config), "serve"]

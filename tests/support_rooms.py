@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotEvent
 from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
+from tierd.neighbour import Neighbour
 from tierd.slots import Slot
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -44,6 +46,9 @@ class Rooms:
             cold.name: Tier(cold.name, DirectoryStore(Path(cold.url.removeprefix("file://")))) for cold in config.cold
         }
         self.tiers = {"hot": self.hot, **self.cold}
+        self.neighbour = Neighbour(
+            ["hot", *names], config.daemon, metrics=self.metrics, on_limit=lambda tier: None, now_s=time.monotonic
+        )
         self.told: list[wire.ToClient] = []
         self.settled: list[Run] = []
 
@@ -58,6 +63,7 @@ class Rooms:
             self.catalog,
             metrics=self.metrics,
             incidents=self.incidents,
+            neighbour=self.neighbour,
             tell=lambda run, message: self.told.append(message),
             on_settled=settle,
         )

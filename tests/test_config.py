@@ -298,6 +298,9 @@ def test_two_cold_tiers_of_one_name_are_refused(tmp_path: Path) -> None:
         ("limits", "request_timeout_s", "0"),
         ("limits", "parts_in_flight", "0"),
         ("limits", "retry_max_s", "0.5"),
+        ("daemon", "nice", "20"),
+        ("daemon", "write_min_mib_s", "0.0"),
+        ("daemon", "slowdown_max", "-0.1"),
     ],
 )
 def test_numbers_that_would_stop_or_empty_something_are_refused_by_key(

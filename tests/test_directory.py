@@ -334,3 +334,19 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".tierd.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierUnreachable):
         lock(tmp_path)
+
+
+async def test_cap_on_writes_is_kept_and_one_that_is_raised_holds_for_a_write_under_way(tmp_path: Path) -> None:
+    """The second of its three pieces would be written in hours."""
+    store = DirectoryStore(tmp_path / "root", max_write_mib_s=0.001)
+    shard, told = memoryview(bytes(40 << 20)), asyncio.Event()
+    putting = asyncio.ensure_future(
+        store.put(KEY, shard, size_bytes=len(shard), chunk_bytes=CHUNK_BYTES, progress=lambda _: told.set())
+    )
+    async with asyncio.timeout(60):
+        await told.wait()
+        assert not putting.done()
+        store.limit_writes(0.0)
+        await putting
+    assert (await store.list())[0].size_bytes == len(shard)
+    await store.close()

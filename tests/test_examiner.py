@@ -175,7 +175,7 @@ async def test_the_verdict_goes_along_to_cold_and_comes_back(rooms: Rooms) -> No
     await rooms.persister().run_once()
     replicator = Replicator(
         rooms.catalog, rooms.hot, rooms.cold["cold"], rooms.config, metrics=rooms.metrics, incidents=rooms.incidents,
-        tell=lambda run, message: None, on_committed=lambda: None, now=lambda: "now",
+        neighbour=rooms.neighbour, tell=lambda run, message: None, on_committed=lambda: None, now=lambda: "now",
     )  # fmt: skip
     await rooms.look()
     assert await replicator.run_once(), "copied before it was judged"

@@ -99,6 +99,7 @@ class Battle:
             rooms.config,
             metrics=rooms.metrics,
             incidents=rooms.incidents,
+            neighbour=rooms.neighbour,
             tell=lambda run, message: None,
             on_committed=lambda: None,
             now=lambda: "now",

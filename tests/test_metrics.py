@@ -43,6 +43,8 @@ PROMISED = {
     "tierd_examinations_total": ("counter", {"run", "verdict"}),
     "tierd_unhealthy_checkpoints": ("gauge", {"run"}),
     "tierd_stale_snapshots_total": ("counter", {"run"}),
+    "tierd_step_slowdown_ratio": ("gauge", {"run"}),
+    "tierd_write_limit_bytes_per_second": ("gauge", {"tier"}),
     "tierd_halted": ("gauge", {"reason"}),
 }
 

@@ -193,6 +193,7 @@ async def test_leftovers_that_are_retained_do_not_stop_replication(house: House)
         rooms.config,
         metrics=rooms.metrics,
         incidents=rooms.incidents,
+        neighbour=rooms.neighbour,
         tell=lambda run, message: None,
         on_committed=lambda: None,
         now=lambda: "now",

@@ -34,6 +34,7 @@ def replicator(rooms: Rooms, tier: str = "cold") -> Replicator:
         rooms.config,
         metrics=rooms.metrics,
         incidents=rooms.incidents,
+        neighbour=rooms.neighbour,
         tell=lambda run, message: rooms.told.append(message),
         on_committed=lambda: rooms.settled.append(RUN),
         now=lambda: "now",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -76,6 +77,19 @@ def test_snapshot_is_accepted_persisted_and_its_slot_released_by_the_next(daemon
         peer.send(wire.Goodbye())
         assert peer.is_dropped()
     assert daemon.checkpoints(run, "hot") == [20, 10]
+
+
+def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second, Peer(daemon.socket) as operator:
+        welcome = first.greet(run, rank=0, world_size=2)
+        assert welcome.report_s > 0
+        assert second.greet(run, rank=1, world_size=2, generation=welcome.generation).report_s == 0
+        assert operator.greet(run, rank=None).report_s == 0
+        first.send(wire.Stepped(seconds=0.1))
+        first.send(wire.Stepped(seconds=math.nan))
+        second.send(wire.Stepped(seconds=0.1))
+        assert "steps of nan s from rank 0" in refusal(first).message
+        assert "from rank 1" in refusal(second).message
 
 
 def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: str) -> None:

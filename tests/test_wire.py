@@ -22,6 +22,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Ask(step=7, generation=1),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
+    wire.Stepped(seconds=0.25),
     wire.Convene(meeting=3),
     wire.Request(request=1, kind="snapshot", milestone="best"),
     wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),

@@ -35,6 +35,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     node: str = "auto"  # auto: the host's name
     drain_timeout_s: float = 120.0  # on SIGTERM: how long sealed snapshots may take to reach the hot tier
     memory_grace_s: float = 3600.0  # how long slots of a trainer that is gone are kept for its return
+    nice: int = 10  # its own priority, 0 to 19, for the processor and with it for the disk; 0: as it was started
+    slowdown_max: float = 0.05  # steps may take so much longer while tiers are written; 0: writing is never held back
+    write_min_mib_s: float = 32.0  # and no tier is held back to less than that
 
 
 class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -332,6 +335,10 @@ def _check_daemon(daemon: DaemonConfig, where: str) -> None:
     host, _, port = daemon.listen.rpartition(":")
     if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise _refusal(where, "daemon.listen", daemon.listen, "host:port")
+    if daemon.nice > 19:
+        raise _refusal(where, "daemon.nice", daemon.nice, "0 to 19")
+    if daemon.write_min_mib_s == 0:
+        raise _refusal(where, "daemon.write_min_mib_s", daemon.write_min_mib_s, "more than 0")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         raise _refusal(where, "daemon.node", daemon.node, "a host name")
 

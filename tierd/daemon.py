@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -36,6 +37,7 @@ from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory import MemoryTier
 from tierd.metrics import Metrics
+from tierd.neighbour import Neighbour
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import lock
 from tierd.tiers.tier import Tier, open_cold_tier
@@ -72,6 +74,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     _raise_descriptor_limit()
+    _step_back(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with lock(config.hot_path, about) as held:
         daemon = _Daemon(config, notify_socket, read_config)
@@ -100,12 +103,16 @@ class _Daemon:
         self._conversations: set[asyncio.Task[None]] = set()
         self._settled = Wake()
 
+        self._neighbour = Neighbour(
+            names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
+        )
         self._persister = Persister(
             self._memory,
             self._hot,
             self._catalog,
             metrics=self._metrics,
             incidents=self._incidents,
+            neighbour=self._neighbour,
             tell=self._tell,
             on_settled=self._on_settled,
         )
@@ -119,6 +126,7 @@ class _Daemon:
                 config,
                 metrics=self._metrics,
                 incidents=self._incidents,
+                neighbour=self._neighbour,
                 tell=self._tell,
                 on_committed=lambda: self._wake("reap"),
                 now=_timestamp,
@@ -188,6 +196,7 @@ class _Daemon:
             config,
             metrics=self._metrics,
             incidents=self._incidents,
+            neighbour=self._neighbour,
             on_whole=self._on_whole,
             spawn=self._spawn,
         )
@@ -276,6 +285,7 @@ class _Daemon:
     async def _drain(self) -> list[CheckpointId]:
         """Wait until every sealed snapshot is in the hot tier, within the time that the config gives. Returns
         those that are not."""
+        self._neighbour.hurry(self)
         log.info("draining: %d checkpoints on their way to the hot tier", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
@@ -321,7 +331,6 @@ class _Daemon:
         for one in self._config.cold:
             cap = caps.get(one.name, one.max_upload_mib_s)
             if cap != one.max_upload_mib_s:
-                self._cold[one.name].store.limit_upload(cap)
                 log.info("SIGHUP: max_upload_mib_s of %s is %g now, was %g", one.name, cap, one.max_upload_mib_s)
             cold.append(msgspec.structs.replace(one, max_upload_mib_s=cap))
         others = differences(msgspec.structs.replace(self._config, cold=cold), fresh)
@@ -330,6 +339,8 @@ class _Daemon:
         elif cold == self._config.cold:
             log.info("SIGHUP: nothing has changed in the config")
         self._config = msgspec.structs.replace(self._config, cold=cold)
+        for one in cold:
+            self._limit_writes(one.name)
 
     # ── wiring ──
 
@@ -338,6 +349,12 @@ class _Daemon:
             self._metrics.cold_requests_total.labels(tier=cold.name, op=operation, code=code).inc()
 
         return open_cold_tier(cold, self._config.limits, on_request)
+
+    def _limit_writes(self, tier: str) -> None:
+        """The least of what the config allows and what the trainers beside leave."""
+        caps = [one.max_upload_mib_s for one in self._config.cold if one.name == tier and one.max_upload_mib_s > 0]
+        limit_mib_s = min([*caps, self._neighbour.limit(tier) / (1 << 20)])
+        self._tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
     def _look_interval_s(self, tier: str) -> float:
         limits = self._config.limits
@@ -352,11 +369,13 @@ class _Daemon:
 
     def _on_whole(self) -> None:
         """All ranks have sealed a snapshot."""
+        self._neighbour.queued(len(self._memory.pending()))
         self._wake("persist")
         self._wake("examine")
 
     def _on_settled(self, run: Run) -> None:
         """A checkpoint was persisted, or could not be."""
+        self._neighbour.queued(len(self._memory.pending()))
         self._door.settle(run)
         self._settled()
         self._on_judged()
@@ -391,6 +410,14 @@ def _end_within(seconds: float, *, exit_code: int) -> None:
     timer = threading.Timer(seconds, os._exit, [exit_code])
     timer.daemon = True
     timer.start()
+
+
+def _step_back(nice: int) -> None:
+    """Behind whoever trains. Each thread begins with the priority of the one that starts it, and the disk's follows
+    the processor's where nobody has set it: ioprio_set(2)."""
+    if nice:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and it is only a courtesy
+            os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _raise_descriptor_limit() -> None:

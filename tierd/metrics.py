@@ -190,6 +190,18 @@ class Metrics:
             ["run"],
             registry=registry,
         )
+        self.step_slowdown_ratio = Gauge(
+            "tierd_step_slowdown_ratio",
+            "How much longer a trainer's steps take than with the daemon at rest; 0.05 is 5 %.",
+            ["run"],
+            registry=registry,
+        )
+        self.write_limit_bytes_per_second = Gauge(
+            "tierd_write_limit_bytes_per_second",
+            "What the tier is written with at most, for the sake of trainers; no series while nothing is held back.",
+            ["tier"],
+            registry=registry,
+        )
         self.halted = Gauge(
             "tierd_halted",
             "1 while nothing is deleted because something could not be read; the reason says what.",

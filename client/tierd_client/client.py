@@ -32,6 +32,7 @@ from tierd_client.ranks import Ranks, find_ranks
 from tierd_client.resuming import Resume, agree_on
 from tierd_client.shots import Shot
 from tierd_client.state import Capturable, State
+from tierd_client.step_times import StepTimes
 from tierd_client.stops import Meaning, Stops, signals_of
 from tierd_client.taker import Taker
 
@@ -117,6 +118,7 @@ class Client:
         self._path = path
         self._ranks = ranks
         self._stops = stops
+        self._steps = StepTimes(time.monotonic)
         self._last_shot: Shot | None = None
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._overrides = overrides
@@ -211,6 +213,7 @@ class Client:
 
     def _read(self, choose: Callable[[], replicas.Replica | None]) -> Found | None:
         began = time.monotonic()
+        self._steps.spoil()
         self._ranks.together(self._check_open)
         self._taker.underway.settle()
         if self._taker.last_step is not None:
@@ -242,11 +245,13 @@ class Client:
 
         All ranks ask after the same steps: the first time, they also make their slots ready.
         """
-        self._prepare()
-        self._taker.underway.poll()
-        is_wished = self._stops.at(step)
-        every_steps = self._told.every_steps
-        return is_wished or (every_steps > 0 and step % every_steps == 0)
+        with self._steps.apart(step):
+            self._prepare()
+            self._taker.underway.poll()
+            is_wished = self._stops.at(step)
+            self._say_step_time()
+            every_steps = self._told.every_steps
+            return is_wished or (every_steps > 0 and step % every_steps == 0)
 
     def snapshot(
         self,
@@ -263,6 +268,10 @@ class Client:
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: the step was not staged, training may
         go on. Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over.
         """
+        with self._steps.apart(step):
+            return self._snapshot(step, state, metrics or {}, milestone)
+
+    def _snapshot(self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None) -> Shot:
         self._stops.at(step)
         milestone = self._stops.milestone(milestone)
         began = time.perf_counter()
@@ -271,17 +280,29 @@ class Client:
             self.generation,
             _ask=self._ask,
             _why_waiting=self._why_waiting,
-            _settle=self._taker.underway.settle_here,
+            _settle=self._begin_wait,
         )
         self._shots[step, shot.generation] = shot
         try:
-            self._taker.take(shot, state, metrics=metrics or {}, milestone=milestone, parent=self._parent)
+            self._taker.take(shot, state, metrics=metrics, milestone=milestone, parent=self._parent)
         except BaseException as error:
             self._break_off(step, error, time.perf_counter() - began)
             raise
         self._last_shot = shot
+        if self._taker.underway.slot is not None:
+            self._steps.spoil()  # the next step shares the machine with the copy
         self._stops.taken(step, shot.stall_s, milestone)
         return shot
+
+    def _begin_wait(self, shot: Shot) -> None:
+        self._steps.spoil()
+        self._taker.underway.settle_here(shot)
+
+    def _say_step_time(self) -> None:
+        """So that the daemon holds back while it slows the training down."""
+        seconds = self._steps.report(self._told.report_s)
+        if seconds is not None:
+            self._session.send(wire.Stepped(seconds=seconds))
 
     def wait_staged(self) -> None:
         """Returns when nothing of the last snapshot is being copied any more: the state may be changed by any means."""

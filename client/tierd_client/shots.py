@@ -61,12 +61,14 @@ class Shot:
                             hint="`tierd status` shows what is queued, and what went wrong",
                         )
                     )
-                if not self._changed.wait(min(ASK_INTERVAL_S, left_s)):
-                    self._changed.release()
-                    try:
-                        self._ask(self)
-                    finally:
-                        self._changed.acquire()
+                self._changed.release()
+                try:
+                    self._ask(self)  # at once: what somebody waits for is not held back
+                finally:
+                    self._changed.acquire()
+                self._changed.wait_for(
+                    lambda: tier in self._tiers or self._ended is not None, min(ASK_INTERVAL_S, left_s)
+                )
 
     # ── told by the client ──
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.api.finding import refused
-from tierd.api.session import Session
+from tierd.api.session import FIRST, Session
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run
 
 REQUESTS_MAX = 64  # that wait for an answer at once, of all operators together
-_FIRST = Rank(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Requests:
             raise BadRequest(f"{doing}: expected one of {', '.join(wire.REQUESTS)}")
         if request.milestone is not None and layout.milestone_of(f"milestone-{request.milestone}.json") is None:
             raise BadRequest(f"{doing}: {request.milestone[:80]!r} cannot name a milestone")
-        first = self._sessions.get((session.run, _FIRST))
+        first = self._sessions.get((session.run, FIRST))
         if first is None:
             raise NotFound(
                 f"{doing}: no trainer of it is attached here",

@@ -21,6 +21,7 @@ log = logging.getLogger("tierd")
 
 OUTBOX_MAX = 256  # messages a peer may leave unread before it is dropped; it re-attaches and asks again
 FINISH_TIMEOUT_S = 5.0  # how long what is queued may take to be sent at the end
+FIRST = Rank(0)  # it speaks for all ranks of its run
 NO_RANK = Rank(-1)  # of a session that only asks
 
 

@@ -21,7 +21,7 @@ import tierd
 from tierd.api.finding import Finder, refused
 from tierd.api.packets import PacketConnection
 from tierd.api.requests import Requests
-from tierd.api.session import NO_RANK, Session, Writer
+from tierd.api.session import FIRST, NO_RANK, Session, Writer
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import BadRequest, Corrupt, Full, Stale, TierdError, TierUnreachable, Transient
@@ -32,6 +32,7 @@ from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotState
 from tierd.memory import MemoryTier
 from tierd.metrics import Metrics
+from tierd.neighbour import Neighbour
 from tierd.slots import Slot
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer, close_all, duplicates
@@ -40,6 +41,7 @@ log = logging.getLogger("tierd")
 
 TEXT_MAX = 4096  # of a trainer's words that others are told: their message has room for it
 ACCEPT_PAUSE_S = 0.2  # before the next try when there are no descriptors left
+HURRY_S = 10.0  # a trainer that waits for its snapshot asks every two seconds
 UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # they travel in one message
 
 
@@ -54,6 +56,7 @@ class TrainerDoor:
         *,
         metrics: Metrics,
         incidents: Incidents,
+        neighbour: Neighbour,
         on_whole: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
@@ -65,6 +68,7 @@ class TrainerDoor:
         self._config = config
         self._metrics = metrics
         self._incidents = incidents
+        self._neighbour = neighbour
         self._on_whole = on_whole
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], Session] = {}
@@ -286,6 +290,7 @@ class TrainerDoor:
                 stop_grace_s=told.stop_grace_s,
                 newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
                 unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unseen()[:UNSEEN_MAX]],
+                report_s=self._neighbour.report_s if session.rank == FIRST else 0.0,
             ),
             duplicates([slot.fd for slot in kept.values()]),
         )
@@ -303,6 +308,7 @@ class TrainerDoor:
                 if isinstance(message, wire.Find):
                     self._finder.ask(session, message)
                 elif isinstance(message, wire.Request):
+                    self._neighbour.hurry(session)  # it waits for what comes of it
                     self._requests.ask(session, message)
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is no trainer")
@@ -349,7 +355,12 @@ class TrainerDoor:
             case wire.Lost():
                 self._lose(session, message)
             case wire.Ask():
+                self._neighbour.hurry(session, HURRY_S)
                 self._answer(session, message)
+            case wire.Stepped():
+                if session.rank != FIRST or not 0 < message.seconds < math.inf:
+                    raise BadRequest(f"hear of steps of {message.seconds} s from rank {rank} of {run}")
+                self._neighbour.heard(run, message.seconds)
             case wire.Report():
                 self._report(session, message)
             case wire.Convene():
@@ -429,9 +440,12 @@ class TrainerDoor:
 
     def _leave(self, session: Session) -> None:
         self._requests.left(session)
+        self._neighbour.calm(session)
         key = (session.run, session.rank)
         if self._sessions.get(key) is session:
             del self._sessions[key]
+            if session.rank == FIRST:
+                self._neighbour.left(session.run)
             self._memory.leave(session.run, session.rank, now_s=time.monotonic())
             if not self._memory.slots(session.run, session.rank):
                 self._writers.pop(key).close()  # there is nothing that it could write into

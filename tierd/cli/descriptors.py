@@ -77,7 +77,7 @@ class DescriptorStore:
     async def free_bytes(self) -> int | None:
         return None
 
-    def limit_upload(self, mib_s: float) -> None:
+    def limit_writes(self, mib_s: float) -> None:
         pass
 
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:

@@ -116,6 +116,12 @@ class Report(_Message, frozen=True, kw_only=True):
     detail: str
 
 
+class Stepped(_Message, frozen=True, kw_only=True):
+    """Rank 0, as often as Welcome asks for it: a step takes so long of late, without what calls of tierd take."""
+
+    seconds: float
+
+
 class Convene(_Message, frozen=True, kw_only=True):
     """A rank wishes for something: call all ranks of its generation to their meeting of this number."""
 
@@ -162,7 +168,8 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm.
     `boot` names this start of the daemon: another one has no memory of what the former held. `newest`: the newest
-    checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, and why not."""
+    checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, and why not.
+    `report_s`: how often to say Stepped; 0: never."""
 
     protocol: int
     version: str
@@ -179,6 +186,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     stop_grace_s: float = 25.0
     newest: CheckpointRef | None = None
     unseen: list[str] = []
+    report_s: float = 0.0
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
@@ -278,7 +286,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Ask | Report | Convene | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Ask | Report | Stepped | Convene | Request | Answer
+    | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed | Found

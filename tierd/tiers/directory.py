@@ -23,9 +23,11 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
 from tierd.tiers.direct_io import ALIGN_BYTES, page_aligned, reserve, round_up, set_direct
 from tierd.tiers.pool import Buffers, Pool, each
+from tierd.tiers.s3_pace import Bandwidth
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
-PIECE_BYTES = 16 << 20  # one write; four in flight reach the disk's limit and bound what a copy holds
+MIB = 1 << 20
+PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound what a copy holds
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +36,9 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 class DirectoryStore:
     """Objects as files under `root`, which is made at first use unless `create` is False."""
 
-    def __init__(self, root: Path, *, pieces_in_flight: int = 4, create: bool = True) -> None:
+    def __init__(
+        self, root: Path, *, pieces_in_flight: int = 4, create: bool = True, max_write_mib_s: float = 0.0
+    ) -> None:
         self.root = root.absolute()
         self.url = f"file://{self.root}"
         self._may_create = create  # and only until it has been seen
@@ -42,6 +46,7 @@ class DirectoryStore:
         # Two threads more than writes, so that a listing does not wait behind a large file.
         self.pool = Pool(pieces_in_flight + 2, "tierd-directory")
         self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=pieces_in_flight)
+        self._bandwidth = Bandwidth(max_write_mib_s * MIB)
 
     async def put(
         self,
@@ -67,6 +72,7 @@ class DirectoryStore:
 
         async def copy(piece: tuple[int, int]) -> None:
             offset, length = piece
+            await self._bandwidth.take(length)
             if isinstance(source, memoryview):
                 view = source[offset : offset + round_up(length)]
                 await self.pool.run(write, offset, view, length)
@@ -207,8 +213,8 @@ class DirectoryStore:
         with translated(f"sweep {self.url}"):
             return await self.pool.run(sweep)
 
-    def limit_upload(self, mib_s: float) -> None:
-        pass
+    def limit_writes(self, mib_s: float) -> None:
+        self._bandwidth.limit(mib_s * MIB)
 
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
         return 0  # see sweep_partials

@@ -244,7 +244,7 @@ class S3Store:
     async def free_bytes(self) -> int | None:
         return None
 
-    def limit_upload(self, mib_s: float) -> None:
+    def limit_writes(self, mib_s: float) -> None:
         self._bandwidth.limit(mib_s * (1 << 20))
 
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:

@@ -1,4 +1,5 @@
-"""How fast a bucket is sent to: a cap on bytes per second, and as many parts at once as it takes without complaint."""
+"""How fast a store is written: a cap on bytes per second; and a bucket with as many parts at once as it takes without
+complaint."""
 
 from __future__ import annotations
 

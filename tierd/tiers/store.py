@@ -124,8 +124,8 @@ class Store(Protocol):
         """Room left, or None where there is no such limit."""
         ...
 
-    def limit_upload(self, mib_s: float) -> None:
-        """From now on puts take no more than so much; 0: no cap. Nothing, for a directory."""
+    def limit_writes(self, mib_s: float) -> None:
+        """From now on puts take no more than so much, those under way too; 0: no cap."""
         ...
 
     async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:

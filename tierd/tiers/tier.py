@@ -208,7 +208,8 @@ def open_cold_tier(
 ) -> Tier:
     """The tier that a [[cold]] section describes. `on_request`: told (operation, outcome) of every S3 request."""
     if config.url.startswith("file://"):
-        return Tier(config.name, DirectoryStore(Path(config.url.removeprefix("file://"))))
+        root = Path(config.url.removeprefix("file://"))
+        return Tier(config.name, DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s))
     # Here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.tiers.s3 import S3Store
 

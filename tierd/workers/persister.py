@@ -19,7 +19,9 @@ from tierd.incidents import Incidents
 from tierd.lifecycle.states import SlotEvent
 from tierd.memory import MemoryTier, Snapshot, SnapshotSet
 from tierd.metrics import Metrics
+from tierd.neighbour import Neighbour
 from tierd.tiers.pool import each
+from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
@@ -39,6 +41,7 @@ class Persister:
         *,
         metrics: Metrics,
         incidents: Incidents,
+        neighbour: Neighbour,
         tell: Callable[[Run, wire.ToClient], None],
         on_settled: Callable[[Run], None],
     ) -> None:
@@ -47,6 +50,7 @@ class Persister:
         self._catalog = catalog
         self._metrics = metrics
         self._incidents = incidents
+        self._neighbour = neighbour
         self._tell = tell
         self._on_settled = on_settled
 
@@ -95,17 +99,20 @@ class Persister:
         snapshots = [snapshot for _, snapshot in sorted(one.snapshots.items())]
         entries: dict[int, FileEntry] = {}
 
-        async def put(snapshot: Snapshot) -> None:
-            entries[snapshot.rank] = await self._put(one, snapshot)
-
         if await is_listed(self._hot, one.id):
             # Not by us, or we would know it: its shards have the names of ours.
             raise Corrupt(
                 f"write {one.id} in {self._hot.name}: a manifest lies there that is not ours, or cannot be read",
                 hint="nothing was overwritten; see docs/RUNBOOK.md#unreadable-manifest",
             )
+        self._neighbour.sealed(one.id.run, sum(snapshot.sealed.size_bytes for snapshot in snapshots), one.sealed_at_s)
         try:
-            await each(SHARDS_IN_FLIGHT, snapshots, put)
+            with self._neighbour.writing(self._hot.name) as wrote:
+
+                async def put(snapshot: Snapshot) -> None:
+                    entries[snapshot.rank] = await self._put(one, snapshot, wrote)
+
+                await each(SHARDS_IN_FLIGHT, snapshots, put)
             manifest = await self._commit(one, [entries[snapshot.rank] for snapshot in snapshots])
         except TierdError:
             with contextlib.suppress(TierdError):  # what went wrong first is what must be told
@@ -126,7 +133,7 @@ class Persister:
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest
 
-    async def _put(self, one: SnapshotSet, snapshot: Snapshot) -> FileEntry:
+    async def _put(self, one: SnapshotSet, snapshot: Snapshot, progress: Progress) -> FileEntry:
         name = layout.shard_name(snapshot.rank, one.world_size)
         snapshot.entry = await self._hot.store.put(
             layout.file_key(one.id, name),
@@ -134,6 +141,7 @@ class Persister:
             size_bytes=snapshot.sealed.size_bytes,
             chunk_bytes=checksum.CHUNK_BYTES,
             expect=snapshot.entry,
+            progress=progress,
         )
         return snapshot.entry
 

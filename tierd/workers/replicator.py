@@ -19,6 +19,7 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
+from tierd.neighbour import Neighbour
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import clear_uncommitted
 from tierd.workers.retention import Retentions
@@ -41,6 +42,7 @@ class Replicator:
         *,
         metrics: Metrics,
         incidents: Incidents,
+        neighbour: Neighbour,
         tell: Callable[[Run, wire.ToClient], None],
         on_committed: Callable[[], None],
         now: Callable[[], str],
@@ -52,6 +54,7 @@ class Replicator:
         self._config = config
         self._metrics = metrics
         self._incidents = incidents
+        self._neighbour = neighbour
         self._tell = tell
         self._on_committed = on_committed
         self._now = now
@@ -102,9 +105,15 @@ class Replicator:
         if entry is None:
             return
         began = time.monotonic()
-        await copy_checkpoint(
-            entry.manifest, self._hot, self._cold, milestones=entry.all_milestones, is_healthy=entry.healthy
-        )
+        with self._neighbour.writing(self._cold.name) as wrote:
+            await copy_checkpoint(
+                entry.manifest,
+                self._hot,
+                self._cold,
+                milestones=entry.all_milestones,
+                is_healthy=entry.healthy,
+                progress=wrote,
+            )
         self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
         self._metrics.replicate_seconds.labels(tier=self._cold.name).observe(time.monotonic() - began)
         self._metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(entry.manifest.size_bytes)
