@@ -47,7 +47,11 @@ def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, l
         commands["snapshot, 4 GiB"] = ["snapshot.py", "--mib", "4096", "--ways", "tierd"]
         commands["snapshot, 1, 2 and 4 ranks"] = ["snapshot.py", "--mib", f"{fits}", *own, "--ranks", "1", "2", "4"]
     if tiny:
-        less = {"daemon": ["--counts", "3", "--idle-s", "0.1"], "snapshot": ["--ranks", "1", "2"]}
+        less = {
+            "snapshot": ["--ways", "torch.save", "DCP async_save, thread", "tierd", "--ranks", "1", "2"],
+            "snapshot, many small tensors": own,
+            "daemon": ["--counts", "3", "--idle-s", "0.1"],
+        }
         commands = {
             name: [*command, "--mib", "4", "--rounds", "1", *less.get(name, [])] for name, command in commands.items()
         }
