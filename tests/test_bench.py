@@ -1,0 +1,50 @@
+"""The benchmarks run, from one command, and write their page: with sizes at which the figures say nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_every_benchmark_runs_and_the_page_tells_what_it_said(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    page = docs / "PERFORMANCE.md"
+    page.write_text((ROOT / "docs/PERFORMANCE.md").read_text())
+    command = [sys.executable, ROOT / "bench/all.py", "--tiny", "--docs", docs, "--dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    collected = json.loads((docs / "performance.json").read_text())
+    assert {name: one["failed"] for name, one in collected.items() if one["failed"]} == {}
+    ways = {line["way"] for line in collected["snapshot"]["facts"] if "way" in line}
+    assert {"limit: memory copy", "torch.save", "tierd", "tierd, 2 ranks"} <= ways
+    assert all(one["told"] in page.read_text() for one in collected.values())
+    assert (docs / "performance.svg").read_text().startswith("<svg")
+
+
+def test_a_benchmark_that_fails_is_told_and_the_page_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "PERFORMANCE.md"
+    page.write_text((ROOT / "docs/PERFORMANCE.md").read_text())
+    command = [
+        sys.executable,
+        ROOT / "bench/all.py",
+        "--only",
+        "cold",
+        "--docs",
+        tmp_path,
+        "--dir",
+        tmp_path / "absent",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "exit code 1" in json.loads((tmp_path / "performance.json").read_text())["cold"]["failed"]
+    assert "Left out: " in page.read_text()
+    assert "not measured" in page.read_text()
