@@ -95,12 +95,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     report(
         measured,
         machine(folder)
-        | {
-            "torch": torch.__version__,
-            "size_bytes": built.size_bytes,
-            "seconds": args.seconds,
-            "threads": args.threads,
-        },
+        | {"torch": torch.__version__, "size_bytes": built.size_bytes}
+        | {"seconds": args.seconds, "threads": args.threads},
     )
 
 

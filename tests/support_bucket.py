@@ -343,9 +343,9 @@ class Bucket:
             self._compare("x-amz-checksum-crc64nvme", headers, checksum.encode(whole.crc64nvme))
         self._place(key, _encrypted(whole, upload.headers), headers)
         del self.uploads[query["uploadId"]]
-        return Answer(
-            body=_xml("CompleteMultipartUploadResult", _element_text("Key", key), _element_text("ETag", whole.etag))
-        )
+        sums = {"ChecksumCRC64NVME": checksum.encode(whole.crc64nvme), "ChecksumType": "FULL_OBJECT"}
+        told = sums if self._sums(upload) else {}
+        return Answer(body=_xml("CompleteMultipartUploadResult", Key=key, ETag=whole.etag, **told))
 
     def abort_multipart_upload(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         self._upload(key, query)

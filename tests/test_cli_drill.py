@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from support_bucket import bucket_server
 from support_cli import House, folder_of, make_checkpoint, make_house, make_zeros
 from support_daemon import wait_until
 from support_damage import flip
+from support_s3 import BUCKET, ENVIRONMENT
 
 from tierd.format import layout
 
@@ -77,6 +79,36 @@ def test_a_tier_with_nothing_in_it_is_not_proven(house: House) -> None:
     (folder_of(house.hot, made) / layout.MANIFEST).write_bytes(b"{")
     assert rows(house, exit_code=12)["hot"]["error"] is not None
     assert house.tierd("drill", "--tier", "dr").exit_code == 2
+
+
+def test_a_place_is_drilled_with_no_config_and_not_written_to(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    usb, scratch = tmp_path / "usb disk", tmp_path / "scratch"
+    made = make_checkpoint(usb)
+    before = everything(house)
+    found = rows(house, "--from", usb, "--scratch", scratch)
+    assert list(found) == [str(usb)]
+    assert found[str(usb)]["is_verified"]
+    assert everything(house) == before
+    flip(usb, made, made.files[0].name)
+    assert "chunk 1 of 3" in rows(house, "--from", usb, "--scratch", scratch, exit_code=12)[str(usb)]["error"]
+    assert everything(house) == before
+    assert house.tierd("drill", "--from", usb, "--tier", "hot").exit_code == 2
+    assert house.tierd("drill", "--from", tmp_path / "nowhere").exit_code == 2
+
+
+def test_a_bucket_is_drilled_by_its_url(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    made = make_checkpoint(house.root / "made")
+    with bucket_server() as served:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", served.url)
+        served.fill(house.root / "made", "deep")
+        url = f"s3://{BUCKET}/deep"
+        assert rows(house, "--from", url)[url]["size_bytes"] == made.size_bytes
+        assert not (house.hot / ".drill").exists()
+        served.script = lambda operation, key: "AccessDenied"
+        assert "access denied" in rows(house, "--from", url, exit_code=14)[url]["error"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support_daemon import Daemon, Peer, serving, wait_until
 from support_s3 import BUCKET, ENVIRONMENT
 
 from tierd.format import layout, wire
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -23,17 +24,23 @@ SIZE_BYTES = 32 * CHUNK_BYTES - 1
 NAME = "rank-00000-of-00001.safetensors"
 
 
-def make_hot(root: Path) -> Manifest:
-    """One committed checkpoint of one shard, 160 MiB in 32 parts."""
+def make_hot(root: Path, *, world_size: int = 1, size_bytes: int = SIZE_BYTES) -> Manifest:
+    """One committed checkpoint; of one shard, 160 MiB in 32 parts, where nothing else is said."""
     checkpoint = checkpoint_id("run42", 100, 1)
 
     async def write() -> Manifest:
         tier = Tier("hot", DirectoryStore(root / "hot"))
-        key = layout.file_key(checkpoint, NAME)
-        shard = memoryview(content(SIZE_BYTES))
-        manifest = make_manifest(
-            checkpoint, [await tier.store.put(key, shard, size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES)]
-        )
+        shard = memoryview(content(size_bytes))
+        entries = [
+            await tier.store.put(
+                layout.file_key(checkpoint, layout.shard_name(Rank(rank), world_size)),
+                shard,
+                size_bytes=size_bytes,
+                chunk_bytes=CHUNK_BYTES,
+            )
+            for rank in range(world_size)
+        ]
+        manifest = make_manifest(checkpoint, entries)
         await tier.commit(manifest)
         await tier.store.close()
         return manifest
@@ -73,6 +80,38 @@ def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, kee
         assert done == 32, "no finished part is sent twice"
         assert served.received_bytes() <= 1.1 * SIZE_BYTES
         assert served.uploads == {}
+
+
+@pytest.mark.parametrize("keeps_checksums", [True, False], ids=["checksums", "etags"])
+def test_killed_with_several_shards_on_their_way_it_goes_on_with_each(tmp_path: Path, keeps_checksums: bool) -> None:
+    """Of three shards of two parts each has one, and is held at the other."""
+    manifest = make_hot(tmp_path, world_size=3, size_bytes=2 * CHUNK_BYTES)
+    parts: Counter[str] = Counter()
+
+    def hold_the_second_part(operation: str, key: str) -> str:
+        parts[key] += operation == "upload_part"
+        return "hold" if operation == "upload_part" and parts[key] == 2 else ""
+
+    with bucket_server(keeps_checksums=keeps_checksums) as served:
+        served.script = hold_the_second_part
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first:
+            wait_until(lambda: served.faults()["hold"] == 3, "each shard to be held")
+            wait_until(lambda: all(one.parts for one in served.uploads.values()), "the first parts to be there")
+            first.kill()
+        assert served.objects == {}
+        assert [len(one.parts) for one in served.uploads.values()] == [1, 1, 1]
+
+        served.script = lambda operation, key: ""
+        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second:
+            wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
+
+        done = [one for one in served.seen if one.status == 200]
+        assert sum(one.operation == "upload_part" for one in done) == 6, "no finished part is sent twice"
+        assert served.count("create_multipart_upload") == 3
+        written = [one.key for one in done if one.operation in ("complete_multipart_upload", "put_object")]
+        shards = {object_key(manifest, one.name) for one in manifest.files}
+        assert shards <= set(written[: written.index(object_key(manifest, layout.MANIFEST))])
+        assert {served.objects[key].content for key in shards} == {content(2 * CHUNK_BYTES)}
 
 
 def test_killed_at_half_of_a_fetch_it_goes_on_when_the_trainer_asks_again(tmp_path: Path) -> None:

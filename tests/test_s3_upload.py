@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -319,6 +320,62 @@ async def test_conflict_between_two_writers_is_tried_again(served: Bucket) -> No
     store = store_at(served)
     assert await store.put_bytes("run/manifest.json", b"mine", if_absent=True)
     await store.close()
+
+
+# ── what the last answer proves ──
+
+
+SMALL = entry_of(b"small", "small", 4096)
+
+
+async def put_small(store: S3Store) -> None:
+    await store.put("run/small", BytesSource(b"small"), size_bytes=5, chunk_bytes=4096, expect=SMALL)
+
+
+async def test_object_is_looked_at_afterwards_only_where_the_answer_does_not_prove_it(served: Bucket) -> None:
+    """A server that keeps no checksums tells the size at least, and whether the object is there at all."""
+    store = store_at(served)
+    await put(store)
+    await put_small(store)
+    assert served.count("head_object") == (2 if served.keeps_checksums else 4)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "retold",
+    [
+        {"x-amz-checksum-type": "COMPOSITE"},
+        {"x-amz-checksum-type": ""},
+        {"x-amz-checksum-crc64nvme": f"{ENTRY.crc64nvme}-10"},
+        {"x-amz-checksum-crc64nvme": SMALL.crc64nvme},
+    ],
+    ids=["composite", "of no type", "of checksums", "of other bytes"],
+)
+async def test_answer_that_proves_something_else_is_looked_into(retold: dict[str, str]) -> None:
+    with bucket_server(part_bytes_min=1024) as served:
+        names = {"x-amz-checksum-crc64nvme": "ChecksumCRC64NVME", "x-amz-checksum-type": "ChecksumType"}
+
+        def complete(*arguments: Any) -> Any:
+            answer = Bucket.complete_multipart_upload(served, *arguments)
+            body = answer.body.decode()
+            for header, value in retold.items():
+                body = re.sub(rf"<{names[header]}>[^<]*", f"<{names[header]}>{value}", body)
+            return replace(answer, body=body.encode())
+
+        served.complete_multipart_upload = complete  # type: ignore[method-assign]
+        store = store_at(served)
+        await put(store)
+        assert served.count("head_object") == 2
+        await store.close()
+
+
+async def test_object_that_is_gone_again_after_an_answer_that_proves_nothing_is_not_there() -> None:
+    with bucket_server(part_bytes_min=1024, keeps_checksums=False) as served:
+        served.script = lambda operation, key: "NoSuchKey" if operation == "head_object" else ""
+        store = store_at(served)
+        with pytest.raises(TierUnreachable, match="gone again"):
+            await put_small(store)
+        await store.close()
 
 
 # ── altered on its way ──

@@ -181,7 +181,14 @@ def test_restore_of_an_archived_checkpoint_says_what_to_do_first(archived: House
     assert archived.tierd("restore", "--step", "200", "--to", archived.root / "thawed").exit_code == 0
 
 
-def test_verify_does_not_take_an_archived_checkpoint_for_a_damaged_one(archived: House) -> None:
-    result = archived.tierd("verify", "--step", "200", "--deep")
-    assert result.exit_code not in (0, 12)
-    assert "it is archived" in result.stderr
+@pytest.mark.parametrize("verb", [("verify", "--deep"), ("drill",)], ids=["verify", "drill"])
+def test_verify_and_drill_say_of_an_archived_checkpoint_what_restore_says(archived: House, verb: tuple[str]) -> None:
+    """It is no damaged one: 14 where it is all that was asked for, 3 where others could be judged."""
+    result = archived.tierd(*verb, "--step", "200")
+    assert result.exit_code == 14
+    assert "it is archived: restore it with `aws s3api restore-object` first" in result.output
+    if verb[0] == "verify":
+        assert archived.tierd(*verb).exit_code == 3
+        assert archived.tierd("verify").exit_code == 0, "a HEAD is answered"
+    make_checkpoint(archived.root / "empty", step=200)
+    assert archived.tierd(*verb, "--step", "200").exit_code == 3

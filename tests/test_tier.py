@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -16,7 +17,7 @@ from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
-from tierd.format.manifest import FORMAT_VERSION, Manifest
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint, open_cold_tier
 from tierd.tiers.verification import verify_files
@@ -208,14 +209,59 @@ async def test_the_manifest_keeps_its_very_bytes(hot: Tier, cold: Tier) -> None:
     assert await cold.store.get_bytes(layout.manifest_key(ID), size_max=1 << 20) == raw
 
 
-@pytest.mark.parametrize("at", [0, (5 << 20) + 1])
-async def test_a_damaged_shard_is_never_copied(hot: Tier, cold: Tier, at: int) -> None:
+@pytest.mark.parametrize(("shard", "at"), [(0, 0), (0, (5 << 20) + 1), (1, 0)])
+async def test_a_damaged_shard_is_never_copied(hot: Tier, cold: Tier, shard: int, at: int) -> None:
+    """The error is raised alone, whatever the other shards on their way were at; nothing is marked."""
     made = manifest()
     await persist(hot, made)
-    flip(hot, made.files[0].name, at)
-    with pytest.raises(Corrupt, match=f"chunk {at // CHUNK_BYTES} of 2"):
-        await copy_checkpoint(made, hot, cold)
-    assert (await cold.listing()).committed == set()
+    damaged = made.files[shard]
+    flip(hot, damaged.name, at)
+    with pytest.raises(Corrupt, match=f"chunk {at // CHUNK_BYTES} of {len(damaged.chunks)}"):
+        await copy_checkpoint(made, hot, cold, milestones=["best"])
+    found = await cold.listing()
+    assert found.committed == set()
+    assert found.milestones(ID) == frozenset()
+    assert damaged.name not in found.files.get(ID, {})
+    flip(hot, damaged.name, at)
+    await copy_checkpoint(made, hot, cold)
+    assert (await verify_files(cold, made)).sentences == []
+
+
+class Watched(DirectoryStore):
+    """Notes what it has written, in this order; its first shard ends after its second."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+        self._second = asyncio.Event()
+
+    async def put(self, key: str, *args: Any, **kwargs: Any) -> FileEntry:
+        if "rank-00000" in key:
+            await self._second.wait()
+        entry = await super().put(key, *args, **kwargs)
+        self.written.append(entry.name)
+        if "rank-00001" in key:
+            self._second.set()
+        return entry
+
+    async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
+        self.written.append(key.rpartition("/")[2])
+        return await super().put_bytes(key, content, if_absent=if_absent)
+
+
+async def test_shards_go_side_by_side_then_the_markers_and_last_the_manifest(hot: Tier, tmp_path: Path) -> None:
+    made = manifest()
+    await persist(hot, made)
+    store = Watched(tmp_path / "watched")
+    async with asyncio.timeout(60):
+        await copy_checkpoint(made, hot, Tier("cold", store), milestones=["best"], is_healthy=True)
+    markers = [layout.milestone_key(ID, "best"), layout.diagnosis_key(ID, is_healthy=True)]
+    assert store.written == [
+        *(entry.name for entry in reversed(made.files)),
+        *(key.rpartition("/")[2] for key in markers),
+        layout.MANIFEST,
+    ]
+    await store.close()
 
 
 async def test_a_copy_never_replaces_another_checkpoint(hot: Tier, cold: Tier) -> None:
@@ -242,7 +288,9 @@ async def stall():
 
 class Stalling(DirectoryStore):
     async def put(self, key, *args, **kwargs):
-        if sys.argv[3] == "second shard" and "rank-00001" in key:
+        if sys.argv[3] == "between shards" and "rank-00001" in key:
+            while not [one for one in await self.list() if "rank-00000" in one.key]:
+                await asyncio.sleep(0.01)
             await stall()
         return await super().put(key, *args, **kwargs)
     async def put_bytes(self, key, *args, **kwargs):
@@ -251,9 +299,13 @@ class Stalling(DirectoryStore):
         return await super().put_bytes(key, *args, **kwargs)
 
 class StallingSource(DirectoryStore):
+    shards = set()
     async def read(self, key, offset, buffer):
-        if sys.argv[3] == "within a shard" and offset + len(buffer) > 1 << 20:
-            await stall()
+        if sys.argv[3] == "within both shards":
+            self.shards.add(key)
+            if len(self.shards) == 2:
+                await stall()
+            await asyncio.Event().wait()
         await super().read(key, offset, buffer)
 
 async def main():
@@ -265,7 +317,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("instant", ["within a shard", "second shard", "manifest"])
+@pytest.mark.parametrize("instant", ["within both shards", "between shards", "manifest"])
 async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, tmp_path: Path, instant: str) -> None:
     made = manifest()
     await persist(hot, made)
@@ -275,12 +327,12 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     cold = Tier("cold", store)
     left = await cold.listing()
     assert left.committed == set()
-    assert left.partial == (set() if instant == "within a shard" else {ID})
+    assert left.partial == (set() if instant == "within both shards" else {ID})
     # And the next attempt ends well.
     await copy_checkpoint(made, hot, cold)
     assert (await cold.listing()).committed == {ID}
     assert (await verify_files(cold, made)).sentences == []
-    assert await store.sweep_partials() == (1 if instant == "within a shard" else 0)
+    assert await store.sweep_partials() == (2 if instant == "within both shards" else 0)
     await store.close()
 
 

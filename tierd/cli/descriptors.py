@@ -37,6 +37,7 @@ class DescriptorStore:
     """Owns the descriptors from here on. Raises Corrupt when they do not fit the manifest."""
 
     url = "memory:"
+    puts_at_once = 1
 
     def __init__(self, raw: bytes, descriptors: Sequence[int], checkpoint: CheckpointId) -> None:
         self.manifest = decode(raw, where=f"{checkpoint} in memory", expect=checkpoint)

@@ -16,7 +16,7 @@ import typer
 from tierd.cli import options
 from tierd.cli.choice import Candidate, Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, duration, progress_bar, size, table
-from tierd.cli.places import PARTIAL, Places, Settings, look, settings_of
+from tierd.cli.places import Places, Settings, check_one_place, exit_code, look, settings_of
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.tiers.drill import drill as drill_replica
 
@@ -44,24 +44,24 @@ def drill(
         typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME; else one at random."),
     ] = None,
     generation: options.GenerationNumber = None,
+    place: options.From = None,
     scratch: Annotated[
         Path | None, typer.Option("--scratch", metavar="DIR", help="Where to; else drill.scratch of the config.")
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Restore one checkpoint of each tier into scratch space, verify it, delete it."""
+    check_one_place(place, tier)
     settings = settings_of(context)
     where = scratch.absolute() if scratch else settings.config().drill_path
     wish = wanted(run, step or "latest", generation)
-    drills, errors = asyncio.run(_drill(settings, wish, tier, where, is_random=step is None))
+    drills, errors = asyncio.run(_drill(settings, wish, tier, place, where, is_random=step is None))
     if json:
         answer_json(drills)
     else:
         _print(drills)
-    if any(isinstance(error, Corrupt) for error in errors):
-        raise typer.Exit(Corrupt.exit_code)
-    if errors:
-        raise typer.Exit(PARTIAL if len(errors) < len(drills) else errors[0].exit_code)
+    if code := exit_code(errors, of=len(drills)):
+        raise typer.Exit(code)
 
 
 def _print(drills: list[Drill]) -> None:
@@ -88,11 +88,11 @@ def _print(drills: list[Drill]) -> None:
 
 
 async def _drill(
-    settings: Settings, wish: Wanted, tier: str | None, scratch: Path, *, is_random: bool
+    settings: Settings, wish: Wanted, tier: str | None, place: str | None, scratch: Path, *, is_random: bool
 ) -> tuple[list[Drill], list[TierdError]]:
     drills: list[Drill] = []
     errors: list[TierdError] = []
-    async with look(settings, only=tier) as places:
+    async with look(settings, place=place, only=tier) as places:
         for name in places.tiers:
             one = Drill(tier=name)
             drills.append(one)

@@ -7,7 +7,7 @@ the others still answer, and the exit code says 3, or 14 when none of them does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +20,24 @@ from tierd.catalog import Catalog
 from tierd.cli.choice import Wanted
 from tierd.cli.console import say
 from tierd.config import ColdConfig, Config, LimitsConfig
-from tierd.errors import BadConfig, TierUnreachable
+from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, open_cold_tier
 from tierd.workers.recovery import refresh
 
 PARTIAL = 3  # the exit code of an answer that lacks a part
+
+
+def exit_code(errors: Sequence[TierdError], *, of: int) -> int:
+    """Of a verb that was to judge so many replicas or tiers, and could not judge some: 12 where one is damaged, 3 where
+    the others have been judged, 14 where none could be and a tier is in the way (an archived shard is as far away)."""
+    if any(isinstance(error, Corrupt) for error in errors):
+        return Corrupt.exit_code
+    if len(errors) < of:
+        return PARTIAL if errors else 0
+    away = [error for error in errors if isinstance(error, TierUnreachable)]
+    return (away or errors)[0].exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,12 @@ async def _look_at(tier: Tier, places: Places) -> None:
         places.catalog.saw_tier(tier.name, {}, {}, 0, since=places.catalog.moment())
     else:
         await refresh(places.catalog, tier)
+
+
+def check_one_place(place: str | None, tier: str | None) -> None:
+    """Raises BadConfig where both say what to look at."""
+    if place is not None and tier is not None:
+        raise BadConfig("--from names the one place to look in, --tier a tier of the config", hint="give one of them")
 
 
 def tier_names(config: Config) -> list[str]:

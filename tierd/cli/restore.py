@@ -22,7 +22,7 @@ from tierd.cli import daemon, options
 from tierd.cli.choice import Candidate, Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, duration, say, size
 from tierd.cli.part import Part, bring_part
-from tierd.cli.places import Places, Settings, look, settings_of
+from tierd.cli.places import Places, Settings, check_one_place, look, settings_of
 from tierd.cli.replicas import Replicas
 from tierd.config import Config
 from tierd.errors import BadConfig, Corrupt, DaemonUnreachable, NotFound, TierUnreachable, Unhealthy
@@ -91,8 +91,7 @@ def restore(
 
 def target_of(to: Path, tier: str, place: str | None) -> Path:
     """Where `--to` leads, which must be new or empty."""
-    if place is not None and tier != AUTO:
-        raise BadConfig("--from names the one place to look in, --tier a tier of the config", hint="give one of them")
+    check_one_place(place, None if tier == AUTO else tier)
     target = to.absolute().parent.resolve() / to.absolute().name if not to.is_dir() else to.resolve()
     check_target(target)
     return target

@@ -16,8 +16,8 @@ import typer
 from tierd.cli import options
 from tierd.cli.choice import Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, progress_bar, say, size
-from tierd.cli.places import PARTIAL, Places, Settings, look, settings_of, tier_names
-from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierUnreachable
+from tierd.cli.places import PARTIAL, Places, Settings, exit_code, look, settings_of, tier_names
+from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import CheckpointId
 from tierd.tiers.repair import Repair, repair_replica
 from tierd.tiers.store import Progress
@@ -73,15 +73,15 @@ def verify(
     verifying = _verify(
         settings_of(context), wish, tier, place, is_newest_only=step == "latest", is_deep=deep, is_repair=repair
     )
-    replicas, is_complete = asyncio.run(verifying)
+    replicas, unread, is_complete = asyncio.run(verifying)
     if json:
         answer_json(replicas)
     else:
         _print(replicas)
     if any(not one.is_whole and one.unread is None for one in replicas):
         raise typer.Exit(Corrupt.exit_code)
-    if not is_complete or any(one.unread for one in replicas):
-        raise typer.Exit(PARTIAL)
+    if code := exit_code(unread, of=len(replicas)) or (0 if is_complete else PARTIAL):
+        raise typer.Exit(code)
 
 
 def _print(replicas: list[Verified]) -> None:
@@ -114,8 +114,9 @@ async def _verify(
     is_newest_only: bool,
     is_deep: bool,
     is_repair: bool,
-) -> tuple[list[Verified], bool]:
-    """(the replicas, whether every tier that was to be verified gave an answer)"""
+) -> tuple[list[Verified], list[TierdError], bool]:
+    """(the replicas, why some could not be judged, whether every tier that was to be verified gave an answer)"""
+    unread: list[TierdError] = []
     if is_repair and tier is not None and tier not in (names := tier_names(settings.config())):
         raise BadConfig(f"no tier is called {tier!r}", hint=f"the tiers of this config are {', '.join(names)}")
     async with look(settings, place=place, only=None if is_repair else tier) as places:
@@ -139,12 +140,19 @@ async def _verify(
         if not found:
             where = place or tier or "any tier"
             raise NotFound(f"find {wish} to verify in {where}: there is none", hint="`tierd ls` shows what there is")
+        replicas: list[Verified] = []
         with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
-            replicas = [
-                await _replica(places, name, one, why, is_deep=is_deep, is_repair=is_repair, progress=progress)
-                for name, one, _, why in found
-            ]
-        return [one for one in replicas if one is not None], not unreachable
+            for name, checkpoint, _, why in found:
+                one = _unjudged(checkpoint, name)
+                try:
+                    is_there = await _judge(
+                        one, places, checkpoint, why, is_deep=is_deep, is_repair=is_repair, progress=progress
+                    )
+                except (NewerFormat, TierUnreachable) as error:
+                    one.unread, is_there = error.message, True
+                    unread.append(error)
+                replicas += [one] * is_there
+        return replicas, unread, not unreachable
 
 
 def _newest(wish: Wanted, places: Places, judged: set[str]) -> Wanted:
@@ -153,28 +161,35 @@ def _newest(wish: Wanted, places: Places, judged: set[str]) -> Wanted:
     return Wanted(run=newest.run, step=newest.step, milestone=None, generation=newest.generation)
 
 
-async def _replica(
-    places: Places, name: str, checkpoint: CheckpointId, why: str, *, is_deep: bool, is_repair: bool, progress: Progress
-) -> Verified | None:
-    """None when it was deleted under our eyes. `why`: what the look at the tier found wrong already."""
-    tier = places.tiers[name]
-    verified = Verified(
+def _unjudged(checkpoint: CheckpointId, tier: str) -> Verified:
+    return Verified(
         run=checkpoint.run,
         step=checkpoint.step,
         generation=checkpoint.generation,
-        tier=name,
+        tier=tier,
         size_bytes=0,
         how=None,
         is_whole=False,
         problems=[],
     )
-    try:
-        found = await verify_replica(tier, checkpoint, is_deep=is_deep or is_read_for_nothing(tier), progress=progress)
-    except (NewerFormat, TierUnreachable) as error:
-        verified.unread = error.message
-        return verified
+
+
+async def _judge(
+    verified: Verified,
+    places: Places,
+    checkpoint: CheckpointId,
+    why: str,
+    *,
+    is_deep: bool,
+    is_repair: bool,
+    progress: Progress,
+) -> bool:
+    """False when it was deleted under our eyes. `why`: what the look at the tier found wrong already. Raises
+    NewerFormat or TierUnreachable where it cannot be judged."""
+    tier = places.tiers[verified.tier]
+    found = await verify_replica(tier, checkpoint, is_deep=is_deep or is_read_for_nothing(tier), progress=progress)
     if found is None:
-        return None
+        return False
     verified.size_bytes = found.manifest.size_bytes if found.manifest else 0
     verified.how = found.proof.value if found.manifest else None
     # Nothing wrong by its own manifest: then it disagrees with another tier's.
@@ -182,7 +197,7 @@ async def _replica(
     verified.is_whole = not verified.problems
     if found.problems and is_repair:
         await _repair(places, tier, checkpoint, found, verified)
-    return verified
+    return True
 
 
 async def _repair(

@@ -36,6 +36,9 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 class DirectoryStore:
     """Objects as files under `root`, which is made at first use unless `create` is False."""
 
+    # One fills the disk, and while it is fsynced the next is written. A file that is cut off here begins anew.
+    puts_at_once = 2
+
     def __init__(
         self, root: Path, *, pieces_in_flight: int = 4, create: bool = True, max_write_mib_s: float = 0.0
     ) -> None:

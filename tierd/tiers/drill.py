@@ -5,6 +5,7 @@ The same copy as a real one. What a killed drill left is cleared by the next one
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from tierd.tiers.publish import landing
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.tiers.verification import verify_files
+
+FOLDER_LENGTH_MAX = 100  # a filesystem allows 255, and `.partial` is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ async def drill(
 
     Raises Corrupt where a byte is not what it was, NotFound, TierUnreachable, Full; LockHeld while another is at it.
     """
-    with landing(scratch / tier.name, size_bytes=manifest.size_bytes + spare_bytes) as land:
+    with landing(scratch / _folder(tier.name), size_bytes=manifest.size_bytes + spare_bytes) as land:
         store = DirectoryStore(land.partial)
         restored = Tier("scratch", store)
         try:
@@ -54,6 +57,11 @@ async def drill(
 
 def clear(tier: str, scratch: Path) -> None:
     """What a drill left that was killed."""
-    if (scratch / tier).with_name(f"{tier}.partial").exists():
-        with landing(scratch / tier, size_bytes=0):
+    if (scratch / f"{_folder(tier)}.partial").exists():
+        with landing(scratch / _folder(tier), size_bytes=0):
             pass
+
+
+def _folder(tier: str) -> str:
+    """A tier that is a place is called by its path or URL, which must not lead out of the scratch space."""
+    return re.sub(r"[^\w-]+", "-", tier, flags=re.ASCII)[-FOLDER_LENGTH_MAX:]

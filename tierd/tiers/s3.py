@@ -1,8 +1,8 @@
 """A bucket as a store: objects below a prefix, each request retried a few times here and for ever by the workers.
 
 Uploads are our own multipart on the file's chunks: each part carries the checksum that was taken once, and the whole
-is compared with what S3 computed (HEAD, no egress). Servers that ignore checksums or conditional writes are still
-served right: nothing is believed that they did not say.
+is compared with what S3 computed, in its answer or in a HEAD (no egress). Servers that ignore checksums or conditional
+writes are still served right: nothing is believed that they did not say.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class S3Store:
         self.name = name
         self.prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self.parts_in_flight = parts_in_flight
+        # So that small files, each one part, fill the line too; the end of a large one hides behind parts of others.
+        self.puts_at_once = parts_in_flight
         self.part_bytes_min = part_bytes_min
         self._request_timeout_s = request_timeout_s
         self._retry_min_s = retry_min_s
@@ -139,8 +141,8 @@ class S3Store:
             if progress is not None:
                 progress(size_bytes)
             return expect
-        await upload.run(expect)
-        await self._check_arrived(key, expect, doing)
+        if not await upload.run(expect):
+            await self._check_arrived(key, expect, doing)
         return expect
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
@@ -421,7 +423,8 @@ class S3Store:
             return None
 
     async def _check_arrived(self, key: str, entry: FileEntry, doing: str) -> None:
-        """After an upload. A server that keeps no checksums is believed: readers check every chunk anyway."""
+        """After an upload whose answer proves nothing. A server that keeps no checksums is believed: readers check
+        every chunk anyway."""
         found = await self.head(key, doing)
         if found is None:
             raise TierUnreachable(f"{doing}: written, and gone again", hint="does someone else delete there?")

@@ -73,15 +73,15 @@ class Upload:
         await each(self.store.parts_in_flight, checksum.chunk_ranges(self.size_bytes, PIECE_BYTES), add)
         return sums.entry(self.key.rpartition("/")[2], None, self.doing)
 
-    async def run(self, entry: FileEntry) -> None:
-        """Sends it. Raises Corrupt, and nothing becomes visible, when a chunk is not what `entry` says."""
+    async def run(self, entry: FileEntry) -> bool:
+        """Sends it. Returns whether the last answer proves that all of it arrived. Raises Corrupt, and nothing becomes
+        visible, when a chunk is not what `entry` says."""
         if self.size_bytes <= self._part_bytes:
             about = {"ChecksumCRC64NVME": entry.crc64nvme, **self._class}
-            await self._send("put_object", entry, 0, self.size_bytes, **about)
-            return
+            return _proves(await self._send("put_object", entry, 0, self.size_bytes, **about), entry)
         upload_id, finished = await self._resume(entry)
         try:
-            await self._send_parts(entry, upload_id, finished)
+            return await self._send_parts(entry, upload_id, finished)
         except TierdError as error:
             # What may pass leaves the upload there, for the next attempt to go on with. What the source or the
             # server says about the parts themselves would only be said again.
@@ -118,8 +118,8 @@ class Upload:
 
     # ── sending ──
 
-    async def _send_parts(self, entry: FileEntry, upload_id: str, finished: dict[int, str]) -> None:
-        """`finished`: ETags by part number, of parts that are there. Grows."""
+    async def _send_parts(self, entry: FileEntry, upload_id: str, finished: dict[int, str]) -> bool:
+        """As `run`. `finished`: ETags by part number, of parts that are there. Grows."""
         sums: dict[int, str] = {}
 
         async def send(numbered: tuple[int, tuple[int, int]]) -> None:
@@ -138,17 +138,19 @@ class Upload:
             for number in sorted(finished)
         ]
         try:
-            await self._request(
+            answer = await self._request(
                 "complete_multipart_upload",
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=entry.crc64nvme,
                 ChecksumType="FULL_OBJECT",
             )
+            return _proves(answer, entry)
         except TierUnreachable:
             # Done all the same, when only the answer was lost: a repeated request then finds no such upload.
             if not self._is_made_of(entry, parts, await self.store.head(self.key, self.doing)):
                 raise
+            return False
 
     def _is_made_of(self, entry: FileEntry, parts: list[dict[str, Any]], head: Answer | None) -> bool:
         if head is None or head["ContentLength"] != entry.size_bytes:
@@ -258,6 +260,11 @@ class Upload:
             return self.source[offset : offset + length]
         await self.source.fill(offset, buffer[:length])
         return buffer[:length]
+
+
+def _proves(answer: Answer, entry: FileEntry) -> bool:
+    """Only where the server says of what kind its checksum is: some repeat what they were sent."""
+    return answer.get("ChecksumType") == "FULL_OBJECT" and whole_checksum(answer) == entry.crc64nvme
 
 
 def _is_md5(found: Answer) -> bool:

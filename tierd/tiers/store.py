@@ -65,7 +65,11 @@ class LocalSource(Source, Protocol):
 
 
 class Store(Protocol):
+    """`puts_at_once`: as many as make full use of it; what more of them hold in memory and send at once has the same
+    bounds, so they would only wait."""
+
     url: str
+    puts_at_once: int
 
     async def put(
         self,

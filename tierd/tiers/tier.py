@@ -19,6 +19,7 @@ from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.pool import each
 from tierd.tiers.store import Progress, Source, Store
 
 
@@ -177,24 +178,27 @@ async def copy_checkpoint(
     is_healthy: bool | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Copies a committed checkpoint: files, then the markers, then the manifest's own bytes.
+    """Copies a committed checkpoint: files, several at once, then the markers, then the manifest's own bytes.
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
     milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
+
+    async def copy(entry: FileEntry) -> None:
+        await target.store.put(
+            layout.file_key(manifest.id, entry.name),
+            source.source(manifest.id, entry),
+            size_bytes=entry.size_bytes,
+            chunk_bytes=entry.chunk_bytes,
+            expect=entry,
+            progress=progress,
+            is_lasting=bool(milestones),
+        )
+
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
-        for entry in manifest.files:
-            await target.store.put(
-                layout.file_key(manifest.id, entry.name),
-                source.source(manifest.id, entry),
-                size_bytes=entry.size_bytes,
-                chunk_bytes=entry.chunk_bytes,
-                expect=entry,
-                progress=progress,
-                is_lasting=bool(milestones),
-            )
+        await each(target.store.puts_at_once, manifest.files, copy)
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)
     if is_healthy is not None:
