@@ -232,6 +232,22 @@ async def test_what_nobody_has_examined_is_judged_before_it_is_handed_over(rooms
     assert asked == [200, 150]
 
 
+async def test_snapshot_that_memory_let_go_of_while_it_was_judged_is_handed_over_from_hot(rooms: Rooms) -> None:
+    rooms.seal(100)
+    await rooms.look()
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        if rooms.memory.find(checkpoint):
+            await rooms.persister().run_once()
+            rooms.seal(200)
+            list(rooms.memory.release(RUN))
+        return True
+
+    found = await handover(restorer(rooms, judge=judge), step=100)
+    close_all(found.descriptors)
+    assert (found.manifest.step, found.tier) == (100, "hot")
+
+
 async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Rooms) -> None:
     with pytest.raises(BadRequest, match="'colder'"):
         await ask(rooms, tier="colder")

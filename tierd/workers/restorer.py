@@ -229,6 +229,7 @@ class Restorer:
                 continue
             if checkpoint in in_memory and find.tier in (AUTO, MEMORY):
                 yield checkpoint, MEMORY
+                entry = self._catalog.get(checkpoint)  # what memory let go of meanwhile is in hot
             for tier in (self._hot.name, *self._cold):
                 if entry is not None and tier in entry.tiers and find.tier in (AUTO, tier):
                     yield checkpoint, tier
