@@ -220,9 +220,7 @@ def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_res
     assert whole == undisturbed
 
 
-def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
     with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
         begin(trainers, _loop_to_the_exit, FOREVER)
         for trainer in trainers:

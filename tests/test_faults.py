@@ -17,7 +17,7 @@ import pytest
 from support_bucket import Bucket, bucket_server
 from support_cli import CHUNK_BYTES, assert_same_files, folder_of, make_checkpoint
 from support_rooms import RUN, Rooms, rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.errors import TierdError, TierUnreachable
@@ -193,12 +193,6 @@ async def committed(rooms: Rooms, step: int) -> Manifest:
 
 
 FOUND: list[int] = []
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("seed", [1, 2, *FOUND])
