@@ -18,11 +18,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of who runs the tests neither the cache nor the S3 credentials are used. A hook and no fixture, for modules of
-    ours keep the environment of the processes that they start, and are imported first."""
+    """Of who runs the tests neither the cache nor the S3 credentials are used, in no process that they start either.
+    A hook and no fixture, for modules of ours keep the environment of such processes, and are imported first."""
     cache = tempfile.TemporaryDirectory(prefix="tierd-cache-")
     config.add_cleanup(cache.cleanup)
-    os.environ.update(ENVIRONMENT, XDG_CACHE_HOME=cache.name)
+    # torch with one thread: with more, those of each of our many processes spin while they wait for each other.
+    os.environ.update(ENVIRONMENT, XDG_CACHE_HOME=cache.name, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="session")

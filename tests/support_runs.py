@@ -179,7 +179,6 @@ class Training:
     """What a trainer's process holds. `width` makes the state larger, `extra` joins it as it is."""
 
     def __init__(self, *, width: int = 16, extra: dict[str, Any] | None = None, seed: int = 1) -> None:
-        torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.model: nn.Module = nn.Sequential(nn.Linear(16, width), nn.Dropout(0.2), nn.GELU(), nn.Linear(width, 16))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -340,7 +339,6 @@ class Trainer:
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     """The trainer's process: until the test has gone."""
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     training = Training(**options)
     while True:
         try:

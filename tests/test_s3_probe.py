@@ -81,7 +81,7 @@ async def test_moto_and_rclone_are_looked_at_to_the_end_and_left_as_they_were(mo
     assert said(found, "problem") == set()
     assert said(found, "warning") == {"lifecycle"}
     assert "Contents" not in await store.request("list_objects_v2", "look", Prefix="doctor/")
-    assert await store.uploads("", "look") == []
+    assert await store.uploads("doctor/", "look") == []
     await store.close()
     with rclone_server(tmp_path) as url:
         found = await probe(url)
