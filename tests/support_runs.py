@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -351,6 +352,20 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
             pipe.send((False, error))
         else:
             pipe.send((True, result))
+
+
+@contextmanager
+def joined(folder: Path, world_size: int, **options: Any) -> Generator[list[Trainer]]:
+    """Trainers that are the ranks of one process group, killed at the end; one alone is no rank of any."""
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(Trainer(**options)) for _ in range(world_size)]
+        if world_size > 1:
+            rendezvous = str(folder / f"rendezvous-{trainers[0].pid}")
+            for rank, trainer in enumerate(trainers):
+                trainer.begin("join", rank, world_size, rendezvous)
+            for trainer in trainers:
+                trainer.end()
+        yield trainers
 
 
 def together(trainers: Sequence[Trainer], name: str, *arguments: Any, **options: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support_runs import Daemon, Trainer, Training, together, wait_until
+from support_runs import Daemon, Trainer, Training, joined, together, wait_until
 
 FOREVER = 1_000_000
 
@@ -26,13 +26,7 @@ def training(
     daemon: Daemon, world_size: int = 1, *, is_deaf: bool = False, own: str | None = None
 ) -> Generator[list[Trainer]]:
     """Trainers of a run that train until they are stopped."""
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
-        if world_size > 1:
-            for rank, trainer in enumerate(trainers):
-                trainer.begin("join", rank, world_size, str(daemon.root / "rendezvous"))
-            for trainer in trainers:
-                trainer.end()
+    with joined(daemon.root, world_size) as trainers:
         together(trainers, "connect", daemon.socket, every_steps=0)
         together(trainers, "enter")
         for trainer in trainers:
