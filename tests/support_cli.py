@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner, Result
 
-from tierd.cli.app import app
+from tierd.cli.app import make_app
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest, file_entry
@@ -44,7 +44,7 @@ class House:
 
     def tierd(self, *arguments: str | Path) -> Result:
         """The verb in this process."""
-        return CliRunner().invoke(app, ["--config", str(self.config), *map(str, arguments)])
+        return CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)])
 
     def json(self, *arguments: str | Path) -> Any:
         """What the verb prints with --json: it must succeed, and stdout must hold nothing else."""

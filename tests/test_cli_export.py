@@ -164,9 +164,9 @@ def test_without_torch_its_formats_are_refused_before_a_byte_is_read(
 
 MEASURED = """
 import sys
-from tierd.cli.app import app
+from tierd.cli.app import make_app
 try:
-    app(sys.argv[1:])
+    make_app()(sys.argv[1:])
 finally:
     peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
     print(int(peak.split()[1]) >> 10, "MiB", "torch" in sys.modules, file=sys.stderr)

@@ -19,7 +19,7 @@ from support_cli import House, flip_a_bit, folder_of, make_checkpoint, make_hous
 from typer.testing import CliRunner
 
 from tierd.cli import daemon
-from tierd.cli.app import app
+from tierd.cli.app import make_app
 
 DEAD_S3 = """
 [[cold]]
@@ -92,7 +92,7 @@ def test_a_directory_is_listed_with_no_daemon_and_no_config(tmp_path: Path, monk
     make_checkpoint(tmp_path / "usb-disk")
     monkeypatch.chdir(tmp_path)
 
-    result = CliRunner().invoke(app, ["ls", str(tmp_path / "usb-disk"), "--json"])
+    result = CliRunner().invoke(make_app(), ["ls", str(tmp_path / "usb-disk"), "--json"])
 
     assert result.exit_code == 0, result.output
     assert msgspec.json.decode(result.stdout)[0]["tiers"] == [str(tmp_path / "usb-disk")]
@@ -198,7 +198,7 @@ def test_status_without_a_daemon_is_exit_13_and_says_what_is_safe_and_how_to_get
     assert any(line.split()[:5] == ["cold", "step", "100", "generation", "1"] for line in lines)
     command = next(line.split("get it back:")[1].split() for line in lines if "get it back:" in line)
     assert command[:3] == ["tierd", "--config", str(house.config)]
-    done = CliRunner().invoke(app, [*command[1:-1], str(house.root / "restored")])
+    done = CliRunner().invoke(make_app(), [*command[1:-1], str(house.root / "restored")])
     assert "restored run42 step 200 (generation 2) from hot" in done.stdout
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 import tierd
 from tierd.cli import places
-from tierd.cli.app import app, config_first
+from tierd.cli.app import VERBS, called, config_first, make_app
 
 
 @pytest.fixture
@@ -199,10 +201,34 @@ def test_an_unknown_config_key_is_exit_2_and_named(house: House) -> None:
     "arguments", [["frobnicate"], ["ls", "--frobnicate"], ["restore"], ["--config", "nowhere.toml", "ls"]]
 )
 def test_wrong_usage_is_exit_2_without_a_traceback(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(make_app(), arguments)
 
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["ls", "--json"], ["ls"]),
+        (["--config", "ls", "show", "--step", "5"], ["show"]),
+        (["--config=status", "--traceback", "restore", "ls"], ["restore"]),
+        (["frobnicate"], list(VERBS)),
+        (["--config"], list(VERBS)),
+        (["-h"], list(VERBS)),
+        ([], list(VERBS)),
+    ],
+)
+def test_only_the_verb_that_is_called_is_loaded(arguments: list[str], expected: list[str]) -> None:
+    assert called(arguments) == expected
+
+
+def test_verb_carries_no_other_in_its_memory() -> None:
+    """A daemon least of all: it runs for weeks beside a trainer that wants all there is."""
+    code = "import sys; from tierd.cli.app import make_app; make_app(['serve']); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "tierd.cli.serve" in loaded
+    assert not {"tierd.cli.restore", "tierd.cli.export", "tierd.daemon", "boto3", "awscrt"} & set(loaded)
 
 
 def test_a_bug_is_one_line_and_exit_1_and_a_traceback_on_request(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from safetensors.torch import load
 
 from tierd import __version__
-from tierd.cli.app import app
+from tierd.cli.app import make_app
 from tierd.config import Config
 from tierd.format import checksum, layout, manifest, shard, wire
 from tierd.format.ids import Rank
@@ -196,7 +196,7 @@ def test_every_config_example_is_valid() -> None:
             msgspec.toml.decode(block.encode(), type=Config)
 
 
-VERBS: Any = typer.main.get_command(app)
+VERBS: Any = typer.main.get_command(make_app())
 
 
 def test_every_command_that_is_shown_exists_with_its_options() -> None:

@@ -8,7 +8,7 @@ those in other strides, by one call of torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -29,12 +29,16 @@ class Copier:
         self._threads = min(2 * torch.get_num_threads(), THREADS_MAX)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierd-copy")
 
-    def copy(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
-        """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory."""
+    def copy(
+        self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory. The caller
+        does `meanwhile` while the threads copy."""
         pieces, rest = _sort(to, from_)
         running: list[Future[None]] = []
         try:
             self._share(pieces, running)
+            meanwhile()
             copy_each(*rest)
         finally:
             wait(running)  # whatever happens here: the threads hold bare addresses

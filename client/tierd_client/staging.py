@@ -22,6 +22,7 @@ from tierd_client.slots import Slot
 from tierd_client.state import Captured
 from tierd_client.tensors import DTYPES, CapturedTensor, from_bytes
 
+_CPU = torch.device("cpu")
 NAMES_MAX = 5  # of the tensors that a message lists
 PREFAULT_WAIT_S = 60.0  # memory that takes longer is being swapped: then the copy may as well fault it in
 
@@ -68,13 +69,23 @@ class Stager:
         Grows the slot when it is too small, or when the metadata has outgrown its area. Raises Full when there
         is no memory for that, Unsupported when the header would pass 100 MB.
         """
-        layout = self.plan(captured, owned, metadata)
         tensors = _mine(captured, owned)
+        layout = self.plan(captured, owned, metadata)
         try:
-            header = layout.encode_header(metadata)
+            return self._begin(tensors, layout, slot, metadata, deferrable)
         except HeaderOverflow:
             layout = self._replan(tensors, self._signature, metadata)
-            header = layout.encode_header(metadata)
+            return self._begin(tensors, layout, slot, metadata, deferrable)
+
+    def _begin(
+        self,
+        tensors: list[CapturedTensor],
+        layout: Layout,
+        slot: Slot,
+        metadata: dict[str, Any],
+        deferrable: Mapping[str, torch.Tensor],
+    ) -> Staging:
+        """Raises HeaderOverflow, with nothing under way."""
         slot.grow(layout.size_bytes)
         # Touching pages that are not there yet would be no faster, and a SIGBUS where memory is short.
         slot.wait_prefaulted(PREFAULT_WAIT_S)
@@ -86,12 +97,13 @@ class Stager:
             live = deferrable.get(one.name)
             if live is not None:
                 watched.append((one.name, live, one.tensor))
-            pairs = (now if live is None else later).setdefault(one.tensor.device, ([], []))
+            device = _CPU if one.tensor.is_cpu else one.tensor.device  # of "cpu" and "cpu:0" there is one
+            pairs = (now if live is None else later).setdefault(device, ([], []))
             pairs[0].append(to)
             pairs[1].append(one.tensor)
         if any(device.type == "cuda" for device in (*now, *later)):
             slot.pin()
-        staging = Staging(slot.tensor, header, layout.size_bytes, later, Watch(watched), self._copier, self._streams)
+        staging = Staging(slot.tensor, layout, metadata, later, Watch(watched), self._copier, self._streams)
         staging.copy(now)
         return staging
 
@@ -121,16 +133,18 @@ class Staging:
     def __init__(
         self,
         mapping: torch.Tensor,
-        header: bytes,
-        size_bytes: int,
+        layout: Layout,
+        metadata: dict[str, Any],
         later: ByDevice,
         watch: Watch,
         copier: Copier,
         streams: Streams,
     ) -> None:
-        self.size_bytes = size_bytes
+        self.size_bytes = layout.size_bytes
         self._mapping = mapping
-        self._header = header
+        self._layout = layout
+        self._metadata = metadata
+        self._header = b""
         self._later = later
         self._watch = watch
         self._copier = copier
@@ -146,17 +160,25 @@ class Staging:
         return bool(self._later)
 
     def copy(self, tensors: ByDevice) -> None:
-        """Returns when training may change them; the GPUs first, as their copies run by themselves."""
+        """Returns when training may change them; the GPUs first, as their copies run by themselves. The header is made
+        meanwhile. Raises HeaderOverflow, with nothing under way."""
         for device, (to, from_) in tensors.items():
             if device.type == "cuda":
                 self._copies.append(self._streams.copy(device, to, from_))
+        try:
+            self._copier.copy(*tensors.get(_CPU, ([], [])), meanwhile=self._encode_header)
+        except HeaderOverflow:
+            for one in self._copies:
+                one.wait()
+            raise
         for device, (to, from_) in tensors.items():
-            if device.type == "cpu":
-                self._copier.copy(to, from_)
-            elif device.type != "cuda":
+            if device.type not in ("cpu", "cuda"):
                 copy_each(to, from_)
         for one in self._copies:
             one.hold_back()
+
+    def _encode_header(self) -> None:
+        self._header = self._layout.encode_header(self._metadata)
 
     def start(self) -> None:
         """Have the rest copied. An interrupt in here spoils the snapshot, and `finish` knows."""

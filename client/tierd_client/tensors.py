@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -48,8 +48,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 SAMPLE_ELEMENTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedTensor:
+class CapturedTensor(msgspec.Struct, frozen=True, eq=False):
     """The part of a named tensor that this rank holds: bytes to stage, or the destination of a restore.
 
     `tensor` is local and live, in any strides; `saved_offsets` is where it begins in `global_shape`. `is_distributed`:
@@ -85,16 +84,16 @@ class CapturedTensor:
         return self.name if self.is_whole else f"{self.name}{list(self.saved_offsets)}"
 
 
-def captured(name: str, tensor: torch.Tensor) -> CapturedTensor:
+def captured(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> CapturedTensor:
     """The captured form of a live tensor. Raises Unsupported, naming it, when it has no place in a shard."""
     if is_dtensor(tensor):
-        return _captured_dtensor(name, tensor)
+        return _captured_dtensor(name, tensor, is_buffer=is_buffer)
     _check(name, tensor)
     shape = tuple(tensor.shape)
-    return CapturedTensor(name, tensor.detach(), (0,) * len(shape), shape)
+    return CapturedTensor(name, tensor.detach(), (0,) * len(shape), shape, is_buffer=is_buffer)
 
 
-def _captured_dtensor(name: str, tensor: DTensor) -> CapturedTensor:
+def _captured_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> CapturedTensor:
     if any(placement.is_partial() for placement in tensor.placements):
         raise Unsupported(f"capture {name}: a DTensor with pending sums", hint="redistribute it to Shard or Replicate")
     local = local_part(tensor)
@@ -113,7 +112,8 @@ def _captured_dtensor(name: str, tensor: DTensor) -> CapturedTensor:
             f"say {[end - begin for begin, end in box]}",
             hint="make its dimensions divisible by the mesh",
         )
-    return CapturedTensor(name, local, tuple(begin for begin, _ in box), tuple(tensor.shape), is_distributed=True)
+    begins = tuple(begin for begin, _ in box)
+    return CapturedTensor(name, local, begins, tuple(tensor.shape), is_distributed=True, is_buffer=is_buffer)
 
 
 Ranges = list[tuple[int, int]]

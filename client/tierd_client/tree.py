@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,7 @@ class Collector:
         name = path if is_dtensor(tensor) else path + self.suffix
         if name in self.live:  # {"a.b": x, "a": {"b": y}} gives the same path twice
             name = next(made for n in range(2, 1 << 30) if (made := f"{name}#{n}") not in self.live)
-        found = captured(name, tensor)
-        self.tensors.append(replace(found, is_buffer=True) if is_buffer else found)
+        self.tensors.append(captured(name, tensor, is_buffer=is_buffer))
         self.live[name] = tensor
         return name
 

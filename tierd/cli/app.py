@@ -8,32 +8,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Annotated, Concatenate, ParamSpec
 
 import typer
 
-from tierd.cli import (
-    doctor,
-    drill,
-    export,
-    lifecycle,
-    listing,
-    milestone,
-    restore,
-    serve,
-    show,
-    snapshot,
-    status,
-    stop,
-    verify,
-    version,
-)
 from tierd.cli.console import say
 from tierd.cli.places import Settings, settings_of
 from tierd.errors import TierdError
@@ -82,32 +67,50 @@ def _tell(error: Exception) -> int:
     return 1
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Checkpoints of PyTorch training: in memory, on local disk, in S3. JSON goes to stdout, the rest to stderr.",
-)
-
-app.command("serve")(_guarded(serve.serve))
-app.command("status")(_guarded(status.status))
-app.command("ls")(_guarded(listing.ls))
-app.command("show")(_guarded(show.show))
-app.command("restore")(_guarded(restore.restore))
-app.command("export")(_guarded(export.export))
-app.command("verify")(_guarded(verify.verify))
-app.command("drill")(_guarded(drill.drill))
-app.command("milestone")(_guarded(milestone.milestone))
-app.command("stop")(_guarded(stop.stop))
-app.command("snapshot")(_guarded(snapshot.snapshot))
-app.command("lifecycle")(_guarded(lifecycle.lifecycle))
-app.command("doctor")(_guarded(doctor.doctor))
-app.command("demo")(_guarded(serve.demo))
-app.command("version")(_guarded(version.version))
+# Each with the module of this package that its function is in, imported when it is called for: a daemon carries no
+# other verb in its memory, and `tierd ls` waits for none.
+VERBS = {
+    "serve": "serve",
+    "status": "status",
+    "ls": "listing",
+    "show": "show",
+    "restore": "restore",
+    "export": "export",
+    "verify": "verify",
+    "drill": "drill",
+    "milestone": "milestone",
+    "stop": "stop",
+    "snapshot": "snapshot",
+    "lifecycle": "lifecycle",
+    "doctor": "doctor",
+    "demo": "serve",
+    "version": "version",
+}
 
 
-@app.callback()
+def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Checkpoints of PyTorch training: in memory, on local disk, in S3. "
+        "JSON goes to stdout, the rest to stderr.",
+    )
+    app.callback()(settings)
+    for verb in verbs:
+        app.command(verb)(_guarded(getattr(importlib.import_module(f"tierd.cli.{VERBS[verb]}"), verb)))
+    return app
+
+
+def called(arguments: Sequence[str]) -> list[str]:
+    """The verb that stands in these arguments, after what `settings` takes; all verbs where there is none."""
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        del rest[: 2 if rest[0] == "--config" else 1]
+    return rest[:1] if rest and rest[0] in VERBS else list(VERBS)
+
+
 def settings(
     context: typer.Context,
     config: Annotated[
@@ -126,7 +129,8 @@ def main() -> None:
         raise _Terminated
 
     signal.signal(signal.SIGTERM, terminate)
-    app(config_first(sys.argv[1:]))
+    arguments = config_first(sys.argv[1:])
+    make_app(called(arguments))(arguments)
 
 
 def config_first(arguments: Sequence[str]) -> list[str]:

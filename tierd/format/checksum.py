@@ -10,22 +10,24 @@ import base64
 import binascii
 from collections.abc import Iterable, Iterator
 
-from awscrt import checksums as awscrt_checksums
-
 CHUNK_BYTES = 64 << 20
 """One checksum, one upload part. 64 MiB: S3 allows 10,000 parts, so a shard may have 625 GiB."""
 
 
 def crc64nvme(view: bytes | bytearray | memoryview, previous: int = 0) -> int:
     """The CRC64NVME of contiguous bytes, going on from `previous`."""
-    return awscrt_checksums.crc64nvme(view, previous)  # pyright: ignore[reportArgumentType]
+    from awscrt import checksums  # here: it takes 0.1 s to load, and a listing needs no sum
+
+    return checksums.crc64nvme(view, previous)  # pyright: ignore[reportArgumentType]
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
     """The checksum of the concatenation of parts, each given as (checksum, length in bytes)."""
+    from awscrt import checksums
+
     whole = 0
     for checksum, length in parts:
-        whole = awscrt_checksums.combine_crc64nvme(whole, checksum, length)
+        whole = checksums.combine_crc64nvme(whole, checksum, length)
     return whole
 
 
