@@ -28,7 +28,6 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import refresh
-from tierd.workers.replicator import Replicator
 
 T = TypeVar("T")
 
@@ -91,18 +90,8 @@ class Battle:
             retry_min_s=0.0005,
             request_timeout_s=0.5,
         )
-        self.cold = Tier("cold", self.store)
-        self.replicator = Replicator(
-            rooms.catalog,
-            rooms.hot,
-            self.cold,
-            rooms.config,
-            metrics=rooms.metrics,
-            incidents=rooms.incidents,
-            tell=lambda run, message: None,
-            on_committed=lambda: None,
-            now=lambda: "now",
-        )
+        self.cold = rooms.cold["cold"] = Tier("cold", self.store)
+        self.replicator = rooms.replicator()
 
     async def replicate(self, manifests: list[Manifest]) -> None:
         """From hot to cold, until the catalog and the pass agree that all is there."""

@@ -21,7 +21,6 @@ from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier
 from tierd.workers import retention
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import Replicator
 
 LATER = datetime.now(UTC) + timedelta(days=30)
 
@@ -172,17 +171,7 @@ async def test_leftovers_that_are_retained_do_not_stop_replication(house: House)
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.hot.delete(checkpoint_id(RUN, 100, 1))
     await rooms.look()
-    replicator = Replicator(
-        rooms.catalog,
-        rooms.hot,
-        rooms.cold["cold"],
-        rooms.config,
-        metrics=rooms.metrics,
-        incidents=rooms.incidents,
-        tell=lambda run, message: None,
-        on_committed=lambda: None,
-        now=lambda: "now",
-    )
+    replicator = rooms.replicator()
     assert await replicator.run_once()
     assert 600 in house.steps()
     assert house.told() == [("replicate", "retained", 100)]
