@@ -160,7 +160,8 @@ class Daemon:
         return 0.0
 
     def tierd(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """A verb of the CLI as a process would answer, but in this one: starting one takes longer than most verbs."""
+        """A verb of the CLI, answered as by a process, but called in this one: it starts no Python anew. Not for
+        threads: only one can be under way."""
         found = CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)], env=self._environ)
         return subprocess.CompletedProcess(arguments, found.exit_code, found.stdout, found.stderr)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support_runs import Daemon, Trainer, Training, joined, together, wait_until
+from support_runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
 
 FOREVER = 1_000_000
 
@@ -146,6 +149,12 @@ def _halt_when_asked(training: Training) -> None:
                 client.halt("the data are gone")
 
 
+def operator(daemon: Daemon, *arguments: str) -> Any:
+    """What a verb answers in a process of its own: in ours only one at a time can be called."""
+    command = [sys.executable, "-m", "tierd", "--config", str(daemon.config), *arguments, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S).stdout)
+
+
 def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
     """At random moments, on two ranks: every answer names a step that was taken."""
     chance = random.Random(3)
@@ -153,7 +162,7 @@ def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(4))
         names = [chance.choice([None, f"name-{number}"]) for number in range(6)]
         asked = [
-            pool.submit(daemon.json, "snapshot", "--run", "run", *(["--milestone", name] if name else []))
+            pool.submit(operator, daemon, "snapshot", "--run", "run", *(["--milestone", name] if name else []))
             for name in names
         ]
         said = [one.result() for one in asked]
