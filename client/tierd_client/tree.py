@@ -39,7 +39,7 @@ class Collector:
 
     def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
         """The name under which `tensor` is stored. Raises Unsupported when it has no place in a shard."""
-        name = path if is_dtensor(tensor) else path + self.suffix
+        name = path + self.suffix if self.suffix and not is_dtensor(tensor) else path
         if name in self.live:  # {"a.b": x, "a": {"b": y}} gives the same path twice
             name = next(made for n in range(2, 1 << 30) if (made := f"{name}#{n}") not in self.live)
         self.tensors.append(captured(name, tensor, is_buffer=is_buffer))

@@ -2,7 +2,8 @@
 
 Plain JSON values stand for themselves. Everything else is an object with one key that begins with '$':
 `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$bytes": base64}`, `{"$dict": [[key, value], ...]}`. Tensors and
-arrays are the caller's leaves: `encode` offers every value to `leaf` first, `decode` gives unknown tags back.
+arrays are the caller's leaves: `encode` offers what is neither a plain dict nor plain JSON to `leaf` first, `decode`
+gives unknown tags back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -20,6 +22,8 @@ Json = Any
 Leaf = Callable[[object, str], "Json | None"]
 Unleaf = Callable[[str, Json], object]
 
+_STR = frozenset({str})
+_TAG = re.compile(r"\$").match
 _LISTS: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 _DICTS: dict[type, str] = {
     dict: "$dict",
@@ -39,7 +43,10 @@ def encode(value: object, path: str, leaf: Leaf = lambda value, path: None) -> J
 def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
     if depth > DEPTH_MAX:
         raise Unsupported(f"encode {path[:80]}…: nested deeper than {DEPTH_MAX}", hint="is there a cycle in it?")
-    if value is None or type(value) in (bool, int, str):
+    kind = type(value)
+    if kind is dict:  # what there is most of, before what `leaf` would have to be asked
+        return _encode_dict(cast("dict[Any, Any]", value), path, leaf, depth)
+    if value is None or kind in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
@@ -50,7 +57,6 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
         return {"$bytes": base64.b64encode(value).decode("ascii")}  # pyright: ignore[reportArgumentType]
     if type(value) is complex:
         return {"$complex": [repr(value.real), repr(value.imag)]}
-    kind = type(value)
     is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields")
     if is_tuple or (kind in _LISTS and isinstance(value, list | set | frozenset)):
         # sorted, so that the same set always gives the same bytes
@@ -69,8 +75,7 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
 
 
 def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
-    is_plain = type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value)
-    if is_plain:
+    if type(value) is dict and _STR.issuperset(map(type, value)) and not any(map(_TAG, value)):
         return {key: _encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
     pairs = [
         [
