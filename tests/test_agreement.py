@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support_runs import Daemon, Trainer, Training, joined, together, wait_until
+from support_runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
 from tierd_client import Transient
 from tierd_client import agreement as module
 from tierd_client.agreement import Agreement, Wish
@@ -242,7 +242,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_meeting_holds_up_no_other(daemon: D
     with ranks(daemon, 3) as trainers:
         trainers[2].apply(_promise_and_vanish)
         trainers[0].signal(signal.SIGTERM)
-        trainers[2]._process.join(20)
+        trainers[2]._process.join(DEADLINE_S)
         for step in range(1, 20):
             assert together(trainers[:2], "apply", _due, step) == [(False, False)] * 2
 

@@ -96,7 +96,7 @@ def test_forced_it_is_interrupted_without_a_snapshot(daemon: Daemon, world_size:
         assert done.returncode == 0, done.stderr
         assert "is being interrupted after step" in done.stdout
         for trainer in trainers:
-            trainer._process.join(20)
+            trainer._process.join(DEADLINE_S)
             assert trainer._process.exitcode != 0
     assert daemon.steps("hot") == []
 

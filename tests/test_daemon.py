@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 def fails_to_start(daemon: Daemon) -> tuple[int, str]:
     """(exit code, what it said)"""
-    code = daemon.process.wait(20)
+    code = daemon.wait_end()
     assert "Traceback" not in daemon.log
     return code, daemon.log
 
