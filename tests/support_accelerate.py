@@ -40,7 +40,6 @@ def masked(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
 
 
 def main(options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     set_seed(options.get("seed", 1))
     lines = options["lines"]
     accelerator = Accelerator(

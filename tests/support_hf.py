@@ -102,7 +102,6 @@ class Watching(TrainerCallback, ExportableState):
 
 
 def main(options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     lines = options["lines"]
     set_seed(options.get("seed", 1))

@@ -28,6 +28,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import Persister
 from tierd.workers.recovery import refresh
+from tierd.workers.replicator import Replicator
 
 RUN = Run("run42")
 
@@ -66,6 +67,20 @@ class Rooms:
             neighbour=self.neighbour,
             tell=lambda run, message: self.told.append(message),
             on_settled=settle,
+        )
+
+    def replicator(self, tier: str = "cold") -> Replicator:
+        return Replicator(
+            self.catalog,
+            self.hot,
+            self.cold[tier],
+            self.config,
+            metrics=self.metrics,
+            incidents=self.incidents,
+            neighbour=self.neighbour,
+            tell=lambda run, message: self.told.append(message),
+            on_committed=lambda: self.settled.append(RUN),
+            now=lambda: "now",
         )
 
     def seal(

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ import tierd_client
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
+
+from tierd.cli.app import make_app
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 100.0  # for anything that a test waits for; nothing should take a tenth of it
@@ -156,11 +160,10 @@ class Daemon:
         return 0.0
 
     def tierd(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """A verb of the CLI, as a process of its own."""
-        return subprocess.run(
-            [sys.executable, "-m", "tierd", "--config", str(self.config), *map(str, arguments)],
-            env=self._environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
+        """A verb of the CLI, answered as by a process, but called in this one: it starts no Python anew. Not for
+        threads: only one can be under way."""
+        found = CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)], env=self._environ)
+        return subprocess.CompletedProcess(arguments, found.exit_code, found.stdout, found.stderr)
 
     def json(self, *arguments: str | Path) -> Any:
         done = self.tierd(*arguments, "--json")
@@ -179,7 +182,6 @@ class Training:
     """What a trainer's process holds. `width` makes the state larger, `extra` joins it as it is."""
 
     def __init__(self, *, width: int = 16, extra: dict[str, Any] | None = None, seed: int = 1) -> None:
-        torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.model: nn.Module = nn.Sequential(nn.Linear(16, width), nn.Dropout(0.2), nn.GELU(), nn.Linear(width, 16))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -340,7 +342,6 @@ class Trainer:
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     """The trainer's process: until the test has gone."""
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     training = Training(**options)
     while True:
         try:
@@ -353,6 +354,20 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
             pipe.send((False, error))
         else:
             pipe.send((True, result))
+
+
+@contextmanager
+def joined(folder: Path, world_size: int, **options: Any) -> Generator[list[Trainer]]:
+    """Trainers that are the ranks of one process group, killed at the end; one alone is no rank of any."""
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(Trainer(**options)) for _ in range(world_size)]
+        if world_size > 1:
+            rendezvous = str(folder / f"rendezvous-{trainers[0].pid}")
+            for rank, trainer in enumerate(trainers):
+                trainer.begin("join", rank, world_size, rendezvous)
+            for trainer in trainers:
+                trainer.end()
+        yield trainers
 
 
 def together(trainers: Sequence[Trainer], name: str, *arguments: Any, **options: Any) -> list[Any]:

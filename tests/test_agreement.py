@@ -6,12 +6,12 @@ import random
 import signal
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support_runs import Daemon, Trainer, Training, together, wait_until
+from support_runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
 from tierd_client import Transient
 from tierd_client import agreement as module
 from tierd_client.agreement import Agreement, Wish
@@ -30,12 +30,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 @contextmanager
 def ranks(daemon: Daemon, world_size: int, **options: Any) -> Generator[list[Trainer]]:
     """Connected ranks of one run, inside `with client:`."""
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
-        for rank, trainer in enumerate(trainers):
-            trainer.begin("join", rank, world_size, str(daemon.root / f"rendezvous-{trainers[0].pid}"))
-        for trainer in trainers:
-            trainer.end()
+    with joined(daemon.root, world_size) as trainers:
         together(trainers, "connect", daemon.socket, every_steps=0, **options)
         together(trainers, "enter")
         yield trainers
@@ -247,7 +242,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_meeting_holds_up_no_other(daemon: D
     with ranks(daemon, 3) as trainers:
         trainers[2].apply(_promise_and_vanish)
         trainers[0].signal(signal.SIGTERM)
-        trainers[2]._process.join(20)
+        trainers[2]._process.join(DEADLINE_S)
         for step in range(1, 20):
             assert together(trainers[:2], "apply", _due, step) == [(False, False)] * 2
 

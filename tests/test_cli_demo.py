@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tierd.cli import demo
+from tierd.cli.app import make_app
 
 
 @pytest.mark.timeout(300)
@@ -37,8 +39,7 @@ def test_demo_finds_curves_that_differ(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_demo_refuses_a_directory_that_holds_something(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
-    command = [sys.executable, "-m", "tierd", "demo", "--dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 15
+    done = CliRunner().invoke(make_app(), ["demo", "--dir", str(tmp_path)])
+    assert done.exit_code == 15
     assert "holds something" in done.stderr
     assert (tmp_path / "mine").read_text() == "precious"

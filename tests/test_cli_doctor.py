@@ -11,13 +11,7 @@ import pytest
 from support_bucket import bucket_server
 from support_cli import House, make_checkpoint, make_house
 from support_daemon import serving, wait_until
-from support_s3 import BUCKET, ENVIRONMENT, SECRET_KEY
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+from support_s3 import BUCKET, SECRET_KEY
 
 
 def look(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:

@@ -21,7 +21,7 @@ from support_cli import (
     make_house,
     make_zeros,
 )
-from support_s3 import BUCKET, ENVIRONMENT, rclone_server
+from support_s3 import BUCKET, rclone_server
 
 
 @pytest.fixture
@@ -334,9 +334,7 @@ def test_a_tier_can_be_restored_from_by_its_path_alone(house: House) -> None:
     assert_same_files(folder_of(house.root / "usb-disk", manifest), target)
 
 
-def test_a_bucket_is_listed_verified_and_restored_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def test_a_bucket_is_listed_verified_and_restored_from(tmp_path: Path) -> None:
     manifest = make_checkpoint(tmp_path / "s3" / BUCKET / "prefix", step=100, milestones=("best",))
     url = f"s3://{BUCKET}/prefix"
     with rclone_server(tmp_path / "s3") as endpoint:

@@ -20,17 +20,11 @@ from safetensors import safe_open
 from support_bucket import Bucket, bucket_server
 from support_cli import House, assert_same_files, make_checkpoint, make_house
 from support_daemon import wait_until
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 from support_state import commit, shard_of
 
 WORKERS = 4  # pieces under way at once
 CHUNK_BYTES = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support_runs import Daemon, Trainer, Training, together, wait_until
+from support_runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
 
 FOREVER = 1_000_000
 
@@ -26,13 +29,7 @@ def training(
     daemon: Daemon, world_size: int = 1, *, is_deaf: bool = False, own: str | None = None
 ) -> Generator[list[Trainer]]:
     """Trainers of a run that train until they are stopped."""
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
-        if world_size > 1:
-            for rank, trainer in enumerate(trainers):
-                trainer.begin("join", rank, world_size, str(daemon.root / "rendezvous"))
-            for trainer in trainers:
-                trainer.end()
+    with joined(daemon.root, world_size) as trainers:
         together(trainers, "connect", daemon.socket, every_steps=0)
         together(trainers, "enter")
         for trainer in trainers:
@@ -99,7 +96,7 @@ def test_forced_it_is_interrupted_without_a_snapshot(daemon: Daemon, world_size:
         assert done.returncode == 0, done.stderr
         assert "is being interrupted after step" in done.stdout
         for trainer in trainers:
-            trainer._process.join(20)
+            trainer._process.join(DEADLINE_S)
             assert trainer._process.exitcode != 0
     assert daemon.steps("hot") == []
 
@@ -152,6 +149,12 @@ def _halt_when_asked(training: Training) -> None:
                 client.halt("the data are gone")
 
 
+def operator(daemon: Daemon, *arguments: str) -> Any:
+    """What a verb answers in a process of its own: in ours only one at a time can be called."""
+    command = [sys.executable, "-m", "tierd", "--config", str(daemon.config), *arguments, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S).stdout)
+
+
 def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
     """At random moments, on two ranks: every answer names a step that was taken."""
     chance = random.Random(3)
@@ -159,7 +162,7 @@ def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(4))
         names = [chance.choice([None, f"name-{number}"]) for number in range(6)]
         asked = [
-            pool.submit(daemon.json, "snapshot", "--run", "run", *(["--milestone", name] if name else []))
+            pool.submit(operator, daemon, "snapshot", "--run", "run", *(["--milestone", name] if name else []))
             for name in names
         ]
         said = [one.result() for one in asked]

@@ -12,7 +12,7 @@ import pytest
 from support_bucket import Bucket, bucket_server
 from support_cli import House, folder_of, make_checkpoint, make_house
 from support_damage import WAYS, flip, rot
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.format import layout
@@ -100,9 +100,7 @@ def test_repair_needs_more_than_one_place_and_a_tier_that_there_is(house: House)
 
 
 @pytest.fixture(params=[True, False], ids=["checksums", "no checksums"])
-def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def served(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     with bucket_server(keeps_checksums=request.param) as found:
         yield found
 

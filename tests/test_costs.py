@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import tierd_client
 import torch
 from store_contract import content
 from support_bucket import bucket_server
 from support_daemon import Peer, serving, wait_until
 from support_rooms import rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -105,11 +104,9 @@ def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
         assert torch.equal(model.weight, expected)
 
 
-async def test_upload_asks_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_upload_asks_no_more_than_it_must(tmp_path: Path) -> None:
     """Of two shards of two parts: what is needed to send them, and one look before each. Afterwards none, for the last
     answer proves the whole."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     with bucket_server(part_bytes_min=MIB) as served:
         async with rooms_at(tmp_path) as rooms:
             store = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url)

@@ -11,7 +11,7 @@ from store_contract import content
 from support_bucket import Bucket, bucket_server
 from support_cli import make_checkpoint, make_manifest
 from support_daemon import Daemon, Peer, serving, wait_until
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET, SECRET_KEY
 
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
@@ -63,7 +63,7 @@ def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, kee
         served.script = lambda operation, key: (
             "hold" if operation == "upload_part" and served.received_bytes() >= SIZE_BYTES / 2 else ""
         )
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first:
+        with serving(tmp_path, more=cold(served)) as first:
             assert served.held.wait(30)
             first.kill()
         finished = {one.key: len(one.parts) for one in served.uploads.values()}
@@ -71,7 +71,7 @@ def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, kee
         assert served.objects == {}
 
         served.script = lambda operation, key: ""
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second:
+        with serving(tmp_path, more=cold(served)) as second:
             wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
 
         assert served.objects[object_key(manifest, NAME)].content == content(SIZE_BYTES)
@@ -94,7 +94,7 @@ def test_killed_with_several_shards_on_their_way_it_goes_on_with_each(tmp_path: 
 
     with bucket_server(keeps_checksums=keeps_checksums) as served:
         served.script = hold_the_second_part
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first:
+        with serving(tmp_path, more=cold(served)) as first:
             wait_until(lambda: served.faults()["hold"] == 3, "each shard to be held")
             wait_until(lambda: all(one.parts for one in served.uploads.values()), "the first parts to be there")
             first.kill()
@@ -102,7 +102,7 @@ def test_killed_with_several_shards_on_their_way_it_goes_on_with_each(tmp_path: 
         assert [len(one.parts) for one in served.uploads.values()] == [1, 1, 1]
 
         served.script = lambda operation, key: ""
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second:
+        with serving(tmp_path, more=cold(served)) as second:
             wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
 
         done = [one for one in served.seen if one.status == 200]
@@ -122,7 +122,7 @@ def test_killed_at_half_of_a_fetch_it_goes_on_when_the_trainer_asks_again(tmp_pa
         served.script = lambda operation, key: (
             "hold" if key.endswith(".safetensors") and served.sent["get_object"] >= manifest.size_bytes / 2 else ""
         )
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as first, Peer(first.socket) as trainer:
+        with serving(tmp_path, more=cold(served)) as first, Peer(first.socket) as trainer:
             trainer.greet(manifest.run)
             trainer.send(find)
             wait_until(lambda: served.faults()["hold"] == 4, "all that is under way to be held")
@@ -132,7 +132,7 @@ def test_killed_at_half_of_a_fetch_it_goes_on_when_the_trainer_asks_again(tmp_pa
         assert not list((tmp_path / "hot").rglob("*.safetensors"))
 
         served.script = lambda operation, key: ""
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as second, Peer(second.socket) as trainer:
+        with serving(tmp_path, more=cold(served)) as second, Peer(second.socket) as trainer:
             trainer.greet(manifest.run)
             trainer.find()
             _, *shards = trainer.take_files()
@@ -153,13 +153,13 @@ def told(daemon: Daemon, sentence: str) -> None:
 def test_wrong_bucket_or_key_is_told_at_start_in_one_sentence(tmp_path: Path) -> None:
     make_hot(tmp_path)
     with bucket_server() as served:
-        with serving(tmp_path, more=cold(served, bucket="nobodys"), environ=ENVIRONMENT) as daemon:
+        with serving(tmp_path, more=cold(served, bucket="nobodys")) as daemon:
             told(daemon, "there is no such bucket (NoSuchBucket)")
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT | {"AWS_ACCESS_KEY_ID": "wrong"}) as daemon:
+        with serving(tmp_path, more=cold(served), environ={"AWS_ACCESS_KEY_ID": "wrong"}) as daemon:
             told(daemon, "S3 does not know this access key (InvalidAccessKeyId)")
-            assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in daemon.log
+            assert SECRET_KEY not in daemon.log
         served.script = lambda operation, key: "PermanentRedirect"
-        with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
+        with serving(tmp_path, more=cold(served)) as daemon:
             told(daemon, "the bucket is in another region, eu-west-1 (PermanentRedirect)")
             served.script = lambda operation, key: ""
             wait_until(lambda: daemon.checkpoints("run42", "cold") == [100], "it to go on by itself")

@@ -10,16 +10,10 @@ import pytest
 from support_bucket import Bucket, bucket_server
 from support_cli import make_checkpoint
 from support_daemon import Daemon, serving, wait_until
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 SHARD_BYTES = 2_000_000
 MIB_S = 0.001  # the second shard would wait for half an hour
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 def cold(served: Bucket, *, cap: float = 0.0, region: str = "") -> str:

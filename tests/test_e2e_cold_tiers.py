@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support_bucket import Bucket, bucket_server
 from support_runs import Daemon, Trainer, wait_until
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.format import layout
 from tierd.format.ids import Generation, Run
@@ -58,7 +58,7 @@ def daemon_with(root: Path, cold: str, dr: str) -> Daemon:
     url = "s3://{BUCKET}/dr"
     endpoint_url = "{dr}"
     """
-    return Daemon(root, cold=f's3://{BUCKET}/cold"\nendpoint_url = "{cold}', more=more, environ=ENVIRONMENT)
+    return Daemon(root, cold=f's3://{BUCKET}/cold"\nendpoint_url = "{cold}', more=more)
 
 
 def begin(daemon: Daemon, trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support_runs import Daemon, Trainer, Training, wait_until
-from support_s3 import BUCKET, ENVIRONMENT, faulty_proxy, rclone_server
+from support_s3 import BUCKET, faulty_proxy, rclone_server
 
 TENTHS = [10, 20, 30, 40]
 KEPT_COLD = [10, 17, 20, 30, 38, 39, 40]
@@ -106,7 +106,7 @@ def on_s3(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon whose cold tier is a real S3 server."""
     with (
         rclone_server(tmp_path / "s3") as url,
-        Daemon(tmp_path / "node", cold=on_server(url), environ=ENVIRONMENT) as daemon,
+        Daemon(tmp_path / "node", cold=on_server(url)) as daemon,
     ):
         yield daemon
 
@@ -143,7 +143,7 @@ def test_with_s3_away_training_goes_on_and_the_copies_follow(tmp_path: Path, tra
     with (
         rclone_server(tmp_path / "s3") as server,
         faulty_proxy(server, lambda method, path: "503" if away.is_set() else "") as url,
-        Daemon(tmp_path / "node", cold=on_server(url), environ=ENVIRONMENT) as daemon,
+        Daemon(tmp_path / "node", cold=on_server(url)) as daemon,
     ):
         trainer.connect(daemon.socket)
         away.set()

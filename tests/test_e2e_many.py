@@ -12,7 +12,7 @@ import pytest
 from support_bucket import Bucket, Stored, bucket_server
 from support_cli import House, make_manifest
 from support_daemon import serving, wait_until
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.config import LimitsConfig
 from tierd.format import checksum, layout
@@ -86,7 +86,7 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
         return asked(served, since)["list_objects_v2"] // PAGES
 
     served.script = watch
-    with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
+    with serving(tmp_path, more=cold(served)) as daemon:
         wait_until(lambda: looks(0) >= 2, "the first look, and one more", PATIENCE_S)
         assert daemon.metric(HELD) == count
         assert asked(served, 0)["get_object"] == count
@@ -103,7 +103,7 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
         daemon.kill()
 
     since = len(served.seen)
-    with serving(tmp_path, more=cold(served), environ=ENVIRONMENT) as daemon:
+    with serving(tmp_path, more=cold(served)) as daemon:
         wait_until(lambda: daemon.metric(HELD) == count + 1, "the next life", PATIENCE_S)
         assert asked(served, since)["get_object"] == 1, "what the cache lacks, the one that came last"
 
@@ -111,11 +111,9 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
 @pytest.mark.parametrize("served", SIZES, indirect=True)
 @pytest.mark.timeout(600)
 def test_verbs_without_a_daemon_read_each_manifest_once_and_then_pages_of_a_listing_only(
-    tmp_path: Path, served: Bucket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: Bucket
 ) -> None:
     count = len(served.objects) // 2
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     house = House(tmp_path)
     house.config.write_text(f'[daemon]\nlisten = "127.0.0.1:0"\n[limits]\n{cold(served)}')
 
@@ -141,8 +139,6 @@ def test_verbs_without_a_daemon_read_each_manifest_once_and_then_pages_of_a_list
 def test_cache_that_cannot_be_written_costs_requests_and_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     house = House(tmp_path)

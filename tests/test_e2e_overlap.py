@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support_runs import DEADLINE_S, ENVIRONMENT, Daemon, Trainer, Training, refusals, together, wait_until
+from support_runs import DEADLINE_S, ENVIRONMENT, Daemon, Trainer, Training, joined, refusals, together, wait_until
 from tierd_client import Torn
 from tierd_client.copying import Copier
 
@@ -100,20 +100,14 @@ def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon
 
 
 def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slots(daemon: Daemon) -> None:
-    with Trainer(width=WIDTH) as zero, Trainer(width=WIDTH) as one:
-        ranks = [zero, one]
-        rendezvous = str(daemon.root / "rendezvous")
-        for rank, trainer in enumerate(ranks):
-            trainer.begin("join", rank, 2, rendezvous)
-        for trainer in ranks:
-            trainer.end()
+    with joined(daemon.root, 2, width=WIDTH) as ranks:
         together(ranks, "connect", daemon.socket, staging="overlap", slot_wait_s=20.0)
         together(ranks, "train", 1)
         together(ranks, "durable")
         for step in (2, 3):
             together(ranks, "snapshot", step)
             if step == 2:
-                one.apply(change)
+                ranks[1].apply(change)
             together(ranks, "apply", wait_staged)
             if step == 2:
                 assert all(isinstance(error, Torn) for error in refusals(ranks, "wait_persisted"))

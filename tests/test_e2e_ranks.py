@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tierd_client
 from safetensors import safe_open
-from support_runs import Daemon, Trainer, Training, refusals, together
+from support_runs import Daemon, Trainer, Training, joined, refusals, together
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
 
 
@@ -25,13 +25,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 @contextmanager
 def ranks(daemon: Daemon, world_size: int, *, seed: int = 1, **options: Any) -> Generator[list[Trainer]]:
     """Connected ranks of one run."""
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer(seed=seed)) for _ in range(world_size)]
-        rendezvous = daemon.root / f"rendezvous-{trainers[0].pid}"
-        for rank, trainer in enumerate(trainers):
-            trainer.begin("join", rank, world_size, str(rendezvous))
-        for trainer in trainers:
-            trainer.end()
+    with joined(daemon.root, world_size, seed=seed) as trainers:
         found = together(trainers, "connect", daemon.socket, **options)
         assert len(set(found)) == 1, found
         yield trainers

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tierd_client
-from support_runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, together, wait_until
+from support_runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, joined, together, wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32", "--run=run"]
 FOREVER = 1_000_000
@@ -167,12 +167,7 @@ def connected(daemon: Daemon, **options: Any) -> Generator[Trainer]:
 
 @contextmanager
 def ranks(daemon: Daemon, world_size: int, **options: Any) -> Generator[list[Trainer]]:
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
-        for rank, trainer in enumerate(trainers):
-            trainer.begin("join", rank, world_size, str(daemon.root / f"rendezvous-{trainers[0].pid}"))
-        for trainer in trainers:
-            trainer.end()
+    with joined(daemon.root, world_size) as trainers:
         together(trainers, "connect", daemon.socket, every_steps=0, **options)
         together(trainers, "enter")
         yield trainers
@@ -220,9 +215,7 @@ def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_res
     assert whole == undisturbed
 
 
-def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
     with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
         begin(trainers, _loop_to_the_exit, FOREVER)
         for trainer in trainers:

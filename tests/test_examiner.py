@@ -169,14 +169,9 @@ async def test_a_trainer_waits_for_a_verdict_no_longer_than_it_may(rooms: Rooms)
 
 
 async def test_the_verdict_goes_along_to_cold_and_comes_back(rooms: Rooms) -> None:
-    from tierd.workers.replicator import Replicator
-
     rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
-    replicator = Replicator(
-        rooms.catalog, rooms.hot, rooms.cold["cold"], rooms.config, metrics=rooms.metrics, incidents=rooms.incidents,
-        neighbour=rooms.neighbour, tell=lambda run, message: None, on_committed=lambda: None, now=lambda: "now",
-    )  # fmt: skip
+    replicator = rooms.replicator()
     await rooms.look()
     assert await replicator.run_once(), "copied before it was judged"
     assert markers(rooms, "cold", 1) == []

@@ -17,7 +17,7 @@ import pytest
 from support_bucket import Bucket, bucket_server
 from support_cli import CHUNK_BYTES, assert_same_files, folder_of, make_checkpoint
 from support_rooms import RUN, Rooms, rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.errors import TierdError, TierUnreachable
@@ -28,7 +28,6 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import refresh
-from tierd.workers.replicator import Replicator
 
 T = TypeVar("T")
 
@@ -91,19 +90,8 @@ class Battle:
             retry_min_s=0.0005,
             request_timeout_s=0.5,
         )
-        self.cold = Tier("cold", self.store)
-        self.replicator = Replicator(
-            rooms.catalog,
-            rooms.hot,
-            self.cold,
-            rooms.config,
-            metrics=rooms.metrics,
-            incidents=rooms.incidents,
-            neighbour=rooms.neighbour,
-            tell=lambda run, message: None,
-            on_committed=lambda: None,
-            now=lambda: "now",
-        )
+        self.cold = rooms.cold["cold"] = Tier("cold", self.store)
+        self.replicator = rooms.replicator()
 
     async def replicate(self, manifests: list[Manifest]) -> None:
         """From hot to cold, until the catalog and the pass agree that all is there."""
@@ -194,12 +182,6 @@ async def committed(rooms: Rooms, step: int) -> Manifest:
 
 
 FOUND: list[int] = []
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("seed", [1, 2, *FOUND])

@@ -136,13 +136,11 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes. Lightning leaves gradients switched off where a fit was broken off, but no handler."""
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
-    torch.set_num_threads(1)
+def gradients_on() -> Iterator[None]:
+    """Lightning leaves gradients switched off where a fit was broken off, but no handler."""
+    handler = signal.getsignal(signal.SIGTERM)
     with torch.enable_grad():
         yield
-    torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import boto3.session
 import pytest
 from store_contract import KEY, content
-from support_bucket import Bucket, bucket_server
+from support_bucket import Bucket
 from support_rooms import RUN, Rooms, rooms_at
-from support_s3 import ACCESS_KEY, BUCKET, ENVIRONMENT, SECRET_KEY, moto_server
+from support_s3 import ACCESS_KEY, BUCKET, SECRET_KEY
 
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
@@ -22,21 +21,8 @@ from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier
 from tierd.workers import retention
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import Replicator
 
 LATER = datetime.now(UTC) + timedelta(days=30)
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def served() -> Iterator[Bucket]:
-    with bucket_server(part_bytes_min=1024) as found:
-        yield found
 
 
 def store_at(url: str) -> S3Store:
@@ -80,28 +66,27 @@ async def test_without_a_lock_access_denied_is_no_retention(served: Bucket) -> N
     await store.close()
 
 
-async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_that_was_deleted() -> None:
+async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_that_was_deleted(moto: str) -> None:
     """There a delete without a version only adds a marker: nothing is refused, and nothing is freed."""
-    with moto_server() as url:
-        session = boto3.session.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
-        client: Any = session.client("s3", endpoint_url=url, region_name="us-east-1")
-        client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
-        rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
-        client.put_object_lock_configuration(
-            Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
-        )
-        store = S3Store("s3://locked", endpoint_url=url, retry_min_s=0.001)
-        data = content(6 << 20)  # in two parts
-        # No single PUT: moto wants x-amz-sdk-checksum-algorithm with it, where AWS is content with x-amz-checksum-.
-        for _ in range(2):
-            for key in (KEY, KEY + "-2"):
-                await store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=5 << 20)
-            await store.delete([KEY, KEY + "-2"])
-            assert await store.list() == []
+    session = boto3.session.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
+    client: Any = session.client("s3", endpoint_url=moto, region_name="us-east-1")
+    client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+    client.put_object_lock_configuration(
+        Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+    )
+    store = S3Store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
+    data = content(6 << 20)  # in two parts
+    # No single PUT: moto wants x-amz-sdk-checksum-algorithm with it, where AWS is content with x-amz-checksum-.
+    for _ in range(2):
+        for key in (KEY, KEY + "-2"):
+            await store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=5 << 20)
         await store.delete([KEY, KEY + "-2"])
-        assert len(client.list_object_versions(Bucket="locked")["Versions"]) == 4
-        client.close()
-        await store.close()
+        assert await store.list() == []
+    await store.delete([KEY, KEY + "-2"])
+    assert len(client.list_object_versions(Bucket="locked")["Versions"]) == 4
+    client.close()
+    await store.close()
 
 
 # ── the workers ──
@@ -186,18 +171,7 @@ async def test_leftovers_that_are_retained_do_not_stop_replication(house: House)
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.hot.delete(checkpoint_id(RUN, 100, 1))
     await rooms.look()
-    replicator = Replicator(
-        rooms.catalog,
-        rooms.hot,
-        rooms.cold["cold"],
-        rooms.config,
-        metrics=rooms.metrics,
-        incidents=rooms.incidents,
-        neighbour=rooms.neighbour,
-        tell=lambda run, message: None,
-        on_committed=lambda: None,
-        now=lambda: "now",
-    )
+    replicator = rooms.replicator()
     assert await replicator.run_once()
     assert 600 in house.steps()
     assert house.told() == [("replicate", "retained", 100)]

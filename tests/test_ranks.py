@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support_runs import Trainer, Training, refusals, together
+from support_runs import Training, joined, refusals, together
 from tierd_client import BadConfig, Full, Transient, Unsupported
 from tierd_client.ranks import find_ranks
 
@@ -96,12 +96,7 @@ def _wait_for_the_others(training: Training) -> None:
 
 
 def test_three_ranks_hear_the_same(tmp_path: Path) -> None:
-    trainers = [Trainer() for _ in range(3)]
-    try:
-        for rank, trainer in enumerate(trainers):
-            trainer.begin("join", rank, 3, str(tmp_path / "rendezvous"))
-        for trainer in trainers:
-            trainer.end()
+    with joined(tmp_path, 3) as trainers:
         gathered = [b"", b"x", b"xx"]
         assert together(trainers, "apply", _exchange) == [
             [[2, 0], b"from the first", None, b"", gathered, rank * 10] for rank in range(3)
@@ -123,6 +118,3 @@ def test_three_ranks_hear_the_same(tmp_path: Path) -> None:
         for trainer in trainers[1:]:
             with pytest.raises(Transient, match="exchange with the other ranks"):
                 trainer.end()
-    finally:
-        for trainer in trainers:
-            trainer.kill()

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support_bucket import Bucket, bucket_server
+from support_bucket import Bucket
 from support_cli import assert_same_files, folder_of
 from support_damage import WAYS, flip, lose, rot
 from support_kill import kill_when_stalled
 from support_rooms import Rooms, rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.errors import TierUnreachable
 from tierd.format import layout
@@ -161,19 +161,11 @@ async def test_a_manifest_beside_other_bytes_may_be_another_checkpoints_and_is_l
 # ── buckets ──
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    with bucket_server(keeps_checksums=getattr(request, "param", True), part_bytes_min=4096) as found:
-        yield found
-
-
 def bucket(served: Bucket) -> Tier:
     return Tier("s3", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=4096, name="s3"))
 
 
-@pytest.mark.parametrize("served", [True, False], indirect=True, ids=["checksums", "no checksums"])
+@pytest.mark.parametrize("served", [{}, {"keeps_checksums": False}], indirect=True, ids=["checksums", "no checksums"])
 @pytest.mark.parametrize("is_noticed", [True, False])
 async def test_an_object_that_rotted_is_sent_again_whatever_the_bucket_says_of_it(
     rooms: Rooms, served: Bucket, is_noticed: bool

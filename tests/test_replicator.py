@@ -17,7 +17,7 @@ from tierd.format.ids import checkpoint_id
 from tierd.lifecycle.policy import Verdict
 from tierd.workers.reaper import decisions
 from tierd.workers.recovery import refresh
-from tierd.workers.replicator import Replicator, waiting
+from tierd.workers.replicator import waiting
 
 
 @pytest.fixture
@@ -26,26 +26,11 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
         yield found
 
 
-def replicator(rooms: Rooms, tier: str = "cold") -> Replicator:
-    return Replicator(
-        rooms.catalog,
-        rooms.hot,
-        rooms.cold[tier],
-        rooms.config,
-        metrics=rooms.metrics,
-        incidents=rooms.incidents,
-        neighbour=rooms.neighbour,
-        tell=lambda run, message: rooms.told.append(message),
-        on_committed=lambda: rooms.settled.append(RUN),
-        now=lambda: "now",
-    )
-
-
 async def test_selected_checkpoints_are_copied_newest_first_and_milestones_before_all(rooms: Rooms) -> None:
     for step in (100, 200, 300, 400, 500):
         await rooms.commit("hot", step=step, milestones=("best",) if step == 100 else ())
     await rooms.look()
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert [message.step for message in rooms.told if isinstance(message, wire.Replicated)] == [100, 500, 400, 300]
     assert rooms.steps("cold") == [500, 400, 300, 100]
     assert rooms.steps("dr") == []
@@ -62,7 +47,7 @@ async def test_each_cold_tier_is_sent_what_its_own_lifecycle_selects(rooms: Room
         await rooms.commit("hot", step=step)
     await rooms.look()
     for name in ("cold", "dr"):
-        assert await replicator(rooms, name).run_once()
+        assert await rooms.replicator(name).run_once()
     assert (rooms.steps("cold"), rooms.steps("dr")) == ([300, 200, 100], [300])
     assert waiting(rooms.catalog, rooms.config) == {"cold": [], "dr": []}
     assert {one.verdict for one in decisions(rooms.catalog, rooms.config)} == {Verdict.KEEP}
@@ -72,7 +57,7 @@ async def test_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:
     await rooms.commit("hot", "cold")
     await rooms.look()
     moment = rooms.catalog.moment()
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert rooms.catalog.moment() == moment
 
 
@@ -81,7 +66,7 @@ async def test_damaged_hot_replica_is_never_copied_and_holds_up_no_other(rooms: 
     await rooms.commit("hot", step=200)
     await rooms.look()
     flip_a_bit(rooms.folder("hot", hurt.id) / "rank-00001-of-00002.safetensors")
-    assert not await replicator(rooms).run_once()
+    assert not await rooms.replicator().run_once()
     assert rooms.steps("cold") == [200]
     assert [(one["stage"], one["kind"], one["step"]) for one in rooms.incidents.recent()] == [
         ("replicate", "corrupt", 300)
@@ -94,7 +79,7 @@ async def test_checkpoint_deleted_by_hand_is_no_trouble(rooms: Rooms) -> None:
     await rooms.commit("hot", step=200)
     await rooms.look()
     await rooms.hot.delete(gone.id)
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [200]
 
 
@@ -103,7 +88,7 @@ async def test_milestone_marked_later_is_marked_in_cold_too(rooms: Rooms) -> Non
     await rooms.look()
     await rooms.hot.mark_milestone(one.id, "best", "now")
     await refresh(rooms.catalog, rooms.hot)
-    await replicator(rooms).run_once()
+    await rooms.replicator().run_once()
     assert (rooms.folder("cold", one.id) / "milestone-best.json").exists()
     entry = rooms.catalog.get(one.id)
     assert entry is not None
@@ -125,7 +110,7 @@ async def test_milestone_that_arrives_with_a_deletion_does_not_bring_the_replica
             rooms.catalog.drop(one.id, "cold")
 
         rooms.cold["cold"].mark_milestone = mark_then_lose  # type: ignore[method-assign, assignment]
-        worker = replicator(rooms)
+        worker = rooms.replicator()
         await worker._mark()
         entry = rooms.catalog.get(one.id)
         assert entry is not None
@@ -136,11 +121,11 @@ async def test_tier_out_of_reach_is_told_as_waiting_not_as_empty(rooms: Rooms) -
     one = await rooms.commit("hot")
     await rooms.look()
     rooms.catalog.lost_tier("cold", "503")
-    worker = replicator(rooms)
+    worker = rooms.replicator()
     assert worker.pending() == []
     assert await worker.run_once()
     assert waiting(rooms.catalog, rooms.config) == {"cold": [one.id], "dr": [one.id]}
-    assert await replicator(rooms, "dr").run_once(), "the other region goes on"
+    assert await rooms.replicator("dr").run_once(), "the other region goes on"
     assert waiting(rooms.catalog, rooms.config) == {"cold": [one.id], "dr": []}
 
 
@@ -151,9 +136,9 @@ async def test_tier_that_fails_in_the_middle_is_tried_again_by_the_loop(rooms: R
     root = rooms.folder("cold", rooms.catalog.held("hot")[0].id).parents[1]
     root.rename(root.with_name("unmounted"))
     with pytest.raises(TierUnreachable):
-        await replicator(rooms).run_once()
+        await rooms.replicator().run_once()
     root.with_name("unmounted").rename(root)
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [100, 50]
 
 
@@ -163,7 +148,7 @@ async def test_checkpoint_that_a_disk_cannot_read_holds_up_no_other_for_long(roo
     hurt = await rooms.commit("hot", step=300)
     await rooms.commit("hot", step=200)
     await rooms.look()
-    worker = replicator(rooms)
+    worker = rooms.replicator()
     real_put = rooms.cold["cold"].store.put
 
     async def put(key: str, *arguments: object, **more: object) -> object:
@@ -187,7 +172,7 @@ async def test_leftovers_of_a_killed_copy_go_once_nobody_wants_the_checkpoint(ro
         (rooms.folder("cold", checkpoint_id(run, step, 1)) / "manifest.json").unlink()
     (rooms.folder("cold", wanted.id) / "manifest.json").unlink()
     await rooms.look()
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [900, 800], "what is still wanted was copied whole"
     assert not rooms.folder("cold", checkpoint_id(RUN, 100, 1)).exists()
     assert rooms.folder("cold", checkpoint_id("another-nodes-run", 100, 1)).exists()
@@ -197,5 +182,5 @@ async def test_unreadable_manifest_in_cold_is_not_written_against_again_and_agai
     found = await rooms.commit("hot", "cold")
     (rooms.folder("cold", found.id) / "manifest.json").write_text("{")
     await rooms.look()
-    assert await replicator(rooms).run_once()
+    assert await rooms.replicator().run_once()
     assert rooms.incidents.recent() == []

@@ -15,10 +15,8 @@ from support_bucket import bucket_server
 from support_s3 import (
     ACCESS_KEY,
     BUCKET,
-    ENVIRONMENT,
     SECRET_KEY,
     faulty_proxy,
-    moto_server,
     rclone_server,
     self_signed,
     silent_server,
@@ -32,18 +30,6 @@ from tierd.tiers.s3_upload import PART_BYTES_MAX, part_bytes
 
 SMALL_CHUNK_BYTES = 5 << 20  # the smallest part that S3 takes
 BIG = 2 * SMALL_CHUNK_BYTES + 12345
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    with moto_server() as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from store_contract import KEY, BytesSource, content, entry_of
-from support_bucket import Bucket, bucket_server
-from support_s3 import BUCKET, ENVIRONMENT
+from support_bucket import Bucket
+from support_s3 import BUCKET
 
 from tierd.config import ColdConfig
 from tierd.errors import TierUnreachable
@@ -22,18 +21,6 @@ from tierd.tiers.s3_probe import BucketProbe
 ROOT = Path(__file__).parents[1]
 CHUNK_BYTES = 16 << 10
 SIZE_BYTES = 3 * CHUNK_BYTES
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def served() -> Iterator[Bucket]:
-    with bucket_server(part_bytes_min=1024) as found:
-        yield found
 
 
 def statements() -> list[dict[str, object]]:

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from support_ceph import ceph_server
-from support_s3 import BUCKET, ENVIRONMENT, self_signed
+from support_s3 import BUCKET, self_signed
 
 from tierd.errors import TierUnreachable
 from tierd.tiers.s3 import S3Store
@@ -23,8 +23,6 @@ ENTRY = entry_of(content(SIZE_BYTES), chunk_bytes=CHUNK_BYTES)
 @pytest.fixture(scope="module", params=["http", "https"])
 def ceph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
         tls = None
         if request.param == "https":
             tls = self_signed(tmp_path_factory.mktemp("tls"))

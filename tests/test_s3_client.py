@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 from store_contract import KEY, BytesSource, content, entry_of
 from support_bucket import Bucket, bucket_server
-from support_s3 import ACCESS_KEY, BUCKET, ENVIRONMENT, SECRET_KEY, self_signed
+from support_s3 import ACCESS_KEY, BUCKET, SECRET_KEY, self_signed
 
 from tierd.errors import TierUnreachable
 from tierd.tiers import s3
@@ -25,8 +25,6 @@ SIZE_BYTES = 4 * CHUNK_BYTES
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(s3, "SLOWEST_BYTES_PER_S", 1 << 30)
 
 

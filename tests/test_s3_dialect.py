@@ -10,7 +10,7 @@ import pytest
 from botocore.exceptions import ClientError
 from store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from support_bucket import Bucket, bucket_server
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.errors import TierUnreachable
 from tierd.tiers.s3 import S3Store
@@ -18,12 +18,6 @@ from tierd.tiers.s3_dialect import NOTHING, Dialect, Extra
 
 CHUNK_BYTES = 16 << 10
 SIZE_BYTES = 5 * CHUNK_BYTES
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(params=["InvalidRequest", "InvalidArgument", "NotImplemented"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support_bucket import Bucket, Stored, bucket_server
-from support_s3 import BUCKET, ENVIRONMENT, moto_server, rclone_server, silent_server
+from support_s3 import BUCKET, rclone_server, silent_server
 
 from tierd.config import ColdConfig
 from tierd.tiers.advice import Advice
@@ -25,12 +25,6 @@ EXPIRES = "<NoncurrentVersionExpiration><NoncurrentDays>1</NoncurrentDays></Nonc
 VERSIONED = "<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
 LOCKED = """<ObjectLockConfiguration><ObjectLockEnabled>Enabled</ObjectLockEnabled><Rule><DefaultRetention>
 <Mode>COMPLIANCE</Mode><Days>30</Days></DefaultRetention></Rule></ObjectLockConfiguration>"""
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -81,15 +75,14 @@ async def test_listings_take_no_probe_for_a_checkpoint(served: Bucket) -> None:
     await store.close()
 
 
-async def test_moto_and_rclone_are_looked_at_to_the_end_and_left_as_they_were(tmp_path: Path) -> None:
-    with moto_server() as url:
-        found = await probe(url)
-        assert said(found, "problem") == set()
-        assert said(found, "warning") == {"lifecycle"}
-        store = S3Store(f"s3://{BUCKET}", endpoint_url=url)
-        assert "Contents" not in await store.request("list_objects_v2", "look")
-        assert await store.uploads("", "look") == []
-        await store.close()
+async def test_moto_and_rclone_are_looked_at_to_the_end_and_left_as_they_were(moto: str, tmp_path: Path) -> None:
+    store = S3Store(f"s3://{BUCKET}/doctor", endpoint_url=moto)
+    found = await probe(moto, url_of_tier=store.url)
+    assert said(found, "problem") == set()
+    assert said(found, "warning") == {"lifecycle"}
+    assert "Contents" not in await store.request("list_objects_v2", "look", Prefix="doctor/")
+    assert await store.uploads("doctor/", "look") == []
+    await store.close()
     with rclone_server(tmp_path) as url:
         found = await probe(url)
         assert said(found, "problem") == set()

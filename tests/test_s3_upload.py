@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from store_contract import KEY, BytesSource, content, entry_of, read_whole
 from support_bucket import Bucket, Stored, bucket_server
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import checksum
@@ -23,12 +23,6 @@ CHUNK_BYTES = 16 << 10
 SIZE_BYTES = 9 * CHUNK_BYTES + 123
 ENTRY = entry_of(content(SIZE_BYTES), chunk_bytes=CHUNK_BYTES)
 PARTS = 10
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(params=[True, False], ids=["checksums", "etags"])

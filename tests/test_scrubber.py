@@ -9,7 +9,7 @@ from support_bucket import bucket_server
 from support_daemon import serving, wait_until
 from support_damage import cut, flip, lose, rot
 from support_rooms import Rooms, rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.config import LimitsConfig, ScrubConfig
 from tierd.errors import TierUnreachable
@@ -234,11 +234,7 @@ async def test_what_someone_else_mended_counts_again(rooms: Rooms, tmp_path: Pat
     assert (scrub.damaged(), scrub.mended) == ([], 1)
 
 
-async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(rooms: Rooms) -> None:
     with bucket_server() as served:
         cold = Tier("cold", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")

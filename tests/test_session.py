@@ -39,7 +39,7 @@ def test_a_daemon_that_takes_the_connection_and_says_nothing_is_unreachable_in_t
     began = time.monotonic()
     with pytest.raises(DaemonUnreachable, match=r"no answer within 0\.2 s"):
         peer.begin(timeout_s=0.2).result(DEADLINE_S)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_refused_greeting_raises_what_the_daemon_says(peer: Peer) -> None:

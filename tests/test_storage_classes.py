@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_contract import KEY, content, entry_of
 from support_bucket import Bucket, bucket_server
 from support_cli import House, make_checkpoint
-from support_s3 import BUCKET, ENVIRONMENT, moto_server
+from support_s3 import BUCKET
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import TierUnreachable
@@ -20,18 +19,6 @@ from tierd.tiers.s3 import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint, open_cold_tier
 
 CHUNK_BYTES = 16 << 10
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def served() -> Iterator[Bucket]:
-    with bucket_server(part_bytes_min=1024) as found:
-        yield found
 
 
 def store_at(url: str, storage_class: str = "", lasting: str = "") -> S3Store:
@@ -121,13 +108,12 @@ async def test_class_that_the_server_does_not_know_is_told_with_the_keys_to_corr
     await store.close()
 
 
-async def test_archive_of_another_server_is_told_as_ours_is() -> None:
-    with moto_server() as url:
-        store = store_at(url, lasting="GLACIER")
-        await put(store, is_lasting=True)
-        with pytest.raises(TierUnreachable, match="restore-object"):
-            await store.read(KEY, 0, memoryview(bytearray(1)))
-        await store.close()
+async def test_archive_of_another_server_is_told_as_ours_is(moto: str) -> None:
+    store = store_at(moto, lasting="GLACIER")
+    await put(store, is_lasting=True)
+    with pytest.raises(TierUnreachable, match="restore-object"):
+        await store.read(KEY, 0, memoryview(bytearray(1)))
+    await store.close()
 
 
 # ── checkpoints ──

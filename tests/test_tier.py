@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from store_contract import content, entry_of
 from support_kill import kill_when_stalled
-from support_s3 import BUCKET, ENVIRONMENT, faulty_proxy, moto_server
+from support_s3 import BUCKET, faulty_proxy
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound
@@ -69,19 +69,11 @@ async def hot(tmp_path: Path) -> AsyncIterator[Tier]:
     await tier.store.close()
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    with moto_server() as url:
-        yield url
-
-
 @pytest.fixture(params=["file", "s3"])
-async def cold(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Tier]:
+async def cold(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Tier]:
     if request.param == "file":
         tier = open_cold_tier(ColdConfig(url=f"file://{tmp_path / 'cold'}"), LimitsConfig())
     else:
-        for name, value in ENVIRONMENT.items():
-            monkeypatch.setenv(name, value)
         endpoint_url: str = request.getfixturevalue("moto")
         config = ColdConfig(url=f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=endpoint_url)
         tier = open_cold_tier(config, LimitsConfig())
@@ -336,11 +328,7 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     await store.close()
 
 
-async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(
-    moto: str, hot: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(moto: str, hot: Tier, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{uuid4().hex}"
     made = manifest()
     await persist(hot, made)

@@ -9,7 +9,7 @@ from support_bucket import bucket_server
 from support_cli import folder_of
 from support_damage import cut, flip, lose, rot
 from support_rooms import Rooms, rooms_at
-from support_s3 import BUCKET, ENVIRONMENT
+from support_s3 import BUCKET
 
 from tierd.errors import NewerFormat, TierUnreachable
 from tierd.format import layout
@@ -57,11 +57,7 @@ async def test_in_a_directory_what_is_not_read_is_known_by_its_size_alone(rooms:
 
 
 @pytest.mark.parametrize("keeps_checksums", [True, False])
-async def test_a_bucket_is_asked_for_its_checksums_and_no_byte_comes_back(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch, keeps_checksums: bool
-) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+async def test_a_bucket_is_asked_for_its_checksums_and_no_byte_comes_back(rooms: Rooms, keeps_checksums: bool) -> None:
     with bucket_server(keeps_checksums=keeps_checksums) as served:
         cold = Tier("cold", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")

@@ -1,0 +1,36 @@
+"""Checkpoints as the policy sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
+from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.lifecycle.policy import CheckpointView
+
+
+def view(
+    sequence: int,
+    *tiers: str,
+    generation: int = 1,
+    step: int | None = None,
+    milestones: Iterable[str] = (),
+    healthy: bool | None = None,
+    run: str = "gpt",
+    at: str | None = None,
+    metrics: Mapping[str, float | str] | None = None,
+) -> CheckpointView:
+    return CheckpointView(
+        id=checkpoint_id(run, sequence * 10 if step is None else step, generation),
+        sequence=sequence,
+        milestones=frozenset(milestones),
+        healthy=healthy,
+        tiers=frozenset(tiers),
+        created_at=None if at is None else datetime.fromisoformat(at).replace(tzinfo=UTC),
+        metrics=metrics or {},
+    )
+
+
+def sequences(views: Iterable[CheckpointView], found: Iterable[CheckpointId]) -> list[int]:
+    by_id = {one.id: one.sequence for one in views}
+    return sorted(by_id[one] for one in found)
