@@ -112,7 +112,7 @@ def main() -> None:
             collected[name] = {"command": [one for one in shown if one not in ("--peers", str(args.peers))]}
             collected[name] |= run(command, args.timeout_s)
             path.write_text(json.dumps(collected, indent=1) + "\n", encoding="utf-8")
-    write(args.docs, collected)
+            write(args.docs, collected)
 
 
 if __name__ == "__main__":
