@@ -190,6 +190,7 @@ class _Daemon:
             incidents=self._incidents,
             on_whole=self._on_whole,
             spawn=self._spawn,
+            now=lambda: datetime.now(UTC),
         )
         self._operator = Operator(
             config,
