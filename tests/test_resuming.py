@@ -228,6 +228,38 @@ def test_scratch_refuses_where_a_tier_cannot_be_listed(tmp_path: Path) -> None:
             assert second.restore(resume="scratch", force=True) is None
 
 
+def test_a_new_run_begins_while_a_tier_is_away_only_where_the_environment_says_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the run turns out to have there is the older timeline."""
+    limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
+    with Daemon(tmp_path / "first", more=limits) as daemon, started(daemon, "run") as start:
+        start.take(7)
+        wait_until(lambda: daemon.steps("cold") == [7], "the copy")
+        left = daemon.cold
+    with Daemon(tmp_path / "second", more=limits) as daemon:
+        with started(daemon, "other") as other:
+            other.take(1)
+            wait_until(lambda: "cold" in str(daemon.get("/api/v1/checkpoints?run=other")), "the copy")
+        daemon.cold.rename(tmp_path / "unmounted")
+        wait_until(lambda: "tier_unreachable" in str(daemon.status()["halted"]), "the tier to be missed")
+        with pytest.raises(TierUnreachable, match="nothing is known of it here") as caught, started(daemon, "run"):
+            pass
+        assert "TIERD_RESUME=scratch" in caught.value.hint
+        monkeypatch.setenv("TIERD_RESUME", "scratch")
+        with started(daemon, "run") as start:
+            assert start.restore() is None
+            start.take(3)
+        monkeypatch.delenv("TIERD_RESUME")
+        shutil.copytree(left, tmp_path / "unmounted", dirs_exist_ok=True)
+        (tmp_path / "unmounted").rename(daemon.cold)
+        wait_until(lambda: [step for step, _ in rows(daemon, "run")] == [3, 7], "the old timeline to be seen")
+        with started(daemon, "run") as start:
+            found = start.restore()
+            assert found is not None
+            assert found.step == 3
+
+
 @pytest.mark.parametrize("which", [{"tier": "hot"}, {"generation": 1}, {"milestone": "best"}])
 @pytest.mark.parametrize("resume", ["scratch", "/nowhere"])
 def test_what_chooses_among_checkpoints_of_the_run_goes_with_neither_scratch_nor_a_path(

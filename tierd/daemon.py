@@ -199,6 +199,7 @@ class _Daemon:
             neighbour=self._neighbour,
             on_whole=self._on_whole,
             spawn=self._spawn,
+            now=lambda: datetime.now(UTC),
         )
         self._operator = Operator(
             config,

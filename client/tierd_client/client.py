@@ -326,7 +326,14 @@ class Client:
 
     def _join(self) -> None:
         """A generation of our own, and all that belongs to it."""
-        self._session, self._held = join(self._run, self._path, self._ranks, self._on_message, self._stops.on_attach)
+        self._session, self._held = join(
+            self._run,
+            self._path,
+            self._ranks,
+            resuming.is_told_to_start_anew(os.environ),
+            self._on_message,
+            self._stops.on_attach,
+        )
         self._told = msgspec.structs.replace(self._session.welcome, **self._overrides)
         self._taker = Taker(
             self._run,

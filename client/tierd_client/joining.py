@@ -18,17 +18,18 @@ def join(
     run: str,
     path: str,
     ranks: Ranks,
+    starts_anew: bool,
     on_message: Callable[[HeldSlots, wire.ToClient], None],
     on_attach: Callable[[], None],
 ) -> tuple[Session, HeldSlots]:
     """A session that listens, and this rank's slots. `on_message` is told every message, on the session's thread,
     and `on_attach` that the daemon has come back and has been sent our slots."""
-    first = ranks.together(lambda: _open(run, path, ranks, None) if ranks.rank == 0 else None)
+    first = ranks.together(lambda: _open(run, path, ranks, None, starts_anew) if ranks.rank == 0 else None)
     told = ranks.from_first(msgspec.json.encode(first.welcome.generation) if first is not None else None)
     generation = msgspec.json.decode(told or b"0", type=int)
     session: Session | None = first
     try:
-        session = ranks.together(lambda: first or _open(run, path, ranks, generation))
+        session = ranks.together(lambda: first or _open(run, path, ranks, generation, starts_anew))
         held = HeldSlots(session)
     except BaseException:
         if session is not None:
@@ -43,6 +44,12 @@ def join(
     return session, held
 
 
-def _open(run: str, path: str, ranks: Ranks, generation: int | None) -> Session:
-    identity = Identity(run=run, rank=ranks.rank, world_size=ranks.world_size, generation=generation)
+def _open(run: str, path: str, ranks: Ranks, generation: int | None, starts_anew: bool) -> Session:
+    identity = Identity(
+        run=run,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        generation=generation,
+        starts_anew=starts_anew,
+    )
     return Session(path, identity, timeout_s=CONNECT_TIMEOUT_S)

@@ -62,6 +62,11 @@ def parse(resume: Resume | None, environ: Mapping[str, str]) -> Policy:
             )
 
 
+def is_told_to_start_anew(environ: Mapping[str, str]) -> bool:
+    """Whoever starts the job says so, this once: the word of a script would be said again at each restart."""
+    return environ.get("TIERD_RESUME") == SCRATCH
+
+
 def restore(
     session: Session,
     ranks: Ranks,
@@ -103,10 +108,13 @@ def _start_from_scratch(run: str, session: Session, *, force: bool) -> None:
             f"start {run} from scratch: it has checkpoints, the newest is {found}",
             hint='resume="auto" goes on from there; else take another run name, or say force=True',
         )
+    elif unseen and session.identity.starts_anew:
+        log.warning("tierd: %s starts from scratch; what may lie there cannot be listed: %s", run, "; ".join(unseen))
     elif unseen:
         raise TierUnreachable(
             f"start {run} from scratch: these could not be listed, and may have checkpoints: {'; '.join(unseen)}",
-            hint="bring the tier back, take it out of the config, or say force=True",
+            hint="bring the tier back, take it out of the config, or say force=True, or TIERD_RESUME=scratch in the "
+            "environment",
         )
 
 

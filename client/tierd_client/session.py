@@ -30,12 +30,13 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who we are to the daemon. `generation` None: rank 0 asks for a new one."""
+    """Who we are to the daemon. `generation` None: rank 0 asks for a new one; `starts_anew` as in Hello."""
 
     run: str
     rank: int
     world_size: int
     generation: int | None
+    starts_anew: bool = False
 
 
 @dataclass(slots=True)
@@ -67,11 +68,12 @@ class Session:
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._socket, self.welcome, self.kept_descriptors = _greet(path, identity, timeout_s)
-        self._identity = Identity(
+        self.identity = Identity(
             run=identity.run,
             rank=identity.rank,
             world_size=identity.world_size,
             generation=self.welcome.generation,
+            starts_anew=identity.starts_anew,
         )
         self._attached = True
         self._attached_s = self._detached_s = time.monotonic()
@@ -221,7 +223,7 @@ class Session:
         error: TierdError | None = None
         if isinstance(message, wire.Fenced):
             error = Stale(
-                f"train {self._identity.run} as generation {self._identity.generation}: "
+                f"train {self.identity.run} as generation {self.identity.generation}: "
                 f"generation {message.generation} has taken over",
                 hint="another trainer of this run was started later; stop this one",
             )
@@ -244,7 +246,7 @@ class Session:
         while not self._closed.wait(self._retry_s):
             self._retry_s = min(RETRY_MAX_S, self._retry_s * 2)
             try:
-                sock, welcome, descriptors = _greet(self._path, self._identity, RETRY_MAX_S)
+                sock, welcome, descriptors = _greet(self._path, self.identity, RETRY_MAX_S)
             except Stale as error:
                 with self.lock:
                     self._end(error)
@@ -301,6 +303,7 @@ def _greet(path: str, identity: Identity, timeout_s: float) -> tuple[socket.sock
             rank=identity.rank,
             world_size=identity.world_size,
             generation=identity.generation,
+            starts_anew=identity.starts_anew,
         )
         _send(sock, hello, ())
         raw, descriptors, is_whole = _receive(sock)

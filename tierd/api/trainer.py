@@ -59,6 +59,7 @@ class TrainerDoor:
         neighbour: Neighbour,
         on_whole: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        now: Callable[[], datetime],
     ) -> None:
         self._memory = memory
         self._catalog = catalog
@@ -71,6 +72,7 @@ class TrainerDoor:
         self._neighbour = neighbour
         self._on_whole = on_whole
         self._spawn = spawn
+        self._now = now
         self._sessions: dict[tuple[Run, Rank], Session] = {}
         self._requests = Requests(self._sessions)
         self._writers: dict[tuple[Run, Rank], Writer] = {}  # who may have a rank's slots mapped
@@ -197,7 +199,8 @@ class TrainerDoor:
         """The session of a trainer's rank, and the slots that it may adopt."""
         if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
-        generation = Generation(hello.generation) if hello.generation is not None else await self._claim(run, rank)
+        given = hello.generation
+        generation = Generation(given) if given is not None else await self._claim(run, rank, hello)
         known = max(self._catalog.generation_max(run), self._memory.generation(run))
         if not 1 <= generation <= GENERATION_MAX:
             raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_MAX}")
@@ -226,7 +229,7 @@ class TrainerDoor:
         log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
         return session, kept
 
-    async def _claim(self, run: Run, rank: Rank) -> Generation:
+    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> Generation:
         """A new generation, durably taken: no later start of any daemon on this directory gives it again."""
         if rank != 0:
             raise BadRequest(
@@ -235,13 +238,18 @@ class TrainerDoor:
             )
         await self._restorer.wait_first_looks()
         unseen = self._restorer.unseen()
+        least = 1
         if unseen and not self._catalog.generation_max(run) and not self._memory.generation(run):
-            raise TierUnreachable(
-                f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unseen)}",
-                hint="its checkpoints may be there: bring the tier back, or take it out of the config",
-            )
+            if not hello.starts_anew:
+                raise TierUnreachable(
+                    f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unseen)}",
+                    hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
+                    "with TIERD_RESUME=scratch in the trainer's environment",
+                )
+            # Minutes since 1970: more than any count of starts, so what may lie there stays older than what comes now.
+            least = int(self._now().timestamp() / 60)
         async with self._claiming:
-            generation = max(self._catalog.generation_max(run), self._memory.generation(run)) + 1
+            generation = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
             while not await self._hot.claim_generation(
                 run, Generation(generation), {"node": self._config.daemon.node, "claimed_by": tierd.__version__}
             ):

@@ -29,7 +29,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: a trainer's rank 0 claims a new one; a number: this rank joins or
-    re-attaches to it. `rank` None: no trainer, only `Find` and `Request` will follow."""
+    re-attaches to it. `rank` None: no trainer, only `Find` and `Request` will follow. `starts_anew`: it has been said
+    that this start begins from scratch, whatever may lie in tiers that cannot be listed."""
 
     protocol: int
     version: str
@@ -37,6 +38,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     rank: int | None
     world_size: int
     generation: int | None
+    starts_anew: bool = False
 
 
 class AttachSlot(_Message, frozen=True, kw_only=True):
