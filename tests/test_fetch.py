@@ -265,6 +265,22 @@ async def test_only_the_wanted_chunks_are_read(rooms: Rooms) -> None:
         await fetch.finish()
 
 
+async def test_more_that_is_wanted_is_all_that_is_read_the_second_time(rooms: Rooms) -> None:
+    names = [one.name for one in rooms.manifest.files]
+    fetch = await rooms.fetched(rooms.near, wanted={name: {0} for name in names})
+    fetch.want({names[0]: {0, 3, 99}, names[2]: {2}})
+    assert (fetch.missing_bytes, fetch.wanted_bytes, fetch.is_whole) == (2 * CHUNK_BYTES, 4 * CHUNK_BYTES, False)
+    await fetch.begin()
+    assert await fetch.take(rooms.near) is None
+    assert rooms.stores["near"].read_bytes == 4 * CHUNK_BYTES
+    fetch.want(None)
+    assert fetch.is_whole
+    await fetch.begin()
+    await fetch.take(rooms.far)
+    assert rooms.stores["far"].read_bytes == WHOLE_BYTES - 4 * CHUNK_BYTES
+    await rooms.assert_whole(fetch)
+
+
 async def test_fault_of_the_directory_itself_is_raised_and_blamed_on_no_replica(rooms: Rooms) -> None:
     fetch = await rooms.fetched()
     rooms.arriving().unlink()

@@ -110,6 +110,87 @@ def test_a_damaged_replica_is_told_and_left_out_of_the_next_question(peer: Peer)
     session.close()
 
 
+class Part:
+    """A hand-over of which only the header is good, and what the next one holds."""
+
+    def __init__(self) -> None:
+        self.saved, self.live = torch.nn.Linear(100, 100), torch.nn.Linear(100, 100)
+        self.raw = stage(TrainingState(model=self.saved, rng=False))
+        self.entry = entry_of(self.raw, chunk_bytes=4096)
+        self.manifest = make_manifest(checkpoint_id("run", 5, 1), [self.entry])
+        self.state = TrainingState(model=self.live, rng=False)
+        self.header_bytes = len(self.raw) - sum(one.nbytes for one in self.saved.parameters())
+
+    def begin(self, peer: Peer, session: Session, corrupt: list[str]) -> Any:
+        return peer._pool.submit(
+            restore,
+            session,
+            Ranks(0, 1),
+            Wanted(),
+            lambda replica: replica.load(self.state, 0, 1),
+            on_corrupt=lambda replica, error: corrupt.append(replica.name),
+        )
+
+    def hand_over(self, peer: Peer, raw: bytes, *, is_part: bool, found: Manifest | None = None) -> wire.Find:
+        find = peer.receive_until(wire.Find)[-1]
+        assert isinstance(find, wire.Find)
+        descriptors = [memory((found or self.manifest).encode()), memory(raw)]
+        peer.send(wire.Found(request=find.request, tier="cold", is_part=is_part), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return find
+
+    def headers_only(self, peer: Peer) -> wire.Find:
+        raw = self.raw[: self.header_bytes].ljust(len(self.raw), b"\0")
+        return self.hand_over(peer, raw, is_part=True)
+
+
+@pytest.mark.parametrize("is_part", [True, False], ids=["part", "whole by now"])
+def test_of_a_part_the_chunks_that_will_be_read_are_asked_for(peer: Peer, is_part: bool) -> None:
+    session = peer.open()
+    before = len(os.listdir("/proc/self/fd"))
+    part, corrupt = Part(), []
+    restoring = part.begin(peer, session, corrupt)
+    assert part.headers_only(peer).chunks == []
+    find = part.hand_over(peer, part.raw, is_part=is_part)
+    assert (find.step, find.generation, find.tier, find.allow_unhealthy) == (5, 1, "cold", True)
+    assert [wire.unpack_indexes(packed) for packed in find.chunks or []] == [
+        list(range(part.header_bytes // 4096, len(part.entry.chunks)))
+    ]
+    assert restoring.result(DEADLINE_S).tier == "cold"
+    assert all(map(torch.equal, part.live.parameters(), part.saved.parameters()))
+    assert len(os.listdir("/proc/self/fd")) <= before
+    session.close()
+
+
+def test_refused_the_rest_of_a_part_the_next_replica_is_asked_for_and_nothing_reported_twice(peer: Peer) -> None:
+    session = peer.open()
+    before = len(os.listdir("/proc/self/fd"))
+    part, corrupt = Part(), []
+    restoring = part.begin(peer, session, corrupt)
+    part.headers_only(peer)
+    find = peer.receive_until(wire.Find)[-1]
+    assert isinstance(find, wire.Find)
+    peer.send(wire.Refused(request=find.request, kind="corrupt", message="chunk 3", hint=""))
+    assert part.hand_over(peer, part.raw, is_part=False).exclude == ["000000000005-g0001@cold"]
+    restoring.result(DEADLINE_S)
+    assert corrupt == [], "who has found it has recorded it"
+    assert len(os.listdir("/proc/self/fd")) <= before
+    session.close()
+
+
+def test_another_checkpoint_in_the_place_of_a_part_is_not_read(peer: Peer) -> None:
+    session = peer.open()
+    part, corrupt = Part(), []
+    restoring = part.begin(peer, session, corrupt)
+    part.headers_only(peer)
+    other = make_manifest(checkpoint_id("run", 5, 1), [entry_of(part.raw, chunk_bytes=8192)])
+    part.hand_over(peer, part.raw, is_part=True, found=other)
+    assert part.hand_over(peer, part.raw, is_part=False).exclude == ["000000000005-g0001@cold"]
+    restoring.result(DEADLINE_S)
+    session.close()
+
+
 def test_a_checkpoint_that_does_not_fit_is_a_mismatch_and_no_other_is_tried(peer: Peer) -> None:
     session = peer.open()
     restoring = begin(peer, session)

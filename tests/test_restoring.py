@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,23 @@ def test_only_the_chunks_of_the_wanted_rows_are_read(files: Files) -> None:
     source = files.on_disk(stage(DictState({"rows": rows})))
     into = torch.zeros(2, rows.shape[1])
     assert load([source], {"": CapturedTensor("rows", into, (40, 0), (2, rows.shape[1]))}) <= 3 * CHUNK_BYTES
+    assert torch.equal(into, rows[40:42])
+
+
+def test_what_will_be_read_is_told_first_and_is_all_that_is_read(files: Files) -> None:
+    rows = torch.arange(64.0 * CHUNK_BYTES / 4).view(64, -1)
+    sources = [files.on_disk(stage(DictState({name: rows})), f"{name}.safetensors") for name in ("a", "b")]
+    into = torch.zeros(2, rows.shape[1])
+    told: list[list[list[int]]] = []
+
+    def bring(chunks: Sequence[Sequence[int]]) -> None:
+        assert (into == 0).all()
+        told.append([list(some) for some in chunks])
+
+    wanted = {"": CapturedTensor("b", into, (40, 0), (2, rows.shape[1]))}
+    read_bytes = load(sources, wanted, bring=bring)
+    ((nothing, some),) = told
+    assert (nothing, len(some) * CHUNK_BYTES) == ([], read_bytes)
     assert torch.equal(into, rows[40:42])
 
 

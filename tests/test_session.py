@@ -80,8 +80,8 @@ def test_an_answer_brings_the_tier_and_its_descriptors(peer: Peer) -> None:
     peer.send(wire.Progress(request=find.request, done_bytes=1, total_bytes=2))
     with open(os.devnull) as file:
         peer.send(wire.Found(request=find.request, tier="hot"), [file.fileno(), file.fileno()])
-    tier, found = asking.result(DEADLINE_S)
-    assert tier == "hot"
+    answer, found = asking.result(DEADLINE_S)
+    assert answer.tier == "hot"
     assert len(found) == 2
     assert not any(os.get_inheritable(descriptor) for descriptor in found)
     for descriptor in found:

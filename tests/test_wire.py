@@ -20,6 +20,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     make_sealed(7, parent=CheckpointRef(run="run41", step=3, generation=1), metrics={"loss": float("inf"), "n": "nan"}),
     wire.Lost(step=7, kind="torn", message="m", hint="h"),
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
+    wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
     wire.Ask(step=7, generation=1),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
     wire.Stepped(seconds=0.25),
@@ -52,6 +53,7 @@ TO_CLIENT: list[wire.ToClient] = [
     wire.Requested(request=9, kind="force", milestone=None),
     wire.Agreed(request=1, step=7, generation=3),
     wire.Found(request=1, tier="memory"),
+    wire.Found(request=1, tier="cold", is_part=True),
     wire.Progress(request=1, done_bytes=5, total_bytes=10),
     wire.Refused(request=1, kind="not_found", message="m", hint="h"),
 ]
@@ -114,6 +116,21 @@ def test_no_bytes_raise_anything_else(raw: bytes) -> None:
 def test_message_beyond_its_limit_is_not_sent() -> None:
     with pytest.raises(BadRequest, match="more than 65536"):
         wire.encode(make_sealed(7, metrics={f"metric {number}": 1.0 for number in range(10_000)}))
+
+
+@given(st.sets(st.integers(0, 3000)))
+def test_indexes_come_out_as_they_went_in(indexes: set[int]) -> None:
+    packed = wire.pack_indexes(indexes)
+    assert wire.unpack_indexes(packed) == sorted(indexes)
+    assert len(packed) == (max(indexes) // 8 + 1 if indexes else 0)
+
+
+def test_chunks_at_their_limit_fit_a_message_with_all_its_files() -> None:
+    chunks = [bytes(wire.CHUNKS_BYTES_MAX // (wire.DESCRIPTORS_MAX - 1))] * (wire.DESCRIPTORS_MAX - 1)
+    exclude = [f"{step:012d}-g0001@cold" for step in range(100)]
+    find = wire.Find(request=1, step=7, generation=1, milestone=None, tier="cold", exclude=exclude, chunks=chunks)
+    assert wire.decode_to_daemon(wire.encode(find)) == find
+    assert wire.pack_indexes([0, 9]) == b"\x01\x02"
 
 
 def test_kind_of_an_error_travels() -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -23,6 +24,7 @@ from tierd_client.ranks import Ranks
 from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
 from tierd_client.session import Session
 from tierd_client.state import State, parse_tree
+from tierd_client.tensors import CapturedTensor
 from tierd_client.tree import Json
 
 log = logging.getLogger("tierd_client")
@@ -44,13 +46,16 @@ class Wanted:
         return self == Wanted(allow_unhealthy=self.allow_unhealthy)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replica:
-    """Closes its files at the end of its `with` block."""
+    """Closes its files at the end of its `with` block. `ask_more`: given where only the headers have come; asks for the
+    same replica with these chunks. `is_refused`: that was answered with an error, which the daemon has recorded."""
 
     tier: str
     manifest: Manifest
     descriptors: list[int]
+    ask_more: Callable[[Sequence[Sequence[int]]], Replica] | None = None
+    is_refused: bool = False
 
     @property
     def name(self) -> str:
@@ -72,6 +77,27 @@ class Replica:
             for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)
         ]
 
+    def read(self, files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor]) -> None:
+        """Fill the wanted tensors from `files`, which are this replica's: `restoring.load`, once all they take is here.
+
+        Raises Corrupt, or what the daemon answers when it cannot bring that."""
+        load(files, wanted, bring=self._bring)
+
+    def _bring(self, chunks: Sequence[Sequence[int]]) -> None:
+        if self.ask_more is None or not any(chunks):
+            return
+        try:
+            more = self.ask_more(chunks)
+        except TierdError as error:
+            self.is_refused = True
+            log.error("tierd: %s", error.message)
+            raise
+        with more:
+            if more.manifest != self.manifest:
+                raise NotFound(f"go on with {self.manifest.id} from {self.tier}: another one has taken its place")
+            for mine, other in zip(self.descriptors, more.descriptors, strict=True):
+                os.dup2(other, mine, inheritable=False)
+
     def load(self, state: State, rank: int, world_size: int) -> None:
         """Read it into `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
         found = self.manifest
@@ -84,13 +110,13 @@ class Replica:
             tree = self._tree(by_name, rank)
         else:
             trees = [self._tree(by_name, saved) for saved in range(found.world_size)]
-            local = RankLocal([parse_tree(one) for one in trees], rank, available, lambda wanted: load(files, wanted))
+            local = RankLocal([parse_tree(one) for one in trees], rank, available, partial(self.read, files))
             tree = trees[0]
             if rank == 0:
                 new = "; new ranks draw random numbers of their own" if world_size > found.world_size else ""
                 log.warning("tierd: %d ranks restore %s, which %d saved%s", world_size, found.id, found.world_size, new)
         plan = state.plan_restore(tree, available, local)
-        load(files, plan.destinations)
+        self.read(files, plan.destinations)
         plan.finish()
 
     def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
@@ -126,7 +152,7 @@ def restore(
                 take(replica)
         except Corrupt as error:
             passed_by = error
-            if replica is not None:
+            if replica is not None and not replica.is_refused:
                 on_corrupt(replica, error)
         except (NotFound, TierUnreachable) as error:
             passed_by = error  # what rank 0 has just seen is out of this rank's reach
@@ -146,18 +172,15 @@ def _choose(session: Session, ranks: Ranks, wanted: Wanted, bad: Sequence[str]) 
 
 def _tell(ranks: Ranks, first: Replica | None) -> tuple[str, Wanted]:
     """The name of what rank 0 has chosen, and how to ask for it."""
-    raw = b""
-    if first is not None:
-        found = first.manifest
-        raw = msgspec.json.encode((first.name, found.step, found.generation, first.tier))
-    told = ranks.from_first(raw)
-    name, step, generation, tier = msgspec.json.decode(told or b"", type=tuple[str, int, int, str])
+    raw = b"" if first is None else msgspec.json.encode((first.name, _exactly(first)))
     # Rank 0 has decided: the others take what it took.
-    return name, Wanted(step=step, generation=generation, tier=tier, allow_unhealthy=True)
+    return msgspec.json.decode(ranks.from_first(raw) or b"", type=tuple[str, Wanted])
 
 
-def _find(session: Session, wanted: Wanted, exclude: Sequence[str]) -> Replica:
-    """`exclude`: replicas found bad, as "<checkpoint name>@<tier>"."""
+def _find(session: Session, wanted: Wanted, exclude: Sequence[str], chunks: Sequence[Sequence[int]] = ()) -> Replica:
+    """`exclude`: replicas found bad, as "<checkpoint name>@<tier>". `chunks`: those of each file that must be here, and
+    the headers; of a replica in a cold tier no more may be fetched."""
+    packed = [wire.pack_indexes(some) for some in chunks]
 
     def message(number: int) -> wire.Find:
         return wire.Find(
@@ -168,16 +191,28 @@ def _find(session: Session, wanted: Wanted, exclude: Sequence[str]) -> Replica:
             tier=wanted.tier,
             exclude=list(exclude),
             allow_unhealthy=wanted.allow_unhealthy,
+            chunks=packed if sum(map(len, packed)) <= wire.CHUNKS_BYTES_MAX else None,
         )
 
-    tier, descriptors = session.find(message)
+    told, descriptors = session.find(message)
     try:
         with open(descriptors.pop(0), "rb") as file:
-            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {tier}")
+            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {told.tier}")
         if len(found.files) != len(descriptors):
-            raise Corrupt(f"take over {found.id} from {tier}: {len(descriptors)} descriptors of {len(found.files)}")
+            raise Corrupt(
+                f"take over {found.id} from {told.tier}: {len(descriptors)} descriptors of {len(found.files)}"
+            )
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return Replica(tier, found, descriptors)
+    replica = Replica(told.tier, found, descriptors)
+    if told.is_part:
+        replica.ask_more = partial(_find, session, _exactly(replica), tuple(exclude))
+    return replica
+
+
+def _exactly(replica: Replica) -> Wanted:
+    """To ask for what was chosen already."""
+    found = replica.manifest
+    return Wanted(step=found.step, generation=found.generation, tier=replica.tier, allow_unhealthy=True)

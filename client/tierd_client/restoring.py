@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -32,6 +32,9 @@ BLOCK_BYTES = 1 << 20  # fits a core's L2 cache: checksum and copy read it from 
 
 Take = Callable[[int, torch.Tensor], None]
 """(offset in the file, block of bytes as uint8) → nothing. The block is the taker's for the call only."""
+
+Bring = Callable[[Sequence[Sequence[int]]], None]
+"""Chunks, by number, of each of the files → nothing. They can be read when it returns."""
 
 
 class SourceFile:
@@ -133,18 +136,27 @@ def index_tensors(shards: Mapping[str, Shard]) -> dict[str, list[TensorEntry]]:
     return found
 
 
-def load(files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor], *, workers: int = WORKERS) -> int:
+def load(
+    files: Sequence[SourceFile],
+    wanted: Mapping[str, CapturedTensor],
+    *,
+    bring: Bring | None = None,
+    workers: int = WORKERS,
+) -> int:
     """Reads every wanted tensor, from whichever files hold it or parts of it. Returns how many bytes were read.
 
     A stored tensor may be wanted several times, in parts: it is the name in the CapturedTensor that counts.
-    Raises Corrupt, naming file and chunk; then the destinations hold a mixture.
+    `bring`: told first which chunks of each file will be read. Raises Corrupt, naming file and chunk; then the
+    destinations hold a mixture.
     """
     by_name: dict[str, list[CapturedTensor]] = {}
     for one in wanted.values():
         by_name.setdefault(one.name, []).append(one)
     for device in {one.tensor.device for one in wanted.values() if one.tensor.is_cuda}:
         torch.cuda.synchronize(device)  # streams of the training may not be done with that memory; ours do not wait
-    jobs = [job for file in files for job in _jobs(file, by_name)]
+    of_files = [_jobs(file, by_name) for file in files]
+    if bring is not None:
+        bring([[job.index for job in jobs] for jobs in of_files])
     failed = threading.Event()
     scratch = threading.local()
 
@@ -162,7 +174,7 @@ def load(files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor], *, w
         return job.length
 
     with ThreadPoolExecutor(workers, thread_name_prefix="tierd-restore") as pool:
-        return sum(pool.map(run, jobs))
+        return sum(pool.map(run, chain.from_iterable(of_files)))
 
 
 @dataclass(frozen=True, slots=True)

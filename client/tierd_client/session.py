@@ -45,7 +45,7 @@ class _Question:
 
     answered: threading.Event = field(default_factory=threading.Event)
     heard_s: float = field(default_factory=time.monotonic)
-    tier: str = ""
+    found: wire.Found | None = None
     descriptors: list[int] = field(default_factory=list)
     error: TierdError | None = None
 
@@ -117,8 +117,8 @@ class Session:
                 # Gone, or hung with its buffer full: the listening thread hears of it and re-attaches.
                 self._detach()
 
-    def find(self, find: Callable[[int], wire.Find]) -> tuple[str, list[int]]:
-        """(tier, descriptors: the manifest, then its files; the taker closes them). `find` makes the message from a
+    def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.Found, list[int]]:
+        """(answer, descriptors: the manifest, then its files; the taker closes them). `find` makes the message from a
         request number. Raises DaemonUnreachable after 60 s without a word, or what the daemon answers."""
         number = next(self._numbers)
         question = _Question()
@@ -135,10 +135,10 @@ class Session:
                     raise self.unreachable(
                         f"it was asked for a checkpoint and said nothing for {ANSWER_TIMEOUT_S:.0f} s"
                     )
-            if question.error is not None:
-                raise question.error
+            if question.found is None:
+                raise question.error or self.unreachable("it gave no answer")
             descriptors, question.descriptors = question.descriptors, []
-            return question.tier, descriptors
+            return question.found, descriptors
         finally:
             with self.lock:
                 del self._questions[number]
@@ -210,7 +210,7 @@ class Session:
                 case wire.Found():
                     for why in message.passed_over:
                         log.error("tierd: a newer replica could not be used: %s", why)
-                    question.tier, question.descriptors = message.tier, descriptors
+                    question.found, question.descriptors = message, descriptors
                     question.answered.set()
                 case wire.Refused():
                     question.error = from_kind(message.kind, message.message, message.hint)

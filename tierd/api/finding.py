@@ -73,7 +73,7 @@ class Finder:
         except BaseException:
             close_all(found.descriptors)
             raise
-        told = wire.Found(request=find.request, tier=found.tier, passed_over=found.passed_over)
+        told = wire.Found(request=find.request, tier=found.tier, passed_over=found.passed_over, is_part=found.is_part)
         return told, [manifest, *found.descriptors]
 
 

@@ -423,6 +423,7 @@ class TrainerDoor:
             case "restored":
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
                 log.info("restored %s to step %d from %s", run, report.step, tier)
+                self._spawn(self._restorer.restored(run))  # a rank says so when all of them have it
             case "skipped":
                 if session.rank == 0:  # all ranks skip a step together, and all say so
                     self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()

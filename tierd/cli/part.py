@@ -19,7 +19,7 @@ from tierd.errors import NotFound
 from tierd.format import checksum, layout
 from tierd.format.ids import Rank
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.shard import Shard, TensorEntry, TensorSpec, header_length, parse_header, plan_layout
+from tierd.format.shard import Shard, TensorEntry, TensorSpec, parse_header, plan_layout
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.fetch import Fetch
 from tierd.tiers.publish import Landing
@@ -112,9 +112,7 @@ async def _shards(
     await replicas.complete(fetch, land, f"headers of step {manifest.step}")
     lengths: dict[str, int] = {}
     for name, entry in entries.items():
-        first = bytearray(min(8, entry.size_bytes))
-        await fetch.source(name).fill(0, memoryview(first))
-        lengths[name] = header_length(bytes(first), entry.size_bytes, where=f"{manifest.id}/{name}")
+        lengths[name] = await fetch.header_bytes(name)
         chunks[name] = set(range(-(-lengths[name] // entry.chunk_bytes)))
     if any(len(some) > 1 for some in chunks.values()):
         fetch = Fetch(manifest, store, wanted=chunks)

@@ -7,6 +7,8 @@ protocol version; a peer that speaks another one is refused by name. Spec: docs/
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tierd.errors import BadRequest
@@ -15,6 +17,7 @@ from tierd.format.manifest import CheckpointRef
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
+CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: chunks of 64 MiB are 26 TB, and the rest of the message has its room
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, with no snapshot
 ENDINGS = ("finished", "stopped", "lost", "failed", "halted")  # from the least of news to the gravest
@@ -90,7 +93,8 @@ class Lost(_Message, frozen=True, kw_only=True):
 class Find(_Message, frozen=True, kw_only=True):
     """Asks for a checkpoint's files as descriptors. `step` None: the newest. `tier` auto, memory, hot or a cold
     tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad. `allow_unhealthy`: also one
-    whose numbers are not all finite."""
+    whose numbers are not all finite. `chunks` None: all of it. Else only these must have come, and the headers: for
+    each file of the manifest, as far as they go, what `pack_indexes` gives."""
 
     request: int
     step: int | None
@@ -99,6 +103,7 @@ class Find(_Message, frozen=True, kw_only=True):
     tier: str
     exclude: list[str]
     allow_unhealthy: bool = False
+    chunks: list[bytes] | None = None
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -263,11 +268,13 @@ class Agreed(_Message, frozen=True, kw_only=True):
 
 class Found(_Message, frozen=True, kw_only=True):
     """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order. `passed_over`:
-    why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it."""
+    why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it. `is_part`:
+    of the files only the headers are there, and the chunks that were asked for."""
 
     request: int
     tier: str
     passed_over: list[str] = []
+    is_part: bool = False
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -310,6 +317,19 @@ def encode(message: ToDaemon | ToClient) -> bytes:
             hint="are the metrics of the snapshot very many?",
         )
     return raw
+
+
+def pack_indexes(indexes: Iterable[int]) -> bytes:
+    """A set of small numbers: bit `n % 8` of byte `n // 8` is `n`."""
+    found = bytearray()
+    for index in indexes:
+        found.extend(bytes(max(0, index // 8 + 1 - len(found))))
+        found[index // 8] |= 1 << index % 8
+    return bytes(found)
+
+
+def unpack_indexes(packed: bytes) -> list[int]:
+    return [8 * at + bit for at, byte in enumerate(packed) for bit in range(8) if byte >> bit & 1]
 
 
 def decode_to_daemon(raw: bytes) -> ToDaemon:

@@ -35,12 +35,15 @@ class ArrivingFile:
         self._doing = f"write {key} in {store.url}"
 
     def begin(self, *, is_whole: bool) -> bool:
-        """Makes the file where there is none; False if so. `is_whole`: all of it will come, and room is reserved."""
+        """Makes the file, of its full size, where there is none; False if so. `is_whole`: all of it will come, and room
+        is reserved."""
         with self._opened(os.O_RDWR | os.O_CREAT, create=True) as fd:
-            is_there = os.fstat(fd).st_size > 0
+            found_bytes = os.fstat(fd).st_size
             if is_whole and self._size_bytes:
                 reserve(fd, self._size_bytes)
-        return is_there
+            elif found_bytes < self._size_bytes:
+                os.ftruncate(fd, self._size_bytes)
+        return found_bytes > 0
 
     def exists(self) -> bool:
         try:
@@ -90,6 +93,11 @@ class ArrivingFile:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+    def open_fd(self) -> int:
+        """A read-only descriptor, which the caller closes."""
+        with self._opened(os.O_RDONLY) as fd:
+            return os.dup(fd)
 
     @contextmanager
     def _opened(

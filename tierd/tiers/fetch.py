@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.shard import header_length
 from tierd.tiers.arriving import ArrivingFile, arriving_name
 from tierd.tiers.chunks import ChunkSums, difference
 from tierd.tiers.direct_io import round_up
@@ -35,7 +36,8 @@ class Fetch:
     """Files of `manifest` into `store`. `wanted`: these chunks of these files only; else all of all.
 
     `begin()`, `take()` from replicas until `missing_bytes` is 0, then `finish()`; killed or given up at any point, the
-    next Fetch goes on. Two at once for one checkpoint and store are for the caller to prevent.
+    next Fetch goes on. After `want()` it begins again, and only with what is new. Two at once for one checkpoint and
+    store are for the caller to prevent.
     """
 
     def __init__(
@@ -50,17 +52,32 @@ class Fetch:
         self._files: list[_File] = []
         for entry in manifest.files:
             if wanted is None or entry.name in wanted:
-                flags = bytes(wanted is None or index in wanted[entry.name] for index in range(len(entry.chunks)))
                 self._files.append(
                     _File(
                         entry=entry,
                         arriving=ArrivingFile(store, self._key(entry.name), entry),
-                        wanted=flags,
-                        missing=bytearray(flags),
+                        wanted=bytearray(len(entry.chunks)),
+                        missing=bytearray(len(entry.chunks)),
                         sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
                     )
                 )
-        self.wanted_bytes = self.missing_bytes = sum(one.missing_bytes() for one in self._files)
+        self.wanted_bytes = self.missing_bytes = 0
+        self.want(wanted)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is to bring all of the checkpoint."""
+        return self.wanted_bytes == self.manifest.size_bytes
+
+    def want(self, more: Mapping[str, Collection[int]] | None) -> None:
+        """These chunks of its files too; None: all of them."""
+        for one in self._files:
+            count = len(one.entry.chunks)
+            for index in range(count) if more is None else more.get(one.entry.name, ()):
+                if index < count and not one.wanted[index]:
+                    one.wanted[index] = one.missing[index] = 1
+                    self.wanted_bytes += one.chunk_length(index)
+                    self.missing_bytes += one.chunk_length(index)
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Takes stock of what lies there, and makes room for what does not. `progress`: told of all that it reads."""
@@ -73,12 +90,13 @@ class Fetch:
                 await make(one)
 
         async def make(one: _File) -> None:
-            one.is_blank = not await self.store.pool.run(one.arriving.begin, is_whole=all(one.missing))
+            if not await self.store.pool.run(one.arriving.begin, is_whole=all(one.wanted)):
+                self.missing_bytes += one.forget()  # what had come may have been swept away
+                one.is_blank = True
 
         await each(self.store.pieces_in_flight, self._files, prepare)
-        await self._read(
-            [one for one in self._files if not one.is_blank], self._source, is_own=True, writes=False, seen=progress
-        )
+        known = [one for one in self._files if one.is_in_place or not one.is_blank]
+        await self._read(known, self._source, is_own=True, writes=False, seen=progress)
         if hurt := [one for one in self._files if one.is_in_place and any(one.missing)]:
             # Damaged under its own name: a new file is made, of what is good in it and of what the replicas give.
             in_place = [self._source(one) for one in hurt]
@@ -117,7 +135,22 @@ class Fetch:
 
     def source(self, name: str) -> Source:
         """The bytes of a file as they are here; those of its wanted chunks, once nothing is missing, are verified."""
-        return self._source(next(one for one in self._files if one.entry.name == name))
+        return self._source(self._file(name))
+
+    def open_fd(self, name: str) -> int:
+        """The same as a read-only descriptor, of the file's full size, for a trainer. The caller closes it."""
+        one = self._file(name)
+        return self.store.open_fd(self._key(name)) if one.is_in_place else one.arriving.open_fd()
+
+    async def header_bytes(self, name: str) -> int:
+        """How long the header of a shard is, as its first chunk says, which must be here. Raises Corrupt."""
+        entry = self._file(name).entry
+        first = bytearray(min(8, entry.size_bytes))
+        await self.source(name).fill(0, memoryview(first))
+        return header_length(bytes(first), entry.size_bytes, where=f"{self.manifest.id}/{name}")
+
+    def _file(self, name: str) -> _File:
+        return next(one for one in self._files if one.entry.name == name)
 
     def _source(self, one: _File) -> Source:
         if one.is_in_place:
@@ -182,11 +215,12 @@ class Fetch:
 
 @dataclass(slots=True)
 class _File:
-    """`missing`: 1 for each chunk that is wanted and has not been verified here."""
+    """`missing`: 1 for each chunk that is wanted and has not been verified here. `is_blank`: it was made for this
+    fetch, so there is nothing to be found in it."""
 
     entry: FileEntry
     arriving: ArrivingFile
-    wanted: bytes
+    wanted: bytearray
     missing: bytearray
     sums: ChunkSums
     is_in_place: bool = False

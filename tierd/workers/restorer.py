@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,6 @@ from tierd.catalog import MEMORY, Catalog
 from tierd.errors import (
     BadRequest,
     Corrupt,
-    Full,
     NewerFormat,
     NotFound,
     TierdError,
@@ -29,14 +27,14 @@ from tierd.errors import (
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
-from tierd.format.wire import DESCRIPTORS_MAX, Find
+from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.incidents import Incidents
 from tierd.memory import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.slots import snapshot_entry
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.fetch import Fetch
 from tierd.tiers.tier import Tier
+from tierd.workers.fetcher import Fetcher, OnProgress
 from tierd.workers.persister import manifest_of
 
 AUTO = "auto"
@@ -46,18 +44,17 @@ FIRST_LOOK_TIMEOUT_S = 30.0  # how long a first listing of the cold tiers may ho
 Judge = Callable[[CheckpointId], Awaitable[bool | None]]
 """Whether a checkpoint is healthy; None when nobody could say so in time."""
 
-OnProgress = Callable[[int, int], None]
-"""(bytes done, bytes in all) of a fetch from a cold tier."""
-
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """An open checkpoint: descriptors of its files in the manifest's order, which the taker closes."""
+    """An open checkpoint: descriptors of its files in the manifest's order, which the taker closes. `is_part`: only the
+    headers of the files are there, and the chunks that were asked for."""
 
     tier: str
     manifest: Manifest
     descriptors: list[int]
     passed_over: list[str] = field(default_factory=list[str])
+    is_part: bool = False
 
 
 class Restorer:
@@ -77,16 +74,12 @@ class Restorer:
         self._memory = memory
         self._catalog = catalog
         self._hot = hot
-        self._hot_store = hot_store
         self._cold = cold
+        self._fetcher = Fetcher(catalog, hot, hot_store, metrics=metrics, incidents=incidents)
         self._first_looks = first_looks
         self._metrics = metrics
         self._incidents = incidents
         self._judge = judge
-        # Ranks ask for the same checkpoint at once: it is fetched once.
-        self._fetches: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._sweeping = asyncio.Lock()  # no fetch begins meanwhile
-        self._swept: set[Run] = set()
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
         """The newest replica that `find` describes. Raises NotFound only when every tier has been seen, and Unhealthy
@@ -119,8 +112,8 @@ class Restorer:
             unreadable = await self._unreadable(run, find, since=checkpoint)
             try:
                 is_hot_bad = f"{checkpoint.name}@{self._hot.name}" in bad
-                found = await self._open(checkpoint, tier, on_progress, is_hot_bad=is_hot_bad)
-                await self._sweep(run)
+                found = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
+                await self._fetcher.sweep(run)
                 passed_over += unreadable
                 return replace(found, passed_over=[why[:PASSED_OVER_CHARS] for why in passed_over[:PASSED_OVER_MAX]])
             except TierdError as error:
@@ -135,8 +128,8 @@ class Restorer:
                 if isinstance(error, Corrupt):
                     self._metrics.verify_failures_total.labels(tier=tier).inc()
                 self._incidents.record("restore", error, checkpoint)
-        if failed is not None and not may_pass:
-            await self._sweep(run)
+        if failed is not None and not may_pass and not find.chunks:  # who knows its chunks asks again, elsewhere
+            await self._fetcher.sweep(run)
         unreadable = await self._unreadable(run, find)
         if failed is not None:
             raise failed
@@ -200,6 +193,10 @@ class Restorer:
                 error.message, hint="upgrade tierd, or go back on purpose: resume=<an older step>"
             ) from error
 
+    async def restored(self, run: Run) -> None:
+        """All ranks of the run have read what they asked for."""
+        await self._fetcher.restored(run)
+
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
         found = [entry.id for entry in self._catalog.entries(run)]
@@ -235,7 +232,7 @@ class Restorer:
                     yield checkpoint, tier
 
     async def _open(
-        self, checkpoint: CheckpointId, tier: str, on_progress: OnProgress, *, is_hot_bad: bool
+        self, checkpoint: CheckpointId, tier: str, find: Find, on_progress: OnProgress, *, is_hot_bad: bool
     ) -> Handover:
         if tier == MEMORY:
             return await self._open_memory(checkpoint)
@@ -244,82 +241,13 @@ class Restorer:
             raise NotFound(f"open {checkpoint} in {tier}: it has just been deleted")
         manifest = entry.manifest
         _check_count(checkpoint, len(manifest.files))
-        if tier != self._hot.name:
-            async with self._fetches.setdefault(checkpoint, asyncio.Lock()):
-                if is_hot_bad or self._hot.name not in entry.tiers:
-                    await self._fetch(manifest, entry.all_milestones, self._cold[tier], on_progress)
-        with contextlib.ExitStack() as opened:
-            descriptors: list[int] = []
-            for file in manifest.files:
-                descriptor = self._hot_store.open_fd(layout.file_key(checkpoint, file.name))
-                opened.callback(os.close, descriptor)
-                descriptors.append(descriptor)
-            opened.pop_all()
-        return Handover(tier, manifest, descriptors)
-
-    async def _fetch(self, manifest: Manifest, milestones: frozenset[str], cold: Tier, on_progress: OnProgress) -> None:
-        """A cold checkpoint becomes a hot one: same bytes, same commit. Damaged chunks of a hot one are replaced.
-
-        What came and verified stays in hot for the next attempt, from whichever tier: see `_sweep`."""
-        fetch = Fetch(manifest, self._hot_store)
-
-        def count(size_bytes: int) -> None:
-            on_progress(manifest.size_bytes - fetch.missing_bytes, manifest.size_bytes)
-
-        on_progress(0, manifest.size_bytes)
-        raw = await cold.manifest_bytes(manifest)
-        await self._check_replaceable(manifest)
-        self._swept.discard(manifest.id.run)
-        try:
-            async with self._sweeping:
-                await fetch.begin()
-        except Full:
-            with contextlib.suppress(TierdError):  # what went wrong first is what must be told
-                folder = f"{manifest.id.run}/{manifest.id.name}"
-                await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
-            raise
-        missing_bytes = fetch.missing_bytes
-        try:
-            problem = await fetch.take(cold, count)
-        finally:
-            given_bytes = missing_bytes - fetch.missing_bytes
-            self._metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
-        if problem is not None:
-            raise problem
-        await fetch.finish()
-        for milestone in milestones:
-            await self._hot.mark_milestone(manifest.id, milestone, manifest.created_at)
-        try:
-            await self._hot.commit(manifest, raw=raw)
-        except Corrupt as error:
-            # An unreadable manifest lies there. The files are good all the same, and that is what is asked for.
-            self._incidents.record("restore", error, manifest.id)
-        else:
-            self._catalog.add(manifest, self._hot.name, milestones)
-
-    async def _sweep(self, run: Run) -> None:
-        """Removes what fetches of the run left that nobody will go on with."""
-        if run in self._swept:
-            return
-        async with self._sweeping:
-            active = {layout.checkpoint_prefix(one) for one, fetch in self._fetches.items() if fetch.locked()}
-
-            def is_given_up(path: str, touched_s: float) -> bool:
-                return not any(path.startswith(one) for one in active)
-
-            with contextlib.suppress(TierdError):  # it is tried again; what was asked for does not depend on it
-                await self._hot_store.sweep_partials(run, is_given_up=is_given_up)
-                if not active:
-                    self._swept.add(run)
-
-    async def _check_replaceable(self, manifest: Manifest) -> None:
-        """Raises Corrupt when hot holds another checkpoint under this name. A damaged one may be replaced."""
-        with contextlib.suppress(NotFound, Corrupt):
-            if await self._hot.manifest(manifest.id) != manifest:
-                raise BadRequest(
-                    f"fetch {manifest.id} into hot: another checkpoint is committed there under this name",
-                    hint="do two jobs write one run into one place? Nothing was overwritten",
-                )
+        if tier == self._hot.name:
+            return Handover(tier, manifest, self._fetcher.open_hot(manifest))
+        chunks = None if find.chunks is None else [unpack_indexes(packed) for packed in find.chunks]
+        descriptors, is_part = await self._fetcher.bring(
+            entry, self._cold[tier], chunks, on_progress, is_hot_bad=is_hot_bad
+        )
+        return Handover(tier, manifest, descriptors, is_part=is_part)
 
     async def _open_memory(self, checkpoint: CheckpointId) -> Handover:
         found = self._memory.find(checkpoint)

@@ -50,7 +50,7 @@ from tierd.format.ids import CheckpointId
 from tierd_client.client import Client, Found
 from tierd_client.replicas import Replica, Wanted
 from tierd_client.restore_plan import Available, RestorePlan
-from tierd_client.restoring import index_tensors, load, read_headers
+from tierd_client.restoring import index_tensors, read_headers
 from tierd_client.shots import Shot
 from tierd_client.state import Captured
 from tierd_client.tensors import DTYPES, CapturedTensor, captured, describe
@@ -308,7 +308,7 @@ def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPla
         else:
             _plan_region(into, f"{number}", item, planner)
     into.check()
-    load(files, into.destinations)
+    replica.read(files, into.destinations)
     into.finish()
 
 
