@@ -286,18 +286,13 @@ def report(ways: list[Way], shards: int, size_bytes: int, where: dict[str, Any])
         fact(**one, cpu_of_boto3=round(of_boto3, 3))
         shown = f"{told(one, 'cpu_s_per_gb'):>22}{of_boto3:>10.2f}{told(one, 'gb_s'):>22}{one['start_cpu_s']:>14.2f}"
         say(f"{direction:5} {name:20}{shown}")
-    ratios = {
-        f"{direction}: tierd / {way.name}": {
-            of: round(facts["tierd", direction][of] / facts[way.name, direction][of], 2)
-            for of in ("cpu_s_per_gb", "gb_s")
-        }
-        for direction in (UP, DOWN)
-        for way in ways[1:]
-    }
-    fact(ratios=ratios)
     say()
-    for name, ratio in ratios.items():
-        say(f"{name:34} CPU {ratio['cpu_s_per_gb']:.2f}, throughput {ratio['gb_s']:.2f}")
+    for direction in (UP, DOWN):
+        for way in ways[1:]:
+            ours, theirs = facts["tierd", direction], facts[way.name, direction]
+            cpu, rate = (round(ours[of] / theirs[of], 3) for of in ("cpu_s_per_gb", "gb_s"))
+            fact(ratio=f"{direction}: tierd / {way.name}", cpu_s_per_gb=cpu, gb_s=rate)
+            say(f"{f'{direction}: tierd / {way.name}':34} CPU {cpu:.2f}, throughput {rate:.2f}")
     say(
         f"\ngoals: up at most {CPU_GOAL} CPU-s per GB, which was {CPU_GOAL_RATIO:.2f} of boto3's upload_file in the run"
     )

@@ -62,6 +62,8 @@ GOALS = [
         at_least=True,
     ),
     Goal("upload, CPU-s per GB", 0.6, "cold", {"way": "tierd", "direction": "up"}, key="cpu_s_per_gb"),
+    Goal("upload, CPU / boto3's upload_file", 0.21, "cold", {"ratio": "up: tierd / boto3 upload_file"}, "cpu_s_per_gb"),
+    Goal("upload, rate / s5cmd's", 1.0, "cold", {"ratio": "up: tierd / s5cmd cp"}, key="gb_s", at_least=True),
     Goal("daemon: ready after, s", 1.0, "daemon", {"way": "start until ready"}),
     Goal("daemon: idle, MB", 60.0, "daemon", {"way": "idle", "figure": "mb"}),
     Goal("daemon: idle, % of a core", 0.5, "daemon", {"way": "idle", "figure": "cpu_percent"}),
