@@ -165,7 +165,7 @@ def _captured(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
         raise Unsupported(f"capture {item.index.fqn}: the planner gives a {type(local).__qualname__} for a tensor")
     chunk = item.tensor_data.chunk
     part = captured(item.index.fqn, local)
-    return replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
+    return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> object:
