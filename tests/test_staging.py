@@ -20,7 +20,9 @@ from tierd_client.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state import TrainingState
 
 from tierd.errors import Full, Torn
-from tierd.format.shard import parse_header
+from tierd.format.shard import parse_header, plan_layout
+
+EMPTY = plan_layout([], {})
 
 
 @pytest.fixture
@@ -195,8 +197,8 @@ def test_lazy_conjugates_are_copied_by_value() -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at_the_call(seed: int) -> None:
     weight, buffer = torch.zeros(8), torch.zeros(8)
-    mapping = torch.zeros(64, dtype=torch.uint8)
-    weight_to, buffer_to = mapping[:32].view(torch.float32), mapping[32:].view(torch.float32)
+    mapping = torch.zeros(EMPTY.size_bytes + 64, dtype=torch.uint8)
+    weight_to, buffer_to = mapping[EMPTY.size_bytes :].view(torch.float32).chunk(2)
     with gpu_that_draws_lots(seed) as gpu:
         later: ByDevice = {DEVICE: ([weight_to], [weight])}
         streams = Streams()
@@ -204,7 +206,7 @@ def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at
             for one in (weight, buffer):
                 one.fill_(step)
             watch = Watch([("weight", weight, weight.detach())])
-            staging = Staging(mapping, b"", 64, later, watch, Copier(), streams)
+            staging = Staging(mapping, EMPTY, {}, later, watch, Copier(), streams)
             staging.copy({DEVICE: ([buffer_to], [buffer])})
             staging.start()
             buffer.fill_(-step)  # as the next forward does
@@ -221,7 +223,7 @@ def test_a_change_on_a_gpu_before_the_step_is_seen_when_it_is_queued_and_without
     with gpu_that_draws_lots(0):
         watch = Watch([("weight", weight, weight.detach())])
         later: ByDevice = {DEVICE: ([to], [weight])}
-        staging = Staging(torch.zeros(0, dtype=torch.uint8), b"", 0, later, watch, Copier(), Streams())
+        staging = Staging(torch.zeros(0, dtype=torch.uint8), EMPTY, {}, later, watch, Copier(), Streams())
         staging.start()
         weight.fill_(1)
         assert not staging.is_copied, "nothing has run yet"
@@ -249,7 +251,7 @@ def test_a_gpu_without_memory_for_a_copy_spoils_the_snapshot_and_not_the_call() 
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     later: ByDevice = {DEVICE: ([torch.zeros(1)], [torch.zeros(1)])}
-    staging = Staging(torch.zeros(0, dtype=torch.uint8), b"", 0, later, Watch([]), Copier(), Streamless())
+    staging = Staging(torch.zeros(0, dtype=torch.uint8), EMPTY, {}, later, Watch([]), Copier(), Streamless())
     staging.start()
     staging.release()
     with pytest.raises(torch.OutOfMemoryError):

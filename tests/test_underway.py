@@ -373,7 +373,7 @@ def test_a_copy_that_goes_wrong_fails_the_shot_and_not_the_training(lab: Lab) ->
 
 def test_a_copy_that_goes_wrong_in_the_call_is_an_error_of_ours_and_the_next_snapshot_works(lab: Lab) -> None:
     class Full(Copier):
-        def copy(self, *_: Any) -> None:
+        def copy(self, *_: Any, **__: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     lab.stager._copier = Full()

@@ -98,7 +98,9 @@ class Stager:
             live = deferrable.get(one.name)
             if live is not None:
                 watched.append((one.name, live, one.tensor))
-            device = _CPU if one.tensor.is_cpu else one.tensor.device  # of "cpu" and "cpu:0" there is one
+            device = one.tensor.device
+            if device.type == "cpu":
+                device = _CPU  # there is a "cpu:0" too
             pairs = (now if live is None else later).setdefault(device, ([], []))
             pairs[0].append(to)
             pairs[1].append(one.tensor)
