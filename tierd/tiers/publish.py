@@ -131,13 +131,13 @@ def _claimed(found: Landing) -> Generator[None, Any]:
         entries = os.listdir(partial)
         if entries and _MARK not in entries:
             raise TargetNotEmpty(f"write through {partial}: it is there and not ours", hint="move it out of the way")
-        (partial / _MARK).touch()
         try:
+            (partial / _MARK).touch()
             yield
         finally:
             if found.is_published or not found.is_worth_keeping:
                 _clear(partial, ())
-                (partial / _MARK).unlink()  # last: killed here, the rest is still known to be ours
+                (partial / _MARK).unlink(missing_ok=True)  # last: killed here, the rest is still known to be ours
                 partial.rmdir()
     finally:
         os.close(descriptor)
