@@ -60,8 +60,8 @@ def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, l
         commands = {
             name: [*command, "--mib", "4", "--rounds", "1", *less.get(name, [])] for name, command in commands.items()
         }
-    # A tmpfs, or it is the disk that is measured.
-    at = {"cold": SHM} if SHM.is_dir() and shutil.disk_usage(SHM).free > SHM_BYTES else {}
+    # Unless a place was named: a tmpfs, or it is the disk that is measured.
+    at = {"cold": SHM} if directory == ROOT and SHM.is_dir() and shutil.disk_usage(SHM).free > SHM_BYTES else {}
     return {name: [*command, "--dir", str(at.get(name, directory))] for name, command in commands.items()}
 
 
