@@ -217,9 +217,8 @@ def test_every_command_that_is_shown_exists_with_its_options() -> None:
 def commands(text: str) -> list[str]:
     """`tierd …` in prose, and in blocks after a prompt or at the beginning of a line, where no table is."""
     in_prose = [word for word in words(text) if word.startswith("tierd ")]
-    in_blocks = re.findall(
-        r"^\s*(?:\$ )?(?:\.venv/bin/)?(tierd (?! )[^#\n]+)", "\n".join(blocks(text, "sh|")), re.MULTILINE
-    )
+    shown = r"^\s*(?:\$ )?(?:\.venv/bin/)?(tierd (?! )[^#\n]+)"
+    in_blocks = re.findall(shown, "\n".join(blocks(text, "sh|")), re.MULTILINE)
     return [re.sub(r"--config \S+", "", command) for command in [*in_prose, *in_blocks]]
 
 
