@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -80,12 +81,13 @@ def _flip(path: Path, index: int) -> None:
 
 @pytest.fixture
 async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
+    gc.collect()  # what earlier tests left is theirs
     before = len(os.listdir("/proc/self/fd"))
     async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
         found = Asked(rooms)
         await rooms.look()
         yield found
-    assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
+    assert len(os.listdir("/proc/self/fd")) <= before, "descriptors leak"
 
 
 async def test_headers_come_first_however_long_and_nothing_else(asked: Asked) -> None:

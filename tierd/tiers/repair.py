@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import Manifest
 from tierd.tiers.store import Progress
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import Tier, copy_file
 from tierd.tiers.verification import Proof, Verification, verify_files
 
 log = logging.getLogger("tierd")
@@ -72,7 +72,7 @@ async def _replace(
         failures: dict[str, TierdError] = {}
         for source in sources:
             try:
-                await _copy(tier, manifest, entry, source, progress)
+                await copy_file(manifest.id, entry, source, tier, progress=progress, replace=True)
             except _SOURCE_FAULTS as error:
                 failures[source.name] = error
                 continue
@@ -88,18 +88,6 @@ async def _replace(
     for name, sentences in again.problems.items():
         del repair.repaired[name]
         repair.refused += [f"written again, and still wrong: {one}" for one in sentences]
-
-
-async def _copy(tier: Tier, manifest: Manifest, entry: FileEntry, source: Tier, progress: Progress | None) -> None:
-    await tier.store.put(
-        layout.file_key(manifest.id, entry.name),
-        source.source(manifest.id, entry),
-        size_bytes=entry.size_bytes,
-        chunk_bytes=entry.chunk_bytes,
-        expect=entry,
-        progress=progress,
-        replace=True,
-    )
 
 
 async def _rebuild(

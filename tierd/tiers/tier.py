@@ -186,15 +186,7 @@ async def copy_checkpoint(
     raw = await source.manifest_bytes(manifest)
 
     async def copy(entry: FileEntry) -> None:
-        await target.store.put(
-            layout.file_key(manifest.id, entry.name),
-            source.source(manifest.id, entry),
-            size_bytes=entry.size_bytes,
-            chunk_bytes=entry.chunk_bytes,
-            expect=entry,
-            progress=progress,
-            is_lasting=bool(milestones),
-        )
+        await copy_file(manifest.id, entry, source, target, progress=progress, is_lasting=bool(milestones))
 
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
@@ -205,6 +197,29 @@ async def copy_checkpoint(
         await target.mark_diagnosis(manifest.id, await source.diagnosis(manifest.id, is_healthy=is_healthy))
     if not is_committed:
         await target.commit(manifest, raw=raw)
+
+
+async def copy_file(
+    checkpoint: CheckpointId,
+    entry: FileEntry,
+    source: Tier,
+    target: Tier,
+    *,
+    progress: Progress | None = None,
+    is_lasting: bool = False,
+    replace: bool = False,
+) -> None:
+    """One file of a checkpoint, to its place in `target`. Raises and means what `Store.put` does."""
+    await target.store.put(
+        layout.file_key(checkpoint, entry.name),
+        source.source(checkpoint, entry),
+        size_bytes=entry.size_bytes,
+        chunk_bytes=entry.chunk_bytes,
+        expect=entry,
+        progress=progress,
+        is_lasting=is_lasting,
+        replace=replace,
+    )
 
 
 def open_cold_tier(
