@@ -67,12 +67,13 @@ async def test_answer_that_drips_is_cut_at_its_deadline(served: Bucket) -> None:
 
 
 async def test_request_after_one_that_was_cut_has_a_connection_of_its_own(served: Bucket) -> None:
-    store = store_at(served, request_timeout_s=1)
-    await store.put_bytes("run/x", content(4096))
+    patient, store = store_at(served), store_at(served, request_timeout_s=2)
+    await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip" if served.count("get_object") == 0 else ""
     assert await store.get_bytes("run/x", size_max=4096) == content(4096)
     assert served.count("get_object") == 2
     await store.close()
+    await patient.close()
 
 
 @pytest.mark.parametrize("operation", ["list_objects_v2", "upload_part", "complete_multipart_upload", "get_object"])
