@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -40,6 +41,11 @@ def model_of(width: int = 200, fill: float | None = None) -> torch.nn.Module:
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, fill)
     return model
+
+
+def region(name: str, into: torch.Tensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> CapturedTensor:
+    """What goes into `into`: from where `begin` lies in the stored tensor."""
+    return msgspec.structs.replace(captured(name, into), saved_offsets=begin, global_shape=shape)
 
 
 # ── damage ──
@@ -174,12 +180,12 @@ def test_regions_of_one_tensor_come_back_however_they_overlap(
 ) -> None:
     stored = torch.randn(30, 7, 5)
     raw = stage(DictState({"whole": stored, "scalar": torch.tensor(3.0)}))
-    wanted = {"scalar": CapturedTensor("scalar", torch.zeros(()), (), ())}
-    for number, region in enumerate(regions):
-        begin = tuple(low for low, _ in region)
-        shape = tuple(min(low + length, size) - low for (low, length), size in zip(region, stored.shape, strict=True))
+    wanted = {"scalar": region("scalar", torch.zeros(()), (), ())}
+    for number, ranges in enumerate(regions):
+        begin = tuple(low for low, _ in ranges)
+        shape = tuple(min(low + length, size) - low for (low, length), size in zip(ranges, stored.shape, strict=True))
         into = torch.zeros(shape[::-1]).permute(2, 1, 0) if is_strided else torch.zeros(shape)
-        wanted[str(number)] = CapturedTensor("whole", into, begin, shape)
+        wanted[str(number)] = region("whole", into, begin, shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restoring, "BLOCK_BYTES", block_bytes)
         load([files.on_disk(raw, chunk_bytes=chunk_bytes)], wanted)
@@ -193,7 +199,7 @@ def test_only_the_chunks_of_the_wanted_rows_are_read(files: Files) -> None:
     rows = torch.arange(64.0 * CHUNK_BYTES / 4).view(64, -1)
     source = files.on_disk(stage(DictState({"rows": rows})))
     into = torch.zeros(2, rows.shape[1])
-    assert load([source], {"": CapturedTensor("rows", into, (40, 0), (2, rows.shape[1]))}) <= 3 * CHUNK_BYTES
+    assert load([source], {"": region("rows", into, (40, 0), (2, rows.shape[1]))}) <= 3 * CHUNK_BYTES
     assert torch.equal(into, rows[40:42])
 
 
@@ -207,7 +213,7 @@ def test_what_will_be_read_is_told_first_and_is_all_that_is_read(files: Files) -
         assert (into == 0).all()
         told.append([list(some) for some in chunks])
 
-    wanted = {"": CapturedTensor("b", into, (40, 0), (2, rows.shape[1]))}
+    wanted = {"": region("b", into, (40, 0), (2, rows.shape[1]))}
     read_bytes = load(sources, wanted, bring=bring)
     ((nothing, some),) = told
     assert (nothing, len(some) * CHUNK_BYTES) == ([], read_bytes)
@@ -351,5 +357,5 @@ def test_dtensor_with_pending_sums_is_refused(ranks: Any) -> None:
 def test_wanted_bytes_may_be_given_by_hand(files: Files) -> None:
     source = files.in_memory(stage(TrainingState(model=model_of(fill=2.0))))
     into = torch.zeros(3)
-    load([source], {"model.1.bias": CapturedTensor("model.1.bias", into, (0,), (3,))})
+    load([source], {"model.1.bias": region("model.1.bias", into, (0,), (3,))})
     assert into.tolist() == [2.0, 2.0, 2.0]

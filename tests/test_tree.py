@@ -11,6 +11,7 @@ import pytest
 import torch
 from support_state import Files, Loader, restore, small_net, stage
 from tierd_client.state import TrainingState
+from tierd_client.tree import Collector
 
 from tierd.errors import Unsupported
 
@@ -72,3 +73,42 @@ def test_state_without_a_safe_form_is_refused_by_its_path(state: dict[str, Any],
     with pytest.raises(Unsupported) as refused:
         TrainingState(model=small_net(), **state).capture(0, 1)
     assert path in refused.value.message
+
+
+DICTS = {
+    "plain": {"exp_avg": torch.ones(3), "step": torch.zeros(())},
+    "parameter": {"w": torch.nn.Parameter(torch.ones(2, 2))},
+    "empty": {},
+    "keys that need a tag": {"$tensor": torch.ones(1), "b": torch.ones(2)},
+    "keys that are no strings": {0: torch.ones(1)},
+    "a name that is taken": {"taken": torch.ones(1)},
+    "strides": {"w": torch.ones(3, 2).T},
+}
+
+
+@pytest.mark.parametrize("suffix", ["", "@00001"])
+@pytest.mark.parametrize("home", [torch.device("cpu"), None])
+@pytest.mark.parametrize("name", DICTS)
+def test_dict_of_tensors_alone_is_encoded_as_one_with_a_number_among_them(
+    name: str, home: torch.device | None, suffix: str
+) -> None:
+    """The first has a way of its own."""
+    alone, mixed = Collector(), Collector()
+    for into in (alone, mixed):
+        into.suffix = suffix
+        into.add("path.taken", torch.zeros(1))
+    number_key = 1 if name == "keys that are no strings" else "number"
+
+    found = alone.encode(DICTS[name], "path", home)
+    expected = mixed.encode(DICTS[name] | {number_key: 7}, "path", home)
+
+    (tag,) = expected.keys() & {"$dict"} or {""}
+    if tag:
+        expected[tag].remove([number_key, 7])
+    else:
+        del expected[number_key]
+    assert found == expected
+    assert list(map(id, alone.live.values()))[1:] == list(map(id, mixed.live.values()))[1:]
+    for one, other in zip(alone.tensors, mixed.tensors, strict=True):
+        assert (one.name, one.dtype, one.global_shape) == (other.name, other.dtype, other.global_shape)
+        assert not one.tensor.requires_grad

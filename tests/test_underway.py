@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from support_runs import DEADLINE_S, Daemon, wait_until
 from tierd_client import Shot, TierdError, Torn, TrainingState
 from tierd_client.copying import Copier
+from tierd_client.guards import DEFERRED_BYTES_MIN
 from torch.optim import optimizer
 
 WIDTH = 128  # a weight of 64 KiB: large enough to be copied later
@@ -242,7 +243,10 @@ def test_a_restore_waits_until_nothing_reads_what_it_overwrites(lab: Lab) -> Non
 
 def test_the_optimizer_may_load_other_state_for_that_changes_nothing_in_place(lab: Lab) -> None:
     loaded = copy.deepcopy(lab.optimizer.state_dict())
+    moment = lab.optimizer.state[lab.model[0].weight]["exp_avg"]
+    assert moment.nbytes >= DEFERRED_BYTES_MIN
     shot = lab.snapshot(1)
+    moment.data = torch.zeros(WIDTH, WIDTH)  # as offloading does; what it had is still being read
     lab.optimizer.load_state_dict(loaded)
     lab.model[0].weight.data = torch.zeros(WIDTH, WIDTH)
     lab.when_waited_for()

@@ -1,8 +1,8 @@
 """Copies many tensors in host memory at the speed of that memory, also while others use the cores.
 
-Large ones by memmove in a few threads, each taking the next piece when it is done with one: torch's own copy
-splits every tensor evenly over its threads, and one thread that is kept waiting holds up all. Small ones, and
-those in other strides, by one call of torch.
+In a few threads, each taking the next job when it is done with one: torch's own copy splits every tensor evenly over
+its threads, and one thread that is kept waiting holds up all. A job is a piece of a large tensor, by memmove, or some
+of the small ones and of those in other strides, by one call of torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from operator import length_hint
 
 import torch
 
-LARGE_BYTES = 256 << 10  # below, handing a tensor to a thread costs more than copying it
+LARGE_BYTES = 64 << 10  # below, a call of memmove for itself costs more than it gains
 PIECE_BYTES = 16 << 20  # so that the threads end together
+TENSORS_A_CALL = 256  # so that the threads end together, and wait little for the interpreter in between
 THREADS_MAX = 16  # more do not add bandwidth
 
-Piece = tuple[int, int, int]
-"""(address to copy to, address to copy from, length in bytes)."""
+Job = Callable[[], object]
+"""A share of the copying, done without the GIL but for its beginning."""
 
 
 class Copier:
@@ -33,13 +36,13 @@ class Copier:
         self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory. The caller
-        does `meanwhile` while the threads copy."""
-        pieces, rest = _sort(to, from_)
+        does `meanwhile` while the threads copy, then helps them."""
         running: list[Future[None]] = []
+        jobs = iter(_jobs(to, from_))
         try:
-            self._share(pieces, running)
+            self._share(jobs, running)
             meanwhile()
-            copy_each(*rest)
+            _take(jobs)
         finally:
             wait(running)  # whatever happens here: the threads hold bare addresses
         for one in running:
@@ -48,40 +51,37 @@ class Copier:
     def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
         """As `copy`, but all of it is done by the threads: what is added to `running` says when, and what went wrong.
         The tensors must be kept alive until then."""
-        pieces, rest = _sort(to, from_)
-        if rest[0]:
-            running.append(self._pool.submit(copy_each, *rest))
-        self._share(pieces, running)
+        self._share(iter(_jobs(to, from_)), running)
 
-    def _share(self, pieces: list[Piece], running: list[Future[None]]) -> None:
-        shared = iter(pieces)  # a list's iterator gives each piece to one thread only
-        running.extend(self._pool.submit(_take, shared) for _ in range(min(self._threads, len(pieces))))
+    def _share(self, jobs: Iterator[Job], running: list[Future[None]]) -> None:
+        running.extend(self._pool.submit(_take, jobs) for _ in range(min(self._threads, length_hint(jobs))))
 
 
-def _sort(
-    to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]
-) -> tuple[list[Piece], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What is copied as bare bytes, and the rest as (to, from)."""
-    pieces: list[Piece] = []
+def _jobs(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> list[Job]:
+    jobs: list[Job] = []
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for destination, source in zip(to, from_, strict=True):
-        length = destination.numel() * destination.element_size()
+        length = source.nbytes
         if length >= LARGE_BYTES and has_plain_bytes(source):
-            pieces += _cut(destination.data_ptr(), source.data_ptr(), length)
+            jobs += _cut(destination.data_ptr(), source.data_ptr(), length)
         else:
             rest[0].append(destination)
             rest[1].append(source)
-    return pieces, rest
+    for begin in range(0, len(rest[0]), TENSORS_A_CALL):
+        end = begin + TENSORS_A_CALL
+        jobs.append(partial(copy_each, rest[0][begin:end], rest[1][begin:end]))
+    return jobs
 
 
-def _cut(to: int, from_: int, length: int) -> Iterator[Piece]:
+def _cut(to: int, from_: int, length: int) -> Iterator[Job]:
     for offset in range(0, length, PIECE_BYTES):
-        yield to + offset, from_ + offset, min(PIECE_BYTES, length - offset)
+        yield partial(ctypes.memmove, to + offset, from_ + offset, min(PIECE_BYTES, length - offset))
 
 
-def _take(pieces: Iterator[Piece]) -> None:
-    for to, from_, length in pieces:
-        ctypes.memmove(to, from_, length)  # lets go of the GIL
+def _take(jobs: Iterator[Job]) -> None:
+    """A list's iterator gives each job to one thread only."""
+    for job in jobs:
+        job()
 
 
 def copy_each(to: list[torch.Tensor], from_: list[torch.Tensor], *, non_blocking: bool = False) -> None:

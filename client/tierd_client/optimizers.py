@@ -64,48 +64,52 @@ class OptimizersSection:
             _Planning(optimizer, prefix, names, plan).plan(found)
 
 
-Names = Mapping[torch.Tensor, str]
+Names = Mapping[int, str]
+"""Names of parameters by their id(): torch hashes a tensor by that too, but far more slowly."""
 
 
-def _parameter_names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+def _parameter_names(model: torch.nn.Module) -> dict[int, str]:
     """A tied parameter has its first name, as in get_optimizer_state_dict."""
     raw = dict(model.named_parameters())
     clean = clean_names(raw)
-    return {parameter: clean[name] for name, parameter in raw.items()}
+    return {id(parameter): clean[name] for name, parameter in raw.items()}
 
 
-def _with_foreign(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dict[torch.Tensor, str], list[str]]:
-    """(every parameter's name, the names of those that the model does not hold)."""
-    all_names: dict[torch.Tensor, str] = {}
+def _with_foreign(
+    optimizer: torch.optim.Optimizer, names: Names
+) -> tuple[dict[int, str], dict[str, torch.Tensor], list[str]]:
+    """(every parameter's name, every parameter by its name, the names of those that the model does not hold)."""
+    all_names: dict[int, str] = {}
+    parameters: dict[str, torch.Tensor] = {}
     foreign: list[str] = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            name = names.get(parameter)
+            name = names.get(id(parameter))
             if name is None:
                 name = f"param.{group_index}.{index}"
                 foreign.append(name)
-            all_names[parameter] = name
-    return all_names, foreign
+            all_names[id(parameter)] = name
+            parameters[name] = parameter
+    return all_names, parameters, foreign
 
 
 def _capture(optimizer: torch.optim.Optimizer, prefix: str, names: Names, into: Collector) -> Json:
-    all_names, foreign = _with_foreign(optimizer, names)
+    all_names, parameters, foreign = _with_foreign(optimizer, names)
     groups: list[Json] = []
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        params = [all_names[parameter] for parameter in group["params"]]
+        params = [all_names[id(parameter)] for parameter in group["params"]]
         groups.append({"params": params, "options": into.encode(options, f"{prefix}.param_groups.{index}")})
-    parameters = {name: parameter for parameter, name in all_names.items()}
     for name in foreign:
         into.add(f"{prefix}.{name}", parameters[name])
     state: dict[str, Json] = {}
     for parameter, entries in optimizer.state.items():
-        if parameter not in all_names:
+        name = all_names.get(id(parameter))
+        if name is None:
             raise Unsupported(
                 f"capture {prefix}.state: it has an entry for {type(parameter).__qualname__} "
                 "that is no parameter of its groups"
             )
-        name = all_names[parameter]
         state[name] = into.encode(entries, f"{prefix}.state.{name}", home=parameter.device)
     return {"defaults": sorted(optimizer.defaults), "foreign": foreign, "groups": groups, "state": state}
 
@@ -116,13 +120,13 @@ class _Planning:
     def __init__(self, optimizer: torch.optim.Optimizer, prefix: str, names: Names, plan: RestorePlan) -> None:
         self._optimizer = optimizer
         self._prefix = prefix
-        self._names, self._foreign = _with_foreign(optimizer, names)
+        self._names, self._parameters, self._foreign = _with_foreign(optimizer, names)
         self._plan = plan
 
     def plan(self, saved: OptimizerTree) -> None:
         if not self._is_same_kind(saved):
             return
-        parameters = {name: parameter for parameter, name in self._names.items()}
+        parameters = self._parameters
         for name in self._foreign:
             self._plan.place(f"{self._prefix}.{name}", parameters[name])
         groups = [self._plan_group(index, group) for index, group in enumerate(saved.groups)]
@@ -141,7 +145,7 @@ class _Planning:
             return False
         same = True
         for index, (group, live) in enumerate(zip(saved.groups, live_groups, strict=True)):
-            now = {self._names[parameter] for parameter in live["params"]}
+            now = {self._names[id(parameter)] for parameter in live["params"]}
             where = f"{self._prefix}.param_groups[{index}]"
             for name in sorted(set(group.params) - now):
                 self._plan.differ(f"{where}: {name} is in the checkpoint, not in the group now")

@@ -113,7 +113,7 @@ class ModuleSection:
 
 def _is_object(raw: str, value: object) -> bool:
     """What is no tensor, or came from get_extra_state: only set_extra_state knows where that belongs."""
-    return raw.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
+    return raw == "_extra_state" or raw.endswith("._extra_state") or not isinstance(value, torch.Tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:

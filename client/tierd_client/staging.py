@@ -8,6 +8,7 @@ goes on.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -32,7 +33,7 @@ class Stager:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._signature: list[object] = []
+        self._signature: list[list[Any]] = []
         self._order: list[int] = []
         self._views: weakref.WeakKeyDictionary[Slot, _Views] = weakref.WeakKeyDictionary()
         self._copier = Copier()
@@ -44,7 +45,12 @@ class Stager:
         The same one as before unless names, shapes, dtypes or offsets have changed.
         """
         tensors = _mine(captured, owned)
-        signature = [(t.name, t.tensor.dtype, t.tensor.shape, t.saved_offsets) for t in tensors]
+        signature = [
+            [one.name for one in tensors],
+            [one.dtype for one in tensors],
+            [one.shape for one in tensors],
+            [one.saved_offsets for one in tensors],
+        ]
         if self._layout is not None and signature == self._signature:
             return self._layout
         return self._replan(tensors, signature, metadata)
@@ -90,20 +96,22 @@ class Stager:
         slot.grow(layout.size_bytes)
         # Touching pages that are not there yet would be no faster, and a SIGBUS where memory is short.
         slot.wait_prefaulted(PREFAULT_WAIT_S)
-        now: ByDevice = {}
-        later: ByDevice = {}
+        now: ByDevice = defaultdict(lambda: ([], []))
+        later: ByDevice = defaultdict(lambda: ([], []))
         watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for to, index in zip(self._destinations(slot, layout), self._order, strict=True):
             one = tensors[index]
+            tensor = one.tensor
             live = deferrable.get(one.name)
+            if live is None and tensor.is_cpu:
+                destinations, sources = now[_CPU]  # there is a "cpu:0" too
+            else:
+                tensor = tensor.detach()  # keeps the memory, whatever becomes of the live object before it is copied
+                destinations, sources = (now if live is None else later)[_CPU if tensor.is_cpu else tensor.device]
             if live is not None:
-                watched.append((one.name, live, one.tensor))
-            device = one.tensor.device
-            if device.type == "cpu":
-                device = _CPU  # there is a "cpu:0" too
-            pairs = (now if live is None else later).setdefault(device, ([], []))
-            pairs[0].append(to)
-            pairs[1].append(one.tensor)
+                watched.append((one.name, live, tensor))
+            destinations.append(to)
+            sources.append(tensor)
         gpus = [device for device in (*now, *later) if device.type == "cuda"]
         if gpus:
             slot.pin(gpus[0])
@@ -111,7 +119,7 @@ class Stager:
         staging.copy(now)
         return staging
 
-    def _replan(self, tensors: list[CapturedTensor], signature: list[Any], metadata: dict[str, Any]) -> Layout:
+    def _replan(self, tensors: list[CapturedTensor], signature: list[list[Any]], metadata: dict[str, Any]) -> Layout:
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, saved_offsets=t.saved_offsets) for t in tensors]
         self._layout = plan_layout(specs, metadata)
         index = {spec.name: number for number, spec in enumerate(specs)}

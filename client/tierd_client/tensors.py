@@ -47,36 +47,34 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 
 SAMPLE_ELEMENTS = 64
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types whose tensors are no more than they seem."""
 
-class CapturedTensor(msgspec.Struct, frozen=True, eq=False):
+
+class CapturedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The part of a named tensor that this rank holds: bytes to stage, or the destination of a restore.
 
-    `tensor` is local and live, in any strides; `saved_offsets` is where it begins in `global_shape`. `is_distributed`:
-    a DTensor, which says itself what other ranks hold of it. `is_buffer`: of a module; ranks may have different ones.
+    `tensor` is local and live, in any strides, of `dtype` (safetensors' name) and `shape`; `saved_offsets` is where it
+    begins in `global_shape`. `is_distributed`: a DTensor, which says itself what other ranks hold of it. `is_buffer`:
+    of a module; ranks may have different ones.
     """
 
     name: str
     tensor: torch.Tensor
+    dtype: str
+    shape: tuple[int, ...]
     saved_offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
     is_distributed: bool = False
     is_buffer: bool = False
 
     @property
-    def dtype(self) -> str:
-        return DTYPE_NAMES[self.tensor.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
     def size_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
     @property
     def is_whole(self) -> bool:
-        return self.tensor.shape == self.global_shape
+        return self.shape == self.global_shape
 
     @property
     def key(self) -> str:
@@ -86,18 +84,22 @@ class CapturedTensor(msgspec.Struct, frozen=True, eq=False):
 
 def captured(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> CapturedTensor:
     """The captured form of a live tensor. Raises Unsupported, naming it, when it has no place in a shard."""
-    if is_dtensor(tensor):
-        return _captured_dtensor(name, tensor, is_buffer=is_buffer)
-    _check(name, tensor)
+    # Nearly all are plain, there may be very many, and training waits: of those nothing is asked twice.
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if type(tensor) not in PLAIN or dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
+        if is_dtensor(tensor):
+            return _captured_dtensor(name, tensor, is_buffer=is_buffer)
+        dtype = _dtype(name, tensor)
     shape = tuple(tensor.shape)
-    return CapturedTensor(name, tensor.detach(), (0,) * len(shape), shape, is_buffer=is_buffer)
+    local = tensor.detach() if tensor.requires_grad else tensor
+    return CapturedTensor(name, local, dtype, shape, (0,) * len(shape), shape, False, is_buffer)
 
 
 def _captured_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> CapturedTensor:
     if any(placement.is_partial() for placement in tensor.placements):
         raise Unsupported(f"capture {name}: a DTensor with pending sums", hint="redistribute it to Shard or Replicate")
     local = local_part(tensor)
-    _check(name, local)
+    dtype, shape = _dtype(name, local), tuple(local.shape)
     pieces = _pieces(name, tensor)
     if any(len(ranges) > 1 for ranges in pieces):
         raise Unsupported(
@@ -106,14 +108,14 @@ def _captured_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> Capture
         )
     # A part without elements lies at the end, as torch has it.
     box = [ranges[0] if ranges else (size, size) for ranges, size in zip(pieces, tensor.shape, strict=True)]
-    if tuple(end - begin for begin, end in box) != tuple(local.shape):
+    if tuple(end - begin for begin, end in box) != shape:
         raise Unsupported(
-            f"capture {name}: a DTensor whose local part is {list(local.shape)}, its placements {tensor.placements} "
+            f"capture {name}: a DTensor whose local part is {list(shape)}, its placements {tensor.placements} "
             f"say {[end - begin for begin, end in box]}",
             hint="make its dimensions divisible by the mesh",
         )
     begins = tuple(begin for begin, _ in box)
-    return CapturedTensor(name, local, begins, tuple(tensor.shape), is_distributed=True, is_buffer=is_buffer)
+    return CapturedTensor(name, local, dtype, shape, begins, tuple(tensor.shape), True, is_buffer)
 
 
 Ranges = list[tuple[int, int]]
@@ -163,7 +165,7 @@ def _append(ranges: Ranges, begin: int, end: int) -> None:
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+    if type(tensor) in PLAIN:
         return False
     # Imported only by those who meet a subclass: it takes 0.6 s, and a DTensor means that it is there already.
     from torch.distributed.tensor import DTensor
@@ -178,7 +180,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    """safetensors' name of it. Raises Unsupported for what has no place in a shard."""
     if tensor.is_meta:
         raise Unsupported(f"capture {name}: a meta tensor has no bytes", hint="materialise the model first")
     if tensor.layout != torch.strided or tensor.is_quantized or _hides_its_bytes(tensor):
@@ -189,10 +192,11 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.dtype not in DTYPE_NAMES:
         raise Unsupported(f"capture {name}: dtype {tensor.dtype} has no place in a safetensors file")
+    return DTYPE_NAMES[tensor.dtype]
 
 
 def _hides_its_bytes(tensor: torch.Tensor) -> bool:
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
+    return type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +218,10 @@ def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without the parts that wrappers add. Where two would become one, both stay as they are."""
+    names = list(names)
+    together = "\n".join(names)
+    if not any(part in together for part in WRAPPERS):
+        return dict(zip(names, names, strict=True))
     cleaned = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names}
     seen: dict[str, int] = {}
     for clean in cleaned.values():

@@ -18,7 +18,7 @@ import torch
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import tagged
-from tierd_client.tensors import CapturedTensor, captured, is_dtensor
+from tierd_client.tensors import PLAIN, CapturedTensor, captured, is_dtensor
 
 Json = tagged.Json
 
@@ -48,13 +48,13 @@ class Collector:
 
     def encode(self, value: object, path: str, home: torch.device | None = None) -> Json:
         """`value` as tagged JSON. `home` is the device that its tensors follow at a restore."""
+        if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and tagged.are_plain_keys(value):
+            # As it would come out below; optimizers have thousands of these, and training waits.
+            return {key: _reference(self.add(f"{path}.{key}", one), one, home) for key, one in value.items()}
 
         def leaf(value: object, path: str) -> Json | None:
             if isinstance(value, torch.Tensor):
-                if value.device == home:
-                    return {"$tensor": self.add(path, value)}
-                device = "cpu" if value.device.type == "cpu" else "accelerator"
-                return {"$tensor": {"name": self.add(path, value), "device": device}}
+                return _reference(self.add(path, value), value, home)
             if isinstance(value, np.ndarray):
                 return self._encode_array(value, path)
             if isinstance(value, np.generic):
@@ -77,6 +77,13 @@ class Collector:
             raw = torch.frombuffer(bytearray(ordered.tobytes() or b"\0"), dtype=torch.uint8)
             shape = list(array.shape)
             return {"$ndarray": {"name": self.add(path, raw), "dtype": kind, "shape": shape}}
+
+
+def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
+    device = tensor.device
+    if device == home:
+        return {"$tensor": name}
+    return {"$tensor": {"name": name, "device": "cpu" if device.type == "cpu" else "accelerator"}}
 
 
 def _check_kind(dtype: np.dtype[Any], path: str) -> str:

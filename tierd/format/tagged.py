@@ -12,7 +12,7 @@ import base64
 import collections
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 from tierd.errors import Corrupt, Unsupported
@@ -75,7 +75,7 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
 
 
 def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
-    if type(value) is dict and _STR.issuperset(map(type, value)) and not any(map(_TAG, value)):
+    if type(value) is dict and are_plain_keys(value):
         return {key: _encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
     pairs = [
         [
@@ -85,6 +85,11 @@ def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Js
         for key, item in value.items()
     ]
     return {_DICTS[type(value)]: pairs}
+
+
+def are_plain_keys(keys: Collection[Any]) -> bool:
+    """Whether a dict with these keys is encoded as an object with the same ones."""
+    return _STR.issuperset(map(type, keys)) and not any(map(_TAG, keys))
 
 
 def _no_leaf(tag: str, content: Json) -> object:

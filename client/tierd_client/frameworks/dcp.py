@@ -324,7 +324,8 @@ def _plan_region(into: RestorePlan, key: str, item: ReadItem, planner: LoadPlann
         destination = torch.empty(tuple(item.lengths), dtype=stored)
         into.then(partial(_convert, destination, target.detach()))
     begin = tuple(map(sum, zip(chunk, item.storage_offsets, strict=True)))
-    into.destinations[key] = CapturedTensor(name, destination, begin, tuple(item.lengths))
+    part = captured(name, destination)
+    into.destinations[key] = msgspec.structs.replace(part, saved_offsets=begin)
     into.then(partial(planner.commit_tensor, item, target))
 
 
