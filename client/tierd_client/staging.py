@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tierd.errors import Torn
-from tierd.format.shard import HeaderOverflow, Layout, TensorSpec, plan_layout
+from tierd.format.shard import DTYPE_BYTES, HeaderOverflow, Layout, TensorSpec, plan_layout
 from tierd_client.copying import Copier, copy_each
 from tierd_client.guards import Watch
 from tierd_client.slots import Slot
 from tierd_client.state import Captured
-from tierd_client.tensors import DTYPES, CapturedTensor, from_bytes
+from tierd_client.tensors import DTYPES, CapturedTensor, contiguous_strides
 
 _CPU = torch.device("cpu")
 NAMES_MAX = 5  # of the tensors that a message lists
@@ -287,8 +287,12 @@ class _Views:
     def __init__(self, mapping: torch.Tensor, layout: Layout) -> None:
         self.mapping = mapping
         self.layout = layout
+        typed = {entry.dtype: mapping.view(DTYPES[entry.dtype]) for entry in layout.tensors}
         self.tensors = [
-            from_bytes(mapping[entry.offset : entry.offset + entry.size_bytes], DTYPES[entry.dtype], entry.shape)
+            # One call for each: there may be very many, and the first snapshot into a slot waits for them.
+            typed[entry.dtype].as_strided(
+                entry.shape, contiguous_strides(entry.shape), entry.offset // DTYPE_BYTES[entry.dtype]
+            )
             for entry in layout.tensors
         ]
 

@@ -7,7 +7,7 @@ name. A DTensor counts as its local part with its offset. Nothing here copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
@@ -211,9 +211,12 @@ def sample_of(tensor: torch.Tensor) -> int:
     return checksum.crc64nvme(as_bytes(picked).numpy().data)
 
 
-def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose bytes are `flat` (uint8, aligned to the element), sharing its memory."""
-    return flat.view(dtype).view(shape)
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """In elements, of a tensor of this shape in C order."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * max(shape[axis], 1)
+    return strides
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:

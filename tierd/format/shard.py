@@ -103,14 +103,14 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     """
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
-    table: list[str] = []
+    rows: dict[str, object] = {}
     begin = 0
     for spec in ordered:
         end = begin + spec.size_bytes
-        entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        table.append(f",{json.dumps(spec.name)}:{_dump(entry)}")
+        rows[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
-    fixed = len("".join(table).encode()) + len(json.dumps(sharding))
+    table = "," + _dump(rows)[1:-1] if rows else ""
+    fixed = len(table) + len(json.dumps(sharding))
     changing = len(json.dumps(_dump(tierd)))
     header_bytes = _align(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
     if header_bytes > HEADER_BYTES_MAX:
@@ -132,7 +132,7 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
             )
         )
         offset += spec.size_bytes
-    return Layout(tuple(entries), header_bytes, offset, "".join(table), sharding)
+    return Layout(tuple(entries), header_bytes, offset, table, sharding)
 
 
 def _element_bytes(spec: TensorSpec) -> int:
@@ -142,8 +142,7 @@ def _element_bytes(spec: TensorSpec) -> int:
         raise Unsupported(f"lay out {spec.name}: dtype {spec.dtype} has no place in a safetensors file") from None
 
 
-def _dump(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+_dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _align(size: int) -> int:
