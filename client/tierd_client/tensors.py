@@ -6,7 +6,9 @@ name. A DTensor counts as its local part with its offset. Nothing here copies.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -18,7 +20,7 @@ from tierd.errors import Unsupported
 from tierd.format import checksum
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -100,38 +102,40 @@ def _captured_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> Capture
         raise Unsupported(f"capture {name}: a DTensor with pending sums", hint="redistribute it to Shard or Replicate")
     local = local_part(tensor)
     dtype, shape = _dtype(name, local), tuple(local.shape)
-    pieces = _pieces(name, tensor)
-    if any(len(ranges) > 1 for ranges in pieces):
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise Unsupported(f"capture {name}: a DTensor on a mesh that this rank is no part of")
+    box = _box(tensor.shape, tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    if box is None:
         raise Unsupported(
             f"capture {name}: a DTensor placed {tensor.placements}, so that this rank holds it in pieces",
             hint="a shard has room for one piece of a tensor: shard another dimension, or order the mesh otherwise",
         )
-    # A part without elements lies at the end, as torch has it.
-    box = [ranges[0] if ranges else (size, size) for ranges, size in zip(pieces, tensor.shape, strict=True)]
-    if tuple(end - begin for begin, end in box) != shape:
+    begins, sizes = box
+    if sizes != shape:
         raise Unsupported(
             f"capture {name}: a DTensor whose local part is {list(shape)}, its placements {tensor.placements} "
-            f"say {[end - begin for begin, end in box]}",
+            f"say {list(sizes)}",
             hint="make its dimensions divisible by the mesh",
         )
-    begins = tuple(begin for begin, _ in box)
     return CapturedTensor(name, local, dtype, shape, begins, tuple(tensor.shape), True, is_buffer)
 
 
 Ranges = list[tuple[int, int]]
 
 
-def _pieces(name: str, tensor: DTensor) -> list[Ranges]:
-    """Per dimension the (begin, end) ranges of the global tensor that this rank's local part is made of, in order.
+@functools.lru_cache(maxsize=1 << 14)  # a state has thousands of DTensors, of few shapes, and asks at each snapshot
+def _box(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(where it begins, its shape) of the part of a tensor of `shape` that the rank at `coordinate` of the mesh holds.
+    None: it holds several.
 
     torch's compute_local_shape_and_global_offset says only where the first begins. FSDP over tensor parallel shards a
     dimension twice, the inner one first: its _StridedShard cuts into `split_factor` pieces and takes a part of each.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise Unsupported(f"capture {name}: a DTensor on a mesh that this rank is no part of")
-    found: list[Ranges] = [[(0, size)] for size in tensor.shape]
-    for count, index, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+    found: list[Ranges] = [[(0, size)] for size in shape]
+    for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():
             continue
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +144,11 @@ def _pieces(name: str, tensor: DTensor) -> list[Ranges]:
         for piece in range(factor):
             for begin, end in _chunk(_chunk(whole, factor, piece), count, index):
                 _append(found[dim], begin, end)
-    return found
+    if any(len(ranges) > 1 for ranges in found):
+        return None
+    # A part without elements lies at the end, as torch has it.
+    box = [ranges[0] if ranges else (size, size) for ranges, size in zip(found, shape, strict=True)]
+    return tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box)
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
@@ -167,10 +175,9 @@ def _append(ranges: Ranges, begin: int, end: int) -> None:
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if type(tensor) in PLAIN:
         return False
-    # Imported only by those who meet a subclass: it takes 0.6 s, and a DTensor means that it is there already.
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    # Never imported for the question: that takes 0.6 s, and where there is a DTensor it is there already.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
