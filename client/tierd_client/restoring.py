@@ -223,15 +223,15 @@ class _Sink:
     def __init__(self, begin: int, end: int, destination: torch.Tensor) -> None:
         self.begin = begin
         self.end = end
-        self._flat = as_bytes(destination)
-        self._address = self._flat.data_ptr() if destination.device.type == "cpu" else 0
+        self._destination = destination
+        self._address = destination.data_ptr() if destination.is_cpu else 0
 
     def write(self, at: int, block: torch.Tensor, begin: int, length: int) -> None:
         if self._address:
             # Not Tensor.copy_: that would start torch's threads from within ours. This too lets go of the GIL.
             ctypes.memmove(self._address + at, block.data_ptr() + begin, length)
         else:
-            self._flat[at : at + length].copy_(block[begin : begin + length])
+            as_bytes(self._destination)[at : at + length].copy_(block[begin : begin + length])
 
 
 class _Detour(_Sink):
@@ -266,6 +266,8 @@ class _Detour(_Sink):
 
 def _sink(entry: TensorEntry, wanted: CapturedTensor) -> _Sink | None:
     """For what a stored part and a wanted one share; from its first byte in the file to its last, no more is read."""
+    if (wanted.saved_offsets, wanted.shape) == (entry.saved_offsets, entry.shape) and has_plain_bytes(wanted.tensor):
+        return _Sink(entry.offset, entry.offset + wanted.size_bytes, wanted.tensor)
     shared = overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape)
     if shared is None:
         return None
