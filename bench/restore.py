@@ -1,16 +1,20 @@
 """How fast a checkpoint is back in the tensors of a training, beside what this machine can do at best and beside torch.
 
-One state, saved once in each way; each round every way brings it back, in another order. A file is out of the page
-cache before it is read (dropped, and looked at with mincore), and every way ends with the values in the live tensors.
-tierd verifies every chunk; the others verify nothing. JSON lines on stdout, the table on stderr.
+One state, saved once in each way; each round every way brings it back, in another order. tierd's snapshot is that of a
+trainer that was killed; its slots are adopted. A file is out of the page cache before it is read (dropped, and looked
+at with mincore), and every way ends with the values in the live tensors. tierd verifies every chunk; the others verify
+nothing. JSON lines on stdout, the table on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -21,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from limits import Limits
-from rounds import Figures, add_threads, arguments, fact, in_turn, machine, on, run_of, say, spread, table
+from rounds import ROOT, Figures, add_threads, arguments, fact, in_turn, machine, on, run_of, say, spread, table
 from safetensors.torch import load_file, save_file
-from serving import daemon, wait_quiet
+from serving import ENVIRONMENT, daemon, wait_quiet
 from states import SHAPES, State, build_state
-from ways import TIMEOUT_S
 
 import tierd_client  # states.py has put it on the path  # isort: skip
 
@@ -85,17 +88,34 @@ def by_safetensors(state: State, path: Path) -> None:
         tensor.copy_(found[str(number)])
 
 
+def save_and_be_killed(args: argparse.Namespace, folder: Path, socket: str) -> None:
+    """A trainer of its own, with the same state, changed once. It is killed when its snapshot is durable."""
+    options = {"way": "tierd", "mib": args.mib, "shape": args.shape, "folder": folder / "trainer", "socket": socket}
+    command = [sys.executable, f"{ROOT}/bench/ways.py", *(f"--{name}={value}" for name, value in options.items())]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        trainer.stdin.write("change\nsave\n")
+        trainer.stdin.flush()
+        answers = [trainer.stdout.readline() for _ in ("it is there", "changed", "saved")]
+        trainer.kill()
+    if not answers[-1] or "durable_s" not in json.loads(answers[-1]):
+        raise SystemExit(f"the trainer that is to be killed: {answers}")
+
+
 def measure(args: argparse.Namespace, folder: Path) -> None:
     state = build_state(args.mib, args.shape)
     limits = Limits(state.tensors, args.threads, folder)
     figures = Figures()
     with ExitStack() as stack:
         served = stack.enter_context(daemon(folder))
+        save_and_be_killed(args, folder, served.socket)
         client = tierd_client.connect("bench", socket=served.socket)
         stack.callback(client.close)
         whole = tierd_client.TrainingState(model=state.model, optimizer=state.optimizer)
-        client.restore(whole)
-        client.snapshot(1, whole).wait_persisted(TIMEOUT_S)
+        state.change()
         limits.write()
         torch.save(state.dicts(), folder / "state.pt")
         dcp.save(state.dicts(), checkpoint_id=folder / "dcp", no_dist=True)

@@ -86,6 +86,7 @@ class Files:
 
     folder: Path
     opened: list[int] = field(default_factory=list[int])
+    slots: list[Slot] = field(default_factory=list[Slot])
 
     def on_disk(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
         (self.folder / name).write_bytes(raw)
@@ -93,13 +94,24 @@ class Files:
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
     def in_memory(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
+        """In a slot of another process."""
+        self._fill_slot(raw).close()
+        return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
+
+    def in_own_slot(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
+        """In a slot that was adopted from a trainer that died."""
+        self.slots.append(self._fill_slot(raw))
+        return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
+
+    def _fill_slot(self, raw: bytes) -> Slot:
         slot = Slot.create(len(raw))
         slot.view[: len(raw)] = raw
         self.opened.append(os.dup(slot.fd))
-        slot.close()
-        return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
+        return slot
 
     def close(self) -> None:
+        for slot in self.slots:
+            slot.close()
         for descriptor in self.opened:
             os.close(descriptor)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -21,6 +24,7 @@ from tierd_client.slots import Slot, map_to_read
 from tierd.errors import Corrupt, Full
 
 MIB = 1 << 20
+KERNEL = tuple(int(part) for part in platform.release().split(".")[:2])
 GPU = torch.device("cuda", 1)
 
 
@@ -53,12 +57,37 @@ def test_bytes_are_seen_by_whoever_has_the_descriptor(slot: Slot) -> None:
     slot.view[:5] = b"hello"
     assert os.pread(slot.fd, 5, 0) == b"hello"
     slot.tensor[0] = ord("J")
-    assert bytes(map_to_read(slot.fd, 5).numpy().data) == b"Jello"
+    descriptor = os.dup(slot.fd)
+    assert bytes(map_to_read(descriptor, 5).numpy().data) == b"Jello"
+    slot.close()
+    assert bytes(map_to_read(descriptor, 5).numpy().data) == b"Jello"
+    os.close(descriptor)
 
 
-def test_a_mapping_to_read_does_not_write_through(slot: Slot) -> None:
-    map_to_read(slot.fd, 4096)[0] = 9
-    assert os.pread(slot.fd, 1, 0) == b"\0"
+def test_slot_that_is_open_is_read_by_its_own_mapping_also_once_it_has_grown(slot: Slot) -> None:
+    other = Slot.create(3 * MIB)
+    descriptor = os.dup(slot.fd)
+    for _ in range(2):
+        assert map_to_read(descriptor, 5).data_ptr() == slot.tensor.data_ptr()
+        assert map_to_read(other.fd, other.capacity_bytes).data_ptr() == other.tensor.data_ptr()
+        slot.grow(9 * MIB)
+    os.close(descriptor)
+    other.close()
+
+
+def test_memory_that_others_have_grown_beyond_our_mapping_is_mapped_anew(slot: Slot) -> None:
+    os.ftruncate(slot.fd, slot.capacity_bytes + MIB)
+    found = map_to_read(slot.fd, slot.capacity_bytes + MIB)
+    assert found.numel() == slot.capacity_bytes + MIB
+    assert found[-1] == 0
+
+
+def test_a_mapping_of_others_memory_does_not_write_through(slot: Slot) -> None:
+    descriptor = os.dup(slot.fd)
+    slot.close()
+    map_to_read(descriptor, 4096)[0] = 9
+    assert os.pread(descriptor, 1, 0) == b"\0"
+    os.close(descriptor)
 
 
 def test_slot_that_outlived_its_trainer_is_adopted_with_its_bytes(slot: Slot) -> None:
@@ -69,6 +98,19 @@ def test_slot_that_outlived_its_trainer_is_adopted_with_its_bytes(slot: Slot) ->
     assert bytes(adopted.view[:5]) == b"hello"
     assert adopted.wait_prefaulted(30)
     assert bytes(adopted.view[:5]) == b"hello"
+    adopted.close()
+
+
+@pytest.mark.skipif(KERNEL < (5, 14), reason="it cannot populate a mapping")
+def test_writing_to_an_adopted_slot_costs_no_faults(slot: Slot) -> None:
+    """Though its pages were mapped to be read: else each would hold up the first snapshot."""
+    slot.tensor.fill_(1)
+    adopted = Slot.adopt(os.dup(slot.fd), slot.capacity_bytes)
+    assert adopted.wait_prefaulted(30)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.memset(adopted.tensor.data_ptr(), 7, adopted.capacity_bytes)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < adopted.capacity_bytes // mmap.PAGESIZE // 50
     adopted.close()
 
 
@@ -144,7 +186,7 @@ def test_memory_that_runs_short_in_the_background_is_full_when_asked(monkeypatch
 
 def test_kernel_that_cannot_populate_leaves_it_to_the_faults(slot: Slot) -> None:
     assert slot.wait_prefaulted(30)
-    slots.populate(1, mmap.PAGESIZE, is_written=True)  # refused by the kernel, and that is all
+    slots.populate(1, mmap.PAGESIZE, are_new=True)  # refused by the kernel, and that is all
 
 
 def test_forked_child_has_no_mapping(tmp_path: Path) -> None:

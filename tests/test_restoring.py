@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tierd.errors import Corrupt, Mismatch, NewerFormat, Unsupported
 from tierd.format.shard import plan_layout
 
-PLACES = ["on_disk", "in_memory"]
+PLACES = ["on_disk", "in_memory", "in_own_slot"]
 
 
 @pytest.fixture

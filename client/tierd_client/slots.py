@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from tierd.errors import Corrupt, Full
 logger = logging.getLogger(__name__)
 
 PREFAULT_BYTES = 64 << 20  # one step: how much lies between two looks at the clock, or at a request to stop
-_PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
@@ -31,6 +31,9 @@ _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_open: weakref.WeakSet[Slot] = weakref.WeakSet()
+"""Those that this process has mapped."""
 
 
 class Slot:
@@ -48,6 +51,7 @@ class Slot:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._trouble: Full | None = None
+        _open.add(self)
 
     @classmethod
     def create(cls, capacity_bytes: int) -> Slot:
@@ -61,7 +65,7 @@ class Slot:
         except OSError as error:
             os.close(fd)
             raise _full(capacity_bytes, error) from error
-        slot._prefault(0)
+        slot._prefault(is_new=True)
         return slot
 
     @classmethod
@@ -78,7 +82,7 @@ class Slot:
         except BaseException:
             os.close(fd)
             raise
-        slot._prefault(0)
+        slot._prefault(is_new=False)
         return slot
 
     @property
@@ -99,7 +103,7 @@ class Slot:
         except OSError as error:
             raise _full(capacity_bytes, error) from error
         self.capacity_bytes = capacity_bytes
-        self._prefault(0)
+        self._prefault(is_new=True)
 
     def wait_prefaulted(self, timeout_s: float) -> bool:
         """True when all pages are there, False when they are not within the time. Raises Full when memory ran short."""
@@ -125,6 +129,7 @@ class Slot:
         """Gives the descriptor back. The memory goes with the last tensor on it, and the daemon's descriptor."""
         if self.fd < 0:
             return
+        _open.discard(self)
         self._end_prefault()
         self._unpin()
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -161,18 +166,18 @@ class Slot:
                 logger.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, trouble)
         self._pinning, self._pinned_for, self.refusal = None, None, ""
 
-    def _prefault(self, begin: int) -> None:
+    def _prefault(self, *, is_new: bool) -> None:
         self._trouble = None
         self._stop.clear()
         self._thread = threading.Thread(
-            target=self._prefault_from, args=(begin, self.tensor), name="tierd-prefault", daemon=True
+            target=self._prefault_all, args=(self.tensor, is_new), name="tierd-prefault", daemon=True
         )
         self._thread.start()
 
-    def _prefault_from(self, begin: int, mapping: torch.Tensor) -> None:
+    def _prefault_all(self, mapping: torch.Tensor, is_new: bool) -> None:
         """Runs in a thread; both calls let go of the GIL. `mapping` keeps the memory mapped while it runs."""
         address, capacity_bytes = mapping.data_ptr(), mapping.numel()
-        for offset in range(begin, capacity_bytes, PREFAULT_BYTES):
+        for offset in range(0, capacity_bytes, PREFAULT_BYTES):
             if self._stop.is_set():
                 return
             length = min(PREFAULT_BYTES, capacity_bytes - offset)
@@ -182,7 +187,7 @@ class Slot:
             except OSError as error:
                 self._trouble = _full(capacity_bytes, error)
                 return
-            populate(address + offset, length, is_written=True)
+            populate(address + offset, length, are_new=is_new)
 
     def _end_prefault(self) -> None:
         self._stop.set()
@@ -203,15 +208,25 @@ def is_sealed(fd: int) -> bool:
 
 
 def map_to_read(fd: int, size_bytes: int) -> torch.Tensor:
-    """The first `size_bytes` of a sealed memfd, as uint8. Private: a write to it would reach nobody."""
+    """The first `size_bytes` of a sealed memfd, as uint8, not to be written to.
+
+    A slot that this process has open is mapped already, and its pages are there. Other memory is mapped anew, and
+    privately: a write to it would reach nobody.
+    """
+    for slot in _open:
+        if size_bytes <= slot.capacity_bytes and os.path.sameopenfile(fd, slot.fd):
+            return slot.tensor[:size_bytes]
     mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def populate(address: int, length: int, *, is_written: bool) -> None:
-    """Maps pages by one call instead of one fault each. A kernel that does not know how leaves it to the faults."""
-    begin = address & -_PAGE_BYTES
-    _libc.madvise(begin, address + length - begin, _MADV_POPULATE_WRITE if is_written else _MADV_POPULATE_READ)
+def populate(address: int, length: int, *, are_new: bool) -> None:
+    """Maps pages by one call instead of one fault each. A kernel that does not know how leaves it to the faults.
+
+    Pages that hold bytes are mapped to be read: 16 at a time, so in half the time. Shared memory that may be written
+    can then be written with no more faults. New pages are quicker to write.
+    """
+    _libc.madvise(address, length, _MADV_POPULATE_WRITE if are_new else _MADV_POPULATE_READ)
 
 
 def _map(fd: int, capacity_bytes: int) -> torch.Tensor:
