@@ -40,7 +40,8 @@ class Copier:
         running: list[Future[None]] = []
         jobs = iter(_jobs(to, from_))
         try:
-            self._share(jobs, running)
+            if length_hint(jobs) > 1:
+                self._share(jobs, running)
             meanwhile()
             _take(jobs)
         finally:

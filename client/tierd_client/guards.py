@@ -97,5 +97,5 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_worth_it(tensor: torch.Tensor) -> bool:
-    is_large = tensor.is_cuda or (tensor.nbytes >= DEFERRED_BYTES_MIN and tensor.is_cpu)
-    return is_large and not tensor.is_inference()  # which has no version counter
+    is_large = tensor.nbytes >= DEFERRED_BYTES_MIN and tensor.is_cpu
+    return (is_large or tensor.is_cuda) and not tensor.is_inference()  # which has no version counter

@@ -7,7 +7,7 @@ them, and changes nothing. Optimizers have a file of their own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import msgspec
@@ -211,15 +211,16 @@ class RngSection:
 
     kind = "rng"
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = list(devices)
+    def __init__(self, devices: Callable[[], Iterable[torch.device]]) -> None:
+        """`devices`: where the state lives, gone through only once CUDA is in use."""
+        self._devices = devices
 
     def capture(self, into: Collector) -> Json:
-        return into.encode(rng.capture(self._devices), "rng")
+        return into.encode(rng.capture(self._devices()), "rng")
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
-        plan.then(lambda: rng.restore(state, self._devices))
+        plan.then(lambda: rng.restore(state, self._devices()))
 
     def plan_new(self, seed: bytes, plan: RestorePlan) -> None:
         plan.then(lambda: rng.seed_all(seed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -210,7 +210,7 @@ class TrainingState:
             else:
                 found[name] = ValueSection(self._extra or {}, key, name)
         if self._rng:
-            found["rng"] = RngSection(self._devices())
+            found["rng"] = RngSection(self._devices)
         return found
 
     def _values_only_in(self, saved: dict[str, SectionTree]) -> dict[str, Section]:
@@ -224,12 +224,12 @@ class TrainingState:
             if key not in self._extra and saved[f"extra.{key}"].kind == ValueSection.kind
         }
 
-    def _devices(self) -> set[torch.device]:
-        return {parameter.device for parameter in self._model.parameters()}
+    def _devices(self) -> Iterator[torch.device]:
+        return (parameter.device for parameter in self._model.parameters())
 
     def _accelerator(self) -> torch.device:
         """Where a tensor that lived on an accelerator goes when nothing else says it."""
-        found = sorted((device for device in self._devices() if device.type != "cpu"), key=str)
+        found = sorted({device for device in self._devices() if device.type != "cpu"}, key=str)
         return found[0] if found else torch.device("cpu")
 
 

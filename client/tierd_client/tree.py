@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ class Collector:
 
     def encode(self, value: object, path: str, home: torch.device | None = None) -> Json:
         """`value` as tagged JSON. `home` is the device that its tensors follow at a restore."""
-        if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and tagged.are_plain_keys(value):
+        if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value)):
             # As it would come out below; optimizers have thousands of these, and training waits.
             return {key: _reference(self.add(f"{path}.{key}", one), one, home) for key, one in value.items()}
 
@@ -77,6 +78,9 @@ class Collector:
             raw = torch.frombuffer(bytearray(ordered.tobytes() or b"\0"), dtype=torch.uint8)
             shape = list(array.shape)
             return {"$ndarray": {"name": self.add(path, raw), "dtype": kind, "shape": shape}}
+
+
+_are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
 
 
 def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
