@@ -32,24 +32,26 @@ def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, l
     room = (memory_bytes("MemAvailable") / MIB) / (3 + STATES_HELD * len(WAYS))  # MiB of state, a little left over
     # Half of the memory at most: where it is nearly full, every way stalls for pages that the kernel has to find first.
     fits = max(size for size in (64, 128, 256, 512) if size <= max(64, room / 2))
-    own = ["--ways", "torch.save", "tierd"]
+    own, alone = ["--ways", "torch.save", "tierd"], ["--ways", "tierd"]
+    large = max(size for size in (64, 1024, 2048, 4096) if size <= max(64, memory_bytes("MemAvailable") / MIB / 5))
     commands: dict[str, list[str]] = {
         "snapshot": ["snapshot.py", "--mib", f"{fits}"],
         "cold": ["cold.py", "--peers", f"{peers}"],
         "restore": ["restore.py", "--mib", f"{fits}"],
         "daemon": ["daemon.py", "--mib", f"{fits}"],
         "time added to a training loop": ["overlap.py", "--rounds", "5"],
-        "few large tensors, 1 and 2 ranks": [
-            *("snapshot.py", "--mib", f"{fits}", "--shape", "large", *own, "--ranks", "1", "2")
+        "few large tensors, 1, 2 and 4 ranks": [
+            *("snapshot.py", "--mib", f"{min(1024, large)}", "--shape", "large", *alone, "--ranks", "1", "2", "4")
         ],
         "many small tensors": ["snapshot.py", "--mib", "256", "--shape", "many", *own],
+        "a small state": ["snapshot.py", "--mib", "256", *own],
+        "a large state": ["snapshot.py", "--mib", f"{large}", *alone],
         "quiet neighbour": ["neighbour.py", "--rounds", "3", "--seconds", "12"],
     }
     if full:
         # DCP takes minutes to load 20,000 tensors five times.
         commands["restore, many small tensors"] = ["restore.py", "--mib", "256", "--shape", "many"]
-        commands["snapshot, 0.25 GiB"] = ["snapshot.py", "--mib", "256"]
-        commands["snapshot, 4 GiB"] = ["snapshot.py", "--mib", "4096", "--ways", "tierd"]
+        commands["a small state, all ways"] = ["snapshot.py", "--mib", "256"]
         commands["snapshot, 1, 2 and 4 ranks"] = ["snapshot.py", "--mib", f"{fits}", *own, "--ranks", "1", "2", "4"]
     if tiny:
         less = {

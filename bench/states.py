@@ -43,8 +43,12 @@ class State:
         torch._foreach_add_(self.tensors, 1e-3)
 
 
+WIDTHS = {2048: 1024, 300: 768, 100: 512, 0: 256}
+"""MiB of state from which on a GPT is as wide: GPT-2's medium and small, and smaller ones with as few layers."""
+
+
 def gpt(mib: int) -> torch.nn.Module:
-    width = 768 if mib >= 300 else 256
+    width = next(width for least, width in WIDTHS.items() if mib >= least)
     layer_bytes = 12 * width * width * 4 * 3
     return GPT(Shape(layers=max(1, round(mib * MIB / layer_bytes)), heads=8, width=width))
 
