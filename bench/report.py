@@ -45,6 +45,14 @@ GOALS = [
         {"way": "tierd", "ratio": "durable rate after the stall / O_DIRECT rate"},
         at_least=True,
     ),
+    Goal("stall / the best peer's", 1.0, "snapshot", {"way": "tierd", "ratio": "stall / the best peer's"}),
+    Goal(
+        "durable rate / the best peer's",
+        2.0,
+        "snapshot",
+        {"way": "tierd", "ratio": "durable rate / the best peer's"},
+        at_least=True,
+    ),
     Goal("overlap: the call, s", 0.005, "time", {"way": "tierd, overlap", "figure": "call_s"}),
     Goal("overlap: added / memory copy", 1.0, "time", {"way": "tierd, overlap", "ratio": "added / memory copy"}),
     Goal(

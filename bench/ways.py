@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
@@ -43,6 +44,9 @@ def tierd(state: State, place: Place) -> Generator[Save]:
     client = tierd_client.connect(place.run, socket=place.socket, every_steps=1)
     whole = tierd_client.TrainingState(model=state.model, optimizer=state.optimizer)
     client.restore(whole)  # finds nothing, and begins to make the slots, as in any training
+    for thread in threading.enumerate():
+        if thread.name == "tierd-prefault":
+            thread.join()  # a training comes to its first snapshot long after
 
     def save(number: int, _: Path) -> Callable[[], object]:
         shot = client.snapshot(number, whole)

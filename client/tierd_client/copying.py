@@ -2,7 +2,7 @@
 
 In a few threads, each taking the next job when it is done with one: torch's own copy splits every tensor evenly over
 its threads, and one thread that is kept waiting holds up all. A job is a piece of a large tensor, by memmove, or some
-of the small ones and of those in other strides, by one call of torch.
+small ones, by one call of torch. Large ones in other strides are left to torch and its threads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from operator import length_hint
 
 import torch
 
-LARGE_BYTES = 64 << 10  # below, a call of memmove for itself costs more than it gains
+LARGE_BYTES = 32 << 10  # below, torch copies in the calling thread alone, many tensors by one call
 PIECE_BYTES = 16 << 20  # so that the threads end together
 TENSORS_A_CALL = 256  # so that the threads end together, and wait little for the interpreter in between
 THREADS_MAX = 16  # more do not add bandwidth
 
 Job = Callable[[], object]
 """A share of the copying, done without the GIL but for its beginning."""
+
+Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Tensors to copy to, and those to copy from."""
 
 
 class Copier:
@@ -37,12 +40,13 @@ class Copier:
     ) -> None:
         """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory. The caller
         does `meanwhile` while the threads copy, then helps them."""
+        jobs, strided = _sort(to, from_)
         running: list[Future[None]] = []
-        jobs = iter(_jobs(to, from_))
         try:
             if length_hint(jobs) > 1:
                 self._share(jobs, running)
             meanwhile()
+            copy_each(*strided)
             _take(jobs)
         finally:
             wait(running)  # whatever happens here: the threads hold bare addresses
@@ -52,26 +56,32 @@ class Copier:
     def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
         """As `copy`, but all of it is done by the threads: what is added to `running` says when, and what went wrong.
         The tensors must be kept alive until then."""
-        self._share(iter(_jobs(to, from_)), running)
+        jobs, strided = _sort(to, from_)
+        if strided[0]:
+            running.append(self._pool.submit(copy_each, *strided))
+        self._share(jobs, running)
 
     def _share(self, jobs: Iterator[Job], running: list[Future[None]]) -> None:
         running.extend(self._pool.submit(_take, jobs) for _ in range(min(self._threads, length_hint(jobs))))
 
 
-def _jobs(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> list[Job]:
+def _sort(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> tuple[Iterator[Job], Pairs]:
+    """What the threads copy, and the large tensors that are not plain bytes."""
     jobs: list[Job] = []
-    rest: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    small: Pairs = [], []
+    strided: Pairs = [], []
     for destination, source in zip(to, from_, strict=True):
         length = source.nbytes
         if length >= LARGE_BYTES and has_plain_bytes(source):
             jobs += _cut(destination.data_ptr(), source.data_ptr(), length)
-        else:
-            rest[0].append(destination)
-            rest[1].append(source)
-    for begin in range(0, len(rest[0]), TENSORS_A_CALL):
+            continue
+        pairs = small if length < LARGE_BYTES else strided
+        pairs[0].append(destination)
+        pairs[1].append(source)
+    for begin in range(0, len(small[0]), TENSORS_A_CALL):
         end = begin + TENSORS_A_CALL
-        jobs.append(partial(copy_each, rest[0][begin:end], rest[1][begin:end]))
-    return jobs
+        jobs.append(partial(copy_each, small[0][begin:end], small[1][begin:end]))
+    return iter(jobs), strided  # a list's iterator gives each job to one thread only
 
 
 def _cut(to: int, from_: int, length: int) -> Iterator[Job]:
@@ -80,7 +90,6 @@ def _cut(to: int, from_: int, length: int) -> Iterator[Job]:
 
 
 def _take(jobs: Iterator[Job]) -> None:
-    """A list's iterator gives each job to one thread only."""
     for job in jobs:
         job()
 
