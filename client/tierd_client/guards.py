@@ -15,10 +15,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tierd_client.copying import LARGE_BYTES
 from tierd_client.state import Captured
 from tierd_client.tensors import is_dtensor, local_part
 
-DEFERRED_BYTES_MIN = 32 << 10  # what is smaller, in host memory, is copied sooner than it is handed to a thread
+DEFERRED_BYTES_MIN = LARGE_BYTES  # what is smaller, in host memory, is copied sooner than it is handed to a thread
 
 # A step that runs hooks is this wrapper; older versions of torch take it away when torch.compile is first used.
 _runs_hooks_code = Optimizer.profile_hook_step(lambda: None).__code__
