@@ -162,10 +162,10 @@ def transfer(name: str, direction: str, url: str, prefix: str, size: str, root: 
 
 async def with_tierd(direction: str, url: str, prefix: str, size: str, root: Path) -> None:
     from tierd.format.ids import checkpoint_id
+    from tierd.s3.store import S3Store
     from tierd.tiers.directory import DirectoryStore
-    from tierd.tiers.fetch import Fetch
-    from tierd.tiers.s3 import S3Store
     from tierd.tiers.tier import Tier, copy_checkpoint
+    from tierd.transfer.fetch import Fetch
 
     store = DirectoryStore(root)
     here, there = Tier("here", store), Tier("there", S3Store(f"s3://{BUCKET}/{prefix}", endpoint_url=url))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 
 GB = 1e9
 PART_BYTES = 64 << 20  # tierd/format/checksum.py: one chunk, one part
-REQUESTS_PER_SHARD = 6  # two HEADs, a look for begun uploads, create, complete, one spare; tests/test_costs.py counts
+REQUESTS_PER_SHARD = 6  # two HEADs, a look for begun uploads, create, complete, one spare; test_costs.py counts
 
 
 @dataclass(frozen=True)

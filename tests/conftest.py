@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from support_bucket import Bucket, bucket_server
-from support_s3 import ENVIRONMENT, moto_server
+
+from tests.support.bucket import Bucket, bucket_server
+from tests.support.s3 import ENVIRONMENT, moto_server
 
 # A shell that puts us in the background has us ignore SIGINT, and so would every process that a test starts: then
 # none would end by Ctrl-C, whatever its code. A handler of ours is not inherited, so they begin with the default.

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support_cli import make_manifest
 
+from tests.support.cli import make_manifest
 from tierd.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest, file_entry

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support_cli import make_checkpoint
-from support_daemon import Daemon, Peer, make_sealed, serving, wait_until
 
+from tests.support.cli import make_checkpoint
+from tests.support.daemon import Daemon, Peer, make_sealed, serving, wait_until
 from tierd.errors import BadConfig, LockHeld, TierdError
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
@@ -226,7 +226,7 @@ def test_killed_in_the_middle_of_persisting_leaves_nothing_restorable(tmp_path: 
         peer.greet("run42", rank=None)
         peer.send(wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[]))
         with pytest.raises(AssertionError, match="not_found"):
-            peer.hear(wire.Found)
+            peer.hear(wire.FoundReplica)
 
 
 def test_trainer_that_outlives_the_daemon_sends_again_and_nothing_is_written_twice(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Pat
         assert daemon.get("/readyz")[0] == 200
         old.send(wire.Find(request=1, step=999, generation=None, milestone=None, tier="auto", exclude=[]))
         with pytest.raises(AssertionError, match="tier_unreachable"):
-            old.hear(wire.Found)
+            old.hear(wire.FoundReplica)
         assert old.find(request=2).tier == "hot"
         for descriptor in old.descriptors:
             os.close(descriptor)

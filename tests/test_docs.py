@@ -20,7 +20,7 @@ from tierd.cli.app import make_app
 from tierd.config import Config
 from tierd.format import checksum, layout, manifest, shard, wire
 from tierd.format.ids import Rank
-from tierd.lifecycle.states import TRANSITIONS
+from tierd.memory.slot_states import TRANSITIONS
 from tierd.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -359,7 +359,7 @@ def test_fields_of_the_manifest_are_those_of_the_code_in_their_order() -> None:
 def test_every_message_is_there_with_its_fields() -> None:
     told = {row[0].strip("`"): words(row[1]) for row in rows(FORMAT, "message", "fields", "descriptors", "meaning")}
     messages: tuple[type[msgspec.Struct], ...] = (*wire.ToDaemon.__args__, *wire.ToClient.__args__)
-    assert told == {message.__name__: list(message.__struct_fields__) for message in messages}
+    assert told == {message.__struct_config__.tag: list(message.__struct_fields__) for message in messages}
 
 
 def test_states_of_a_slot_are_those_of_the_table_in_the_code() -> None:
@@ -374,7 +374,10 @@ def test_dtypes_are_those_of_the_code() -> None:
 
 def test_every_tag_of_the_code_is_told() -> None:
     told = {tag for row in rows(FORMAT, "tag", "content", "value") for tag in words(row[0])}
-    trees = [ast.parse(text_of(SOURCES[path])) for path in ("tierd/format/tagged.py", "client/tierd_client/tree.py")]
+    trees = [
+        ast.parse(text_of(SOURCES[path]))
+        for path in ("tierd/format/tagged.py", "client/tierd_client/state/encoding.py")
+    ]
     used = {
         node.value
         for tree in trees

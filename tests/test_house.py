@@ -26,7 +26,7 @@ SOURCES = {
     for folder in ("tierd", "client")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
-TESTS = {path.name: path for path in sorted((ROOT / "tests").glob("test_*.py"))}
+TESTS = {path.relative_to(ROOT / "tests").as_posix(): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
 LINES_MAX = 500  # near 400 a second noun has usually appeared
 
 
@@ -45,14 +45,14 @@ class Door:
 DOORS = {
     "S3": Door(
         modules=frozenset({"boto3", "botocore", "s3transfer"}),
-        files={"tierd/tiers/s3_client.py": "one attempt of a request"},
+        files={"tierd/s3/client.py": "one attempt of a request"},
     ),
     "durable file system changes": Door(
         names=frozenset({"os.fsync", "os.fdatasync", "os.sync", "os.rename", "os.renames", "os.replace", ".rename"}),
         files={
             "tierd/tiers/directory.py": "the store",
-            "tierd/tiers/publish.py": "a restored directory appears by one rename",
-            "tierd/tiers/arriving.py": "what is fetched over several lives",
+            "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
+            "tierd/transfer/partial_file.py": "what is fetched over several lives",
         },
     ),
     "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares them all"}),
@@ -65,10 +65,10 @@ DOORS = {
         files={
             "tierd/api/packets.py": "the trainers' socket",
             "tierd/api/trainer.py": "accepts on it",
-            "tierd/api/asking.py": "the CLI's side of it",
+            "tierd/api/operator_socket.py": "the CLI's side of it",
             "tierd/config.py": "gethostname only",
             "tierd/daemon.py": "sd_notify",
-            "tierd/tiers/s3_client.py": "cuts a connection that makes no progress",
+            "tierd/s3/client.py": "cuts a connection that makes no progress",
             "client/tierd_client/session.py": "the trainer's side",
         },
     ),
@@ -76,10 +76,10 @@ DOORS = {
         modules=frozenset({"mmap"}),
         names=frozenset({"os.memfd_create"}),
         files={
-            "tierd/slots.py": "the slots of trainers",
+            "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
-            "tierd/api/finding.py": "a manifest's bytes travel as a descriptor",
-            "client/tierd_client/slots.py": "makes the slots",
+            "tierd/api/handover.py": "a manifest's bytes travel as a descriptor",
+            "client/tierd_client/snapshot/slot.py": "makes the slots",
         },
     ),
     "the watch on a directory": Door(
@@ -90,8 +90,8 @@ DOORS = {
         files={
             "tierd/daemon.py": "SIGTERM drains, SIGHUP reads the config anew",
             "tierd/cli/app.py": "SIGTERM ends a verb as Ctrl-C does",
-            "tierd/examination.py": "it ends with the daemon",
-            "client/tierd_client/stops.py": "a stop request becomes client.stopping",
+            "tierd/health/program.py": "it ends with the daemon",
+            "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
     "tasks": Door(
@@ -110,7 +110,7 @@ DOORS = {
             "tierd/cli/drill.py": "a verb that looks at tiers itself",
             "tierd/cli/export.py": "a verb that looks at tiers itself",
             "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
-            "tierd/cli/listing.py": "a verb that looks at tiers itself",
+            "tierd/cli/ls.py": "a verb that looks at tiers itself",
             "tierd/cli/milestone.py": "a verb that looks at tiers itself",
             "tierd/cli/restore.py": "a verb that looks at tiers itself",
             "tierd/cli/show.py": "a verb that looks at tiers itself",
@@ -133,9 +133,9 @@ DOORS = {
             "tierd/cli/console.py": "ages, for people",
             "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
-            "client/tierd_client/taker.py": "created_at of a snapshot",
+            "client/tierd_client/snapshot/snapshotter.py": "created_at of a snapshot",
             "client/tierd_client/client.py": "how much time there is until a deadline",
-            "client/tierd_client/stops.py": "how much is left of it",
+            "client/tierd_client/stopping/requests.py": "how much is left of it",
         },
     ),
     "other processes": Door(
@@ -144,13 +144,13 @@ DOORS = {
         files={
             "tierd/cli/demo.py": "it runs real ones",
             "tierd/cli/export.py": "torch writes its own formats",
-            "tierd/workers/examiner.py": "the look for NaN is a process of its own",
+            "tierd/health/examiner.py": "the look for NaN is a process of its own",
         },
     ),
     "numpy": Door(
         modules=frozenset({"numpy"}),
         files={path: "the client" for path in SOURCES if path.startswith("client/")}
-        | {"tierd/examination.py": "looks for NaN, in a process of its own"},
+        | {"tierd/health/program.py": "looks for NaN, in a process of its own"},
     ),
     "the terminal": Door(
         modules=frozenset({"typer", "click", "rich"}),
@@ -328,7 +328,7 @@ BANNED_FILES = {"utils", "common", "helpers", "core", "base", "misc", "manager",
 
 def test_no_file_has_a_name_that_says_nothing() -> None:
     named = {path: {*Path(path).parts[:-1], Path(path).stem} for path in SOURCES}
-    named |= {f"tests/{name}": {name.removeprefix("test_").removesuffix(".py")} for name in TESTS}
+    named |= {f"tests/{name}": {Path(name).stem.removeprefix("test_")} for name in TESTS}
     assert [path for path, words in named.items() if words & BANNED_FILES] == []
 
 
@@ -353,53 +353,58 @@ def test_file_says_what_it_is_and_holds_one_noun(path: str) -> None:
 
 
 def test_rooms_are_two_levels_deep_at_most() -> None:
-    assert [path for path in SOURCES if path.startswith("tierd/") and len(Path(path).parts) > 3] == []
+    deep = [path for path in SOURCES if len(Path(path.removeprefix("client/")).parts) > 3]
+    assert deep == []
 
 
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
-    "tierd/api/finding.py": "test_trainer.py",
-    "client/tierd_client/joining.py": "test_client.py",
-    # The verbs are run as people run them, in a process.
-    "tierd/cli/choice.py": "test_cli_restore.py",
-    "tierd/cli/console.py": "test_cli_listing.py",
-    "tierd/cli/descriptors.py": "test_cli_daemon.py",
-    "tierd/tiers/advice.py": "test_cli_doctor.py",
-    "tierd/cli/lifecycle.py": "test_cli_verbs.py",
-    "tierd/cli/milestone.py": "test_cli_verbs.py",
-    "tierd/cli/options.py": "test_cli_verbs.py",
-    "tierd/cli/part.py": "test_cli_restore_cold.py",
-    "tierd/cli/replicas.py": "test_cli_restore.py",
-    "tierd/cli/serve.py": "test_cli_daemon.py",
-    "tierd/cli/show.py": "test_cli_verbs.py",
-    "tierd/cli/snapshot.py": "test_cli_stop.py",
-    "tierd/cli/status.py": "test_cli_listing.py",
-    "tierd/cli/verify.py": "test_cli_verify.py",
-    "tierd/cli/version.py": "test_cli_verbs.py",
+    "client/tierd_client/generation.py": "client/test_client.py",
+    "tierd/cold_tier.py": "tiers/test_tier.py",
+    # The verbs are tested as people run them, in a process.
+    "tierd/cli/selection.py": "cli/test_restore.py",
+    "tierd/cli/console.py": "cli/test_ls.py",
+    "tierd/cli/memory_store.py": "cli/test_serve.py",
+    "tierd/cli/lifecycle.py": "cli/test_verbs.py",
+    "tierd/cli/milestone.py": "cli/test_verbs.py",
+    "tierd/cli/options.py": "cli/test_verbs.py",
+    "tierd/cli/partial_restore.py": "cli/test_restore_cold.py",
+    "tierd/cli/replicas.py": "cli/test_restore.py",
+    "tierd/cli/show.py": "cli/test_verbs.py",
+    "tierd/cli/snapshot.py": "cli/test_stop.py",
+    "tierd/cli/status.py": "cli/test_ls.py",
+    "tierd/cli/version.py": "cli/test_verbs.py",
+    "tierd/tiers/advice.py": "cli/test_doctor.py",
 }
-"""A module with no test of its own name that no test imports: the test file that exercises it all the same."""
+"""A module with no test file at its mirrored place and that no test imports: the test file that exercises it."""
 
 
 def imported_by_tests() -> set[str]:
     found: set[str] = set()
-    for path in (ROOT / "tests").glob("*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         for name, _ in _uses(ast.parse(path.read_text(encoding="utf-8"))):
             found.add(name)
             found.add(name.rpartition(".")[0])
     return found
 
 
+def mirrored(path: str) -> str:
+    """Where its test file is: tierd/s3/upload.py → s3/test_upload.py, client/tierd_client/x.py → client/test_x.py."""
+    parts = Path(path).parts
+    room = ("client", *parts[2:-1]) if parts[0] == "client" else parts[1:-1]
+    return "/".join((*room, f"test_{parts[-1]}"))
+
+
 def test_every_module_has_its_tests() -> None:
-    """A test file of its name, or a test that imports it, or a line in TESTED_THROUGH."""
+    """A test file at its mirrored place, or a test that imports it, or a line in TESTED_THROUGH."""
     imported = imported_by_tests()
     missing: list[str] = []
     for path in SOURCES:
         parts = Path(path).with_suffix("").parts
-        stem, room = parts[-1], parts[-2]
         module = ".".join(parts[1:] if parts[0] == "client" else parts)
-        names = {f"test_{stem}.py", f"test_{room}_{stem}.py", TESTED_THROUGH.get(path, "")}
-        if not (stem.startswith("__") or names & set(TESTS) or module in imported):
+        names = {mirrored(path), TESTED_THROUGH.get(path, "")}
+        if not (parts[-1].startswith("__") or names & set(TESTS) or module in imported):
             missing.append(path)
     refuse(missing, "no test file of that name, and no test imports it:")
 

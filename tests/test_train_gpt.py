@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
 
 @pytest.fixture(scope="module")

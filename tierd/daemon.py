@@ -29,21 +29,22 @@ from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
+from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config, differences
 from tierd.errors import BadConfig, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
+from tierd.health.examiner import Examiner
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
-from tierd.memory import MemoryTier
+from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
-from tierd.neighbour import Neighbour
+from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import lock
-from tierd.tiers.tier import Tier, open_cold_tier
+from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.driller import Driller
-from tierd.workers.examiner import Examiner
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import Lister, recover
@@ -103,7 +104,7 @@ class _Daemon:
         self._conversations: set[asyncio.Task[None]] = set()
         self._settled = Wake()
 
-        self._neighbour = Neighbour(
+        self._neighbour = WriteThrottle(
             names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
         self._persister = Persister(

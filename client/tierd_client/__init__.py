@@ -28,13 +28,13 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd_client.client import Client, Found, connect
-from tierd_client.dict_state import DictState
-from tierd_client.documents import DocumentLoader
-from tierd_client.ending import Halted
-from tierd_client.loader import ResumableLoader
-from tierd_client.sampler import ResumableSampler
-from tierd_client.shots import Shot
-from tierd_client.state import TrainingState
+from tierd_client.loaders.documents import DocumentLoader
+from tierd_client.loaders.loader import ResumableLoader
+from tierd_client.loaders.sampler import ResumableSampler
+from tierd_client.snapshot.handle import Shot
+from tierd_client.state.dict_state import DictState
+from tierd_client.state.training_state import TrainingState
+from tierd_client.stopping.outcome import Halted
 
 __all__ = [
     "BadConfig",

@@ -23,18 +23,19 @@ import msgspec
 from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, SlotsBusy, TierdError, from_kind
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
-from tierd_client import replicas, resuming
-from tierd_client.deadline import find_deadline
-from tierd_client.ending import Halted, ending_of, wait_last
-from tierd_client.held import HeldSlots
-from tierd_client.joining import join
+from tierd_client.generation import join
 from tierd_client.ranks import Ranks, find_ranks
-from tierd_client.resuming import Resume, agree_on
-from tierd_client.shots import Shot
-from tierd_client.state import Capturable, State
+from tierd_client.restore import replica as replicas
+from tierd_client.restore import resume as resuming
+from tierd_client.restore.resume import Resume, agree_on
+from tierd_client.snapshot.handle import Shot
+from tierd_client.snapshot.slot_pool import SlotPool
+from tierd_client.snapshot.snapshotter import Snapshotter
+from tierd_client.state.training_state import Capturable, State
 from tierd_client.step_times import StepTimes
-from tierd_client.stops import Meaning, Stops, signals_of
-from tierd_client.taker import Taker
+from tierd_client.stopping.deadline import find_deadline
+from tierd_client.stopping.outcome import Halted, ending_of, wait_last
+from tierd_client.stopping.requests import Meaning, StopRequests, signals_of
 
 log = logging.getLogger("tierd_client")
 
@@ -96,7 +97,7 @@ def connect(
         raise BadConfig(f'connect {run} with staging={staging!r}: expected "sync" or "overlap"')
     ranks = find_ranks(rank, world_size, os.environ)
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
-    stops = Stops(ranks, signals=caught, deadline=deadline, stop_file=stop_file)
+    stops = StopRequests(ranks, signals=caught, deadline=deadline, stop_file=stop_file)
     path = socket or os.environ.get("TIERD_SOCKET") or DEFAULT_SOCKET
     overrides = {
         "every_steps": every_steps,
@@ -113,7 +114,7 @@ def connect(
 class Client:
     """Use `connect`. One thread trains; nothing here is meant for several at once."""
 
-    def __init__(self, run: str, path: str, ranks: Ranks, stops: Stops, overrides: Mapping[str, Any]) -> None:
+    def __init__(self, run: str, path: str, ranks: Ranks, stops: StopRequests, overrides: Mapping[str, Any]) -> None:
         self._run = run
         self._path = path
         self._ranks = ranks
@@ -178,7 +179,7 @@ class Client:
         """
         self._state = state
         policy = agree_on(resume, self._ranks, os.environ)
-        wanted = replicas.Wanted(
+        wanted = replicas.RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
 
@@ -201,7 +202,7 @@ class Client:
         self._prepare()
         return found
 
-    def read(self, wanted: replicas.Wanted, take: Callable[[replicas.Replica], None]) -> Found:
+    def read(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> Found:
         """Have `take` read the replica that is wanted: what was read is the state from now on. For integrations.
 
         `take` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
@@ -229,7 +230,7 @@ class Client:
         metrics = {name: float(value) for name, value in found.metrics.items()}
         return Found(found.step, found.generation, replica.tier, seconds, metrics)
 
-    def look(self, wanted: replicas.Wanted, take: Callable[[replicas.Replica], None]) -> None:
+    def look(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> None:
         """As `read`, but changes nothing: `take` only looks. For integrations."""
         self._ranks.together(self._check_open)
         replicas.restore(self._session, self._ranks, wanted, take, on_corrupt=self._pass_by)
@@ -335,7 +336,7 @@ class Client:
             self._stops.on_attach,
         )
         self._told = msgspec.structs.replace(self._session.welcome, **self._overrides)
-        self._taker = Taker(
+        self._taker = Snapshotter(
             self._run,
             self.generation,
             self._ranks,
@@ -360,7 +361,7 @@ class Client:
         session.close()
         held.close()
 
-    def _on_message(self, held: HeldSlots, message: wire.ToClient) -> None:
+    def _on_message(self, held: SlotPool, message: wire.ToClient) -> None:
         """On the session's thread."""
         held.on_message(message)
         self._stops.on_message(message)

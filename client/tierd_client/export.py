@@ -27,11 +27,11 @@ from tierd.format import layout, manifest
 from tierd.format.shard import Shard
 from tierd_client.frameworks.dcp import KIND as DCP_KIND
 from tierd_client.frameworks.dcp import OBJECT, DcpTree
-from tierd_client.optimizers import OptimizersSection, OptimizerTree
-from tierd_client.restore_plan import RestorePlan
-from tierd_client.restoring import SourceFile, index_tensors, load, read_headers
-from tierd_client.sections import ModuleSection
-from tierd_client.state import SectionTree
+from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
+from tierd_client.state.optimizers import OptimizersSection, OptimizerTree
+from tierd_client.state.restore_plan import RestorePlan
+from tierd_client.state.sections import ModuleSection
+from tierd_client.state.training_state import SectionTree
 
 CPU = torch.device("cpu")
 

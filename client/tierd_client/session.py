@@ -45,12 +45,12 @@ class _Question:
 
     answered: threading.Event = field(default_factory=threading.Event)
     heard_s: float = field(default_factory=time.monotonic)
-    found: wire.Found | None = None
+    found: wire.FoundReplica | None = None
     descriptors: list[int] = field(default_factory=list)
     error: TierdError | None = None
 
 
-class Session:
+class DaemonSession:
     """Connected when constructed; `start` begins to listen.
 
     `lock` guards the connection, and whatever its owner keeps in step with it.
@@ -117,7 +117,7 @@ class Session:
                 # Gone, or hung with its buffer full: the listening thread hears of it and re-attaches.
                 self._detach()
 
-    def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.Found, list[int]]:
+    def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.FoundReplica, list[int]]:
         """(answer, descriptors: the manifest, then its files; the taker closes them). `find` makes the message from a
         request number. Raises DaemonUnreachable after 60 s without a word, or what the daemon answers."""
         number = next(self._numbers)
@@ -192,14 +192,14 @@ class Session:
                 _close_all(descriptors)
                 log.error("tierd: %s", error)
                 continue
-            if isinstance(message, wire.Found | wire.Progress | wire.Refused) and message.request:
+            if isinstance(message, wire.FoundReplica | wire.Progress | wire.Refused) and message.request:
                 self._answer(message, descriptors)
             else:
                 _close_all(descriptors)
                 self._hear(message)
                 on_message(message)
 
-    def _answer(self, message: wire.Found | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
+    def _answer(self, message: wire.FoundReplica | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
         with self.lock:
             question = self._questions.get(message.request)
             if question is None or question.answered.is_set():
@@ -207,7 +207,7 @@ class Session:
                 return
             question.heard_s = time.monotonic()
             match message:
-                case wire.Found():
+                case wire.FoundReplica():
                     for why in message.passed_over:
                         log.error("tierd: a newer replica could not be used: %s", why)
                     question.found, question.descriptors = message, descriptors

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support_cuda import DEVICE, needs_cuda
-from tierd_client.slots import Slot
+from tierd_client.snapshot.slot import Slot
+
+from tests.support.cuda import DEVICE, needs_cuda
 
 pytestmark = needs_cuda
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from safetensors.torch import load
-from support_cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
-from support_state import metadata
-from tierd_client.guards import Guard, deferrable
-from tierd_client.slots import Slot
-from tierd_client.staging import Stager
-from tierd_client.state import TrainingState
+from tierd_client.snapshot.guards import Guard, deferrable
+from tierd_client.snapshot.slot import Slot
+from tierd_client.snapshot.staging import Stager
+from tierd_client.state.training_state import TrainingState
+
+from tests.support.cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
+from tests.support.state import metadata
 
 pytestmark = needs_cuda
 

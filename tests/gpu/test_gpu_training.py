@@ -12,11 +12,12 @@ import pytest
 import tierd_client
 import torch
 from safetensors.torch import load_file
-from support_cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
-from support_kill import kill_when_stalled
-from support_runs import DEADLINE_S, Daemon
-from support_state import Files, restore, stage
 from tierd_client import Torn, TrainingState
+
+from tests.support.cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
+from tests.support.kill import kill_when_stalled
+from tests.support.runs import DEADLINE_S, Daemon
+from tests.support.state import Files, restore, stage
 
 pytestmark = needs_cuda
 
@@ -94,7 +95,7 @@ KILLED = """
 import sys, time
 sys.path[:0] = {paths!r}
 import tierd_client
-from support_cuda import Training
+from tests.support.cuda import Training
 training = Training(width={width})
 client = tierd_client.connect({run!r}, socket={socket!r}, staging={mode!r})
 client.restore(training.state)
@@ -112,7 +113,7 @@ time.sleep(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_in_the_middle_it_comes_back_from_memory(daemon: Daemon, run: str, mode: str) -> None:
     """In "overlap", in the middle of a copy: what is only half in its slot is not restored."""
-    paths = [str(Path(__file__).parent), *sys.path]
+    paths = [str(Path(__file__).parents[2]), *sys.path]
     kill_when_stalled(KILLED.format(paths=paths, width=WIDTH, run=run, socket=daemon.socket, mode=mode))
     uninterrupted = Training(width=WIDTH)
     uninterrupted.train(3)

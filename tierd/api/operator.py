@@ -26,8 +26,8 @@ from tierd.format.ids import CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT, Verdict
-from tierd.lifecycle.states import SlotState
-from tierd.memory import MemoryTier, SnapshotSet
+from tierd.memory.slot_states import SlotState
+from tierd.memory.tier import MemoryTier, SnapshotSet
 from tierd.metrics import HALT_REASONS, Metrics
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import manifest_of

@@ -25,7 +25,7 @@ FIRST = Rank(0)  # it speaks for all ranks of its run
 NO_RANK = Rank(-1)  # of a session that only asks
 
 
-class Session:
+class TrainerSession:
     """`rank` is NO_RANK for one that only asks."""
 
     def __init__(self, connection: PacketConnection, run: Run, rank: Rank, generation: Generation) -> None:

@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any
 
 import tierd
-from tierd.api.finding import Finder, refused
+from tierd.api.handover import Finder, refused
 from tierd.api.packets import PacketConnection
-from tierd.api.requests import Requests
-from tierd.api.session import FIRST, NO_RANK, Session, Writer
+from tierd.api.rank_requests import Requests
+from tierd.api.session import FIRST, NO_RANK, TrainerSession, Writer
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import BadRequest, Corrupt, Full, Stale, TierdError, TierUnreachable, Transient
@@ -29,11 +29,11 @@ from tierd.format import layout, wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run, checkpoint_id
 from tierd.format.manifest import CheckpointRef
 from tierd.incidents import Incidents
-from tierd.lifecycle.states import SlotState
-from tierd.memory import MemoryTier
+from tierd.memory.slot import MappedSlot
+from tierd.memory.slot_states import SlotState
+from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
-from tierd.neighbour import Neighbour
-from tierd.slots import Slot
+from tierd.throttle import WriteThrottle
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer, close_all, duplicates
 
@@ -56,7 +56,7 @@ class TrainerDoor:
         *,
         metrics: Metrics,
         incidents: Incidents,
-        neighbour: Neighbour,
+        neighbour: WriteThrottle,
         on_whole: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         now: Callable[[], datetime],
@@ -73,7 +73,7 @@ class TrainerDoor:
         self._on_whole = on_whole
         self._spawn = spawn
         self._now = now
-        self._sessions: dict[tuple[Run, Rank], Session] = {}
+        self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
         self._requests = Requests(self._sessions)
         self._writers: dict[tuple[Run, Rank], Writer] = {}  # who may have a rank's slots mapped
         self._connections = 0
@@ -154,7 +154,7 @@ class TrainerDoor:
         hello = await self._hear_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
-            session, kept = Session(connection, run, NO_RANK, Generation(0)), {}
+            session, kept = TrainerSession(connection, run, NO_RANK, Generation(0)), {}
         else:
             session, kept = await self._enter(connection, hello, run, Rank(hello.rank))
         try:
@@ -195,7 +195,7 @@ class TrainerDoor:
 
     async def _enter(
         self, connection: PacketConnection, hello: wire.Hello, run: Run, rank: Rank
-    ) -> tuple[Session, dict[int, Slot]]:
+    ) -> tuple[TrainerSession, dict[int, MappedSlot]]:
         """The session of a trainer's rank, and the slots that it may adopt."""
         if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
@@ -218,7 +218,7 @@ class TrainerDoor:
         replaced = self._sessions.get(key)
         if replaced is not None:
             replaced.finish()
-        session = self._sessions[key] = Session(connection, run, rank, generation)
+        session = self._sessions[key] = TrainerSession(connection, run, rank, generation)
         writer, former = Writer.open(connection.peer_pid), self._writers.get(key)
         # A process that only lost its connection has its slots mapped; any other may take over what is there.
         is_back = former is not None and generation == previous and former.pid == writer.pid and not former.is_dead
@@ -264,7 +264,7 @@ class TrainerDoor:
                 session.finish()
                 del self._sessions[key]
 
-    def _adoptable(self, run: Run, rank: Rank) -> dict[int, Slot]:
+    def _adoptable(self, run: Run, rank: Rank) -> dict[int, MappedSlot]:
         """The rank's slots, if whoever had them is dead for certain: else it could write into them."""
         writer = self._writers.get((run, rank))
         slots = self._memory.slots(run, rank)
@@ -275,7 +275,7 @@ class TrainerDoor:
             self._memory.detach(run, rank)
         return {}
 
-    def _welcome(self, session: Session, kept: dict[int, Slot]) -> None:
+    def _welcome(self, session: TrainerSession, kept: dict[int, MappedSlot]) -> None:
         told = self._config.snapshot
         newest = self._restorer.newest(session.run)
         session.post(
@@ -303,7 +303,7 @@ class TrainerDoor:
             duplicates([slot.fd for slot in kept.values()]),
         )
 
-    async def _converse(self, session: Session) -> None:
+    async def _converse(self, session: TrainerSession) -> None:
         while True:
             raw, descriptors = await session.connection.receive()
             if not raw:
@@ -328,19 +328,19 @@ class TrainerDoor:
             finally:
                 close_all(descriptors)
 
-    def _part(self, session: Session, goodbye: wire.Goodbye) -> None:
+    def _part(self, session: TrainerSession, goodbye: wire.Goodbye) -> None:
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
         if self._sessions.get((session.run, session.rank)) is session:  # a fenced one has no say
             self._memory.endings.said(session.run, session.rank, goodbye.state, goodbye.reason)
 
-    def _attach(self, session: Session, message: wire.AttachSlot, descriptors: list[int]) -> None:
+    def _attach(self, session: TrainerSession, message: wire.AttachSlot, descriptors: list[int]) -> None:
         if len(descriptors) != 1:
             close_all(descriptors)
             raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
-        slot = Slot(descriptors[0], message.capacity_bytes)
+        slot = MappedSlot(descriptors[0], message.capacity_bytes)
         self._memory.attach(session.run, session.rank, message.slot, slot)
 
-    def _take(self, session: Session, message: wire.ToDaemon) -> None:
+    def _take(self, session: TrainerSession, message: wire.ToDaemon) -> None:
         run, generation, rank = session.run, session.generation, session.rank
         match message:
             case wire.Filling():
@@ -378,7 +378,7 @@ class TrainerDoor:
             case _:
                 raise BadRequest(f"take {type(message).__name__} in the middle of a conversation")
 
-    def _lose(self, session: Session, lost: wire.Lost) -> None:
+    def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
         """One rank's part is not coming: all ranks hear of it, and those that have sealed get their slots back."""
         run, generation, rank = session.run, session.generation, session.rank
         checkpoint = checkpoint_id(run, lost.step, generation)
@@ -401,13 +401,13 @@ class TrainerDoor:
             ),
         )
 
-    def _release_lost(self, session: Session, step: int) -> None:
+    def _release_lost(self, session: TrainerSession, step: int) -> None:
         for rank, index in self._memory.lose(session.run, session.generation, step):
             other = self._sessions.get((session.run, rank))
             if other is not None:
                 other.post(wire.Released(slot=index))
 
-    def _answer(self, session: Session, ask: wire.Ask) -> None:
+    def _answer(self, session: TrainerSession, ask: wire.Ask) -> None:
         entry = self._catalog.get(checkpoint_id(session.run, ask.step, ask.generation))
         for tier in entry.tiers if entry else ():
             if tier == self._hot.name:
@@ -415,7 +415,7 @@ class TrainerDoor:
             else:
                 session.post(wire.Replicated(step=ask.step, generation=ask.generation, tier=tier))
 
-    def _report(self, session: Session, report: wire.Report) -> None:
+    def _report(self, session: TrainerSession, report: wire.Report) -> None:
         run, detail = session.run, repr(report.detail)
         tier = report.tier if report.tier in (*self._catalog.tiers, MEMORY) else "other"
         _check_seconds("take a report", report.seconds)
@@ -447,7 +447,7 @@ class TrainerDoor:
         except (OSError, TimeoutError):
             pass  # it will not hear the reason
 
-    def _leave(self, session: Session) -> None:
+    def _leave(self, session: TrainerSession) -> None:
         self._requests.left(session)
         self._neighbour.calm(session)
         key = (session.run, session.rank)

@@ -20,7 +20,7 @@ from typing import Annotated, Concatenate, ParamSpec
 import typer
 
 from tierd.cli.console import say
-from tierd.cli.places import Settings, settings_of
+from tierd.cli.opened_tiers import Settings, settings_of
 from tierd.errors import TierdError
 
 P = ParamSpec("P")
@@ -72,7 +72,7 @@ def _tell(error: Exception) -> int:
 VERBS = {
     "serve": "serve",
     "status": "status",
-    "ls": "listing",
+    "ls": "ls",
     "show": "show",
     "restore": "restore",
     "export": "export",

@@ -16,9 +16,9 @@ from pathlib import Path
 import typer
 
 from tierd import __version__, config
-from tierd.cli import daemon, options
+from tierd.cli import daemon_http, options
 from tierd.cli.console import answer, answer_json
-from tierd.cli.places import Settings, look, settings_of
+from tierd.cli.opened_tiers import Settings, look, settings_of
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
 from tierd.lifecycle.policy import HOT
@@ -101,8 +101,8 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
             found.append(Advice("disk", cold.name, "warning", message, hint))
         return found
     # Here, so that boto3 is loaded only where a bucket is configured.
-    from tierd.tiers.s3 import S3Store
-    from tierd.tiers.s3_probe import BucketProbe
+    from tierd.s3.probe import BucketProbe
+    from tierd.s3.store import S3Store
 
     store = S3Store(
         cold.url,
@@ -151,7 +151,7 @@ def _socket(loaded: Config) -> Sequence[Advice]:
 
 def _daemon(loaded: Config) -> list[Advice]:
     try:
-        status = daemon.find(loaded).status
+        status = daemon_http.find(loaded).status
     except DaemonUnreachable as error:
         return [problem_of("daemon", "daemon", error)]
     found: list[Advice] = []

@@ -14,11 +14,11 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.choice import Candidate, Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, duration, progress_bar, size, table
-from tierd.cli.places import Places, Settings, check_one_place, exit_code, look, settings_of
+from tierd.cli.opened_tiers import Places, Settings, check_one_place, exit_code, look, settings_of
+from tierd.cli.selection import Candidate, Wanted, candidates, choose, wanted
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
-from tierd.tiers.drill import drill as drill_replica
+from tierd.transfer.drill import drill as drill_replica
 
 
 class Drill(msgspec.Struct, kw_only=True):

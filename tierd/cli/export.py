@@ -20,20 +20,20 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.choice import wanted
 from tierd.cli.console import answer, answer_json, duration, progress_bar, size
-from tierd.cli.places import settings_of
+from tierd.cli.opened_tiers import settings_of
 from tierd.cli.restore import AUTO, Making, bring, target_of
+from tierd.cli.selection import wanted
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard, header_length, parse_header
 from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.publish import make_durable
+from tierd.transfer.atomic_output import make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
-_MADE = "made"  # the folder that is published, below the landing
+_MADE = "made"  # the folder that is published, below the atomic_output
 
 
 class Format(StrEnum):

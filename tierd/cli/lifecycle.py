@@ -13,7 +13,7 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.console import answer, answer_json, duration, say, table
-from tierd.cli.places import PARTIAL, Settings, look, settings_of
+from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
 from tierd.format.ids import check_run
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import HOT, Decision, Verdict

@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.choice import Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json
-from tierd.cli.places import PARTIAL, Settings, look, settings_of
+from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
+from tierd.cli.selection import Wanted, candidates, choose, wanted
 from tierd.format import layout
 
 

@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 
 from tierd.catalog import MEMORY
-from tierd.cli.choice import Candidate
 from tierd.cli.console import progress_bar, say, size
-from tierd.cli.descriptors import ask_memory
-from tierd.cli.places import Places
+from tierd.cli.memory_store import ask_memory
+from tierd.cli.opened_tiers import Places
+from tierd.cli.selection import Candidate
 from tierd.config import Config
 from tierd.errors import (
     BadRequest,
@@ -27,9 +27,9 @@ from tierd.errors import (
 )
 from tierd.format import layout
 from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest, decode
-from tierd.tiers.fetch import Fetch
-from tierd.tiers.publish import Landing
 from tierd.tiers.tier import Tier
+from tierd.transfer.atomic_output import AtomicOutput
+from tierd.transfer.fetch import Fetch
 
 _SOURCE_FAULTS = (Corrupt, NewerFormat, NotFound, TierUnreachable, DaemonUnreachable, BadRequest)
 """What another tier may do better. A fault of the target, such as no space, would only happen again."""
@@ -64,7 +64,7 @@ class Replicas:
                 return decode(self.raw, where=f"{self.chosen.id} in {name}", expect=self.chosen.id), tier
         raise self._worst("")
 
-    async def complete(self, fetch: Fetch, land: Landing, doing: str) -> None:
+    async def complete(self, fetch: Fetch, land: AtomicOutput, doing: str) -> None:
         """Until nothing is missing. Raises what is wrong when all of them together cannot give it."""
         try:
             with progress_bar("checking what is there", land.taken_bytes) as progress:

@@ -18,20 +18,20 @@ import msgspec
 import typer
 
 from tierd.catalog import MEMORY
-from tierd.cli import daemon, options
-from tierd.cli.choice import Candidate, Wanted, candidates, choose, wanted
+from tierd.cli import daemon_http, options
 from tierd.cli.console import answer, answer_json, duration, say, size
-from tierd.cli.part import Part, bring_part
-from tierd.cli.places import Places, Settings, check_one_place, look, settings_of
+from tierd.cli.opened_tiers import Places, Settings, check_one_place, look, settings_of
+from tierd.cli.partial_restore import Part, bring_part
 from tierd.cli.replicas import Replicas
+from tierd.cli.selection import Candidate, Wanted, candidates, choose, wanted
 from tierd.config import Config
 from tierd.errors import BadConfig, Corrupt, DaemonUnreachable, NotFound, TierUnreachable, Unhealthy
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.fetch import Fetch, arriving_keys
-from tierd.tiers.publish import Landing, check_target, landing
 from tierd.tiers.tier import Tier
+from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
+from tierd.transfer.fetch import Fetch, arriving_keys
 
 AUTO = "auto"
 
@@ -139,7 +139,7 @@ def _in_memory(config: Config, tier: str) -> dict[CheckpointId, dict[str, Any]]:
     if tier not in (AUTO, MEMORY):
         return {}
     try:
-        return daemon.find(config).in_memory()
+        return daemon_http.find(config).in_memory()
     except DaemonUnreachable:
         if tier == MEMORY:
             raise
@@ -219,7 +219,7 @@ async def _land(replicas: Replicas, target: Path, making: Making | None, part: P
     began = time.monotonic()
     files = part.files(manifest) if part else [entry.name for entry in manifest.files]
     room = 0 if part else round(manifest.size_bytes * (1 + making.extra_share if making else 1))
-    with landing(target, size_bytes=room, keep=arriving_keys(manifest, files)) as land, _kept_is_told(land):
+    with atomic_output(target, size_bytes=room, keep=arriving_keys(manifest, files)) as land, _kept_is_told(land):
         store = DirectoryStore(land.partial)
         try:
             if part:
@@ -268,7 +268,7 @@ async def _commit(replicas: Replicas, manifest: Manifest, source: Tier, restored
 
 
 @contextmanager
-def _kept_is_told(land: Landing) -> Generator[None]:
+def _kept_is_told(land: AtomicOutput) -> Generator[None]:
     try:
         yield
     except BaseException:

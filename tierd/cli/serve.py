@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.places import settings_of
+from tierd.cli.opened_tiers import settings_of
 from tierd.config import notify_socket
 
 

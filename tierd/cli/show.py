@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tierd.cli import daemon, options
-from tierd.cli.choice import Wanted, candidates, choose, wanted
+from tierd.cli import daemon_http, options
 from tierd.cli.console import age, answer, answer_json, metrics_line, say, size, table
-from tierd.cli.places import PARTIAL, Settings, look, settings_of
+from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
+from tierd.cli.selection import Wanted, candidates, choose, wanted
 from tierd.errors import NotFound
 from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
@@ -38,7 +38,7 @@ def show(
 
 
 async def _facts(settings: Settings, place: str | None, wish: Wanted) -> tuple[Facts, bool]:
-    running = None if place else daemon.find_or_none(settings.config())
+    running = None if place else daemon_http.find_or_none(settings.config())
     in_memory = running.in_memory() if running else {}
     async with look(settings, place=place) as places:
         is_whole = places.check_reachable()

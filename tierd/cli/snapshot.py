@@ -9,7 +9,7 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.console import answer, answer_json
-from tierd.cli.places import settings_of
+from tierd.cli.opened_tiers import settings_of
 from tierd.format.ids import check_run, checkpoint_id
 
 
@@ -33,7 +33,7 @@ def snapshot(
     json: options.Json = False,
 ) -> None:
     """Have a run take a snapshot now, beside those that are due anyway; training goes on."""
-    from tierd.api.asking import take_snapshot
+    from tierd.api.operator_socket import take_snapshot
 
     config = settings_of(context).config()
     agreed = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)

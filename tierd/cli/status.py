@@ -11,10 +11,10 @@ import shlex
 import typer
 
 from tierd import __version__
-from tierd.cli import daemon, options
+from tierd.cli import daemon_http, options
 from tierd.cli.console import age_s, answer, answer_json, duration, size, table
-from tierd.cli.daemon import Held, RunStatus, Status, TierStatus
-from tierd.cli.places import Places, Settings, look, settings_of
+from tierd.cli.daemon_http import Held, RunStatus, Status, TierStatus
+from tierd.cli.opened_tiers import Places, Settings, look, settings_of
 from tierd.config import Config
 from tierd.errors import DaemonUnreachable
 from tierd.format.ids import Run
@@ -27,7 +27,7 @@ def status(context: typer.Context, json: options.Json = False) -> None:
     settings = settings_of(context)
     config = settings.config()
     try:
-        running = daemon.find(config)
+        running = daemon_http.find(config)
     except DaemonUnreachable as error:
         found = asyncio.run(_look(settings, config))
         if json:

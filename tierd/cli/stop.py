@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli import daemon, options
+from tierd.cli import daemon_http, options
 from tierd.cli.console import answer, answer_json
-from tierd.cli.daemon import RunStatus
-from tierd.cli.places import settings_of
+from tierd.cli.daemon_http import RunStatus
+from tierd.cli.opened_tiers import settings_of
 from tierd.config import Config
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format.ids import check_run
@@ -38,7 +38,7 @@ def stop(
     json: options.Json = False,
 ) -> None:
     """Stop a run at the end of its step, with a snapshot that the same command resumes from."""
-    from tierd.api.asking import stop_run
+    from tierd.api.operator_socket import stop_run
 
     config = settings_of(context).config()
     deadline_s = time.monotonic() + wait_s
@@ -60,7 +60,7 @@ def stop(
 def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunStatus:
     """The run as it ended. A newer generation means that it has ended too, and was started again."""
     while True:
-        status = next((one for one in daemon.find(config).status.runs if one.run == run), None)
+        status = next((one for one in daemon_http.find(config).status.runs if one.run == run), None)
         if status is not None and (status.state != "running" or status.generation > generation):
             return status
         if time.monotonic() >= deadline_s:

@@ -14,15 +14,15 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.choice import Wanted, candidates, choose, wanted
 from tierd.cli.console import answer, answer_json, progress_bar, say, size
-from tierd.cli.places import PARTIAL, Places, Settings, exit_code, look, settings_of, tier_names
+from tierd.cli.opened_tiers import PARTIAL, Places, Settings, exit_code, look, settings_of, tier_names
+from tierd.cli.selection import Wanted, candidates, choose, wanted
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import CheckpointId
-from tierd.tiers.repair import Repair, repair_replica
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
-from tierd.tiers.verification import Proof, Verification, is_read_for_nothing, verify_replica
+from tierd.transfer.repair import Repair, repair_replica
+from tierd.transfer.verify import Proof, Verification, is_read_for_nothing, verify_replica
 
 _HOW = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
 

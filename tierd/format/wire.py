@@ -266,7 +266,7 @@ class Agreed(_Message, frozen=True, kw_only=True):
     generation: int
 
 
-class Found(_Message, frozen=True, kw_only=True):
+class FoundReplica(_Message, frozen=True, kw_only=True, tag="Found"):
     """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order. `passed_over`:
     why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it. `is_part`:
     of the files only the headers are there, and the chunks that were asked for."""
@@ -299,8 +299,8 @@ ToDaemon = (
     | Goodbye
 )  # fmt: skip
 ToClient = (
-    Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed | Found
-    | Progress | Refused
+    Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed
+    | FoundReplica | Progress | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,7 +23,7 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
 from tierd.tiers.direct_io import ALIGN_BYTES, page_aligned, reserve, round_up, set_direct
 from tierd.tiers.pool import Buffers, Pool, each
-from tierd.tiers.s3_pace import Bandwidth
+from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 MIB = 1 << 20

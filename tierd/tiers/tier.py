@@ -6,12 +6,10 @@ lives here too: every byte is checked against the manifest on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tierd.config import ColdConfig, LimitsConfig, cache_folder
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import health, layout
 from tierd.format.health import Diagnosis
@@ -220,34 +218,6 @@ async def copy_file(
         is_lasting=is_lasting,
         replace=replace,
     )
-
-
-def open_cold_tier(
-    config: ColdConfig, limits: LimitsConfig, on_request: Callable[[str, str], None] | None = None
-) -> Tier:
-    """The tier that a [[cold]] section describes. `on_request`: told (operation, outcome) of every S3 request."""
-    if config.url.startswith("file://"):
-        root = Path(config.url.removeprefix("file://"))
-        return Tier(config.name, DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s))
-    # Here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
-    from tierd.tiers.s3 import S3Store
-
-    store = S3Store(
-        config.url,
-        region=config.region,
-        endpoint_url=config.endpoint_url,
-        ca_bundle=config.ca_bundle,
-        sse=config.sse,
-        sse_kms_key_id=config.sse_kms_key_id,
-        name=config.name,
-        parts_in_flight=limits.parts_in_flight,
-        request_timeout_s=limits.request_timeout_s,
-        max_upload_mib_s=config.max_upload_mib_s,
-        storage_class=config.storage_class,
-        lasting_storage_class=config.milestone_storage_class,
-        on_request=on_request,
-    )
-    return Tier(config.name, store, ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}"))
 
 
 def stored_file(store: Store, key: str) -> Source:

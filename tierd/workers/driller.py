@@ -18,8 +18,8 @@ from tierd.errors import Full, NotFound, TierdError, Transient
 from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.metrics import Metrics
-from tierd.tiers.drill import clear, drill
 from tierd.tiers.tier import Tier
+from tierd.transfer.drill import clear, drill
 from tierd.workers.recovery import is_listed
 
 log = logging.getLogger("tierd")

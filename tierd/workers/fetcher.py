@@ -21,8 +21,8 @@ from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.metrics import Metrics
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.fetch import Fetch
 from tierd.tiers.tier import Tier
+from tierd.transfer.fetch import Fetch
 
 NEARLY_ALL = 0.9  # of a checkpoint's bytes: the rest is little more to fetch, and makes it a hot replica
 

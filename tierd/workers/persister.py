@@ -16,10 +16,10 @@ from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.incidents import Incidents
-from tierd.lifecycle.states import SlotEvent
-from tierd.memory import MemoryTier, Snapshot, SnapshotSet
+from tierd.memory.slot_states import SlotEvent
+from tierd.memory.tier import MemoryTier, Snapshot, SnapshotSet
 from tierd.metrics import Metrics
-from tierd.neighbour import Neighbour
+from tierd.throttle import WriteThrottle
 from tierd.tiers.pool import each
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
@@ -41,7 +41,7 @@ class Persister:
         *,
         metrics: Metrics,
         incidents: Incidents,
-        neighbour: Neighbour,
+        neighbour: WriteThrottle,
         tell: Callable[[Run, wire.ToClient], None],
         on_settled: Callable[[Run], None],
     ) -> None:

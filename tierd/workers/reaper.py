@@ -18,7 +18,7 @@ from tierd.format.ids import Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict, Expire, explain, plan
-from tierd.memory import MemoryTier
+from tierd.memory.tier import MemoryTier
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import is_listed
 from tierd.workers.retention import Retentions

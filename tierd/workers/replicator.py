@@ -19,7 +19,7 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
-from tierd.neighbour import Neighbour
+from tierd.throttle import WriteThrottle
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import clear_uncommitted
 from tierd.workers.retention import Retentions
@@ -42,7 +42,7 @@ class Replicator:
         *,
         metrics: Metrics,
         incidents: Incidents,
-        neighbour: Neighbour,
+        neighbour: WriteThrottle,
         tell: Callable[[Run, wire.ToClient], None],
         on_committed: Callable[[], None],
         now: Callable[[], str],

@@ -29,9 +29,9 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.incidents import Incidents
-from tierd.memory import MemoryTier, SnapshotSet
+from tierd.memory.slot import snapshot_entry
+from tierd.memory.tier import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
-from tierd.slots import snapshot_entry
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress

@@ -17,10 +17,10 @@ from tierd.errors import Corrupt, NewerFormat
 from tierd.format.ids import CheckpointId
 from tierd.incidents import Incidents
 from tierd.metrics import Metrics
-from tierd.tiers.repair import repair_replica
-from tierd.tiers.s3_pace import Bandwidth
+from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
-from tierd.tiers.verification import Verification, is_read_for_nothing, verify_replica
+from tierd.transfer.repair import repair_replica
+from tierd.transfer.verify import Verification, is_read_for_nothing, verify_replica
 
 _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-replica"
 

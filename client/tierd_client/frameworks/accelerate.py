@@ -20,10 +20,10 @@ from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_sampler
 
 from tierd.errors import BadConfig, BadRequest, Unsupported
-from tierd_client import rng
 from tierd_client.frameworks.read_ahead import ReadAhead
-from tierd_client.sections import Stateful
-from tierd_client.state import TrainingState
+from tierd_client.state import rng
+from tierd_client.state.sections import Stateful
+from tierd_client.state.training_state import TrainingState
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 

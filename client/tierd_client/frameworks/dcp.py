@@ -48,13 +48,13 @@ from torch.futures import Future
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, Unsupported
 from tierd.format.ids import CheckpointId
 from tierd_client.client import Client, Found
-from tierd_client.replicas import Replica, Wanted
-from tierd_client.restore_plan import Available, RestorePlan
-from tierd_client.restoring import index_tensors, read_headers
-from tierd_client.shots import Shot
-from tierd_client.state import Captured
-from tierd_client.tensors import DTYPES, CapturedTensor, captured, describe
-from tierd_client.tree import Collector, Json
+from tierd_client.restore.load import index_tensors, read_headers
+from tierd_client.restore.replica import Replica, RestoreRequest
+from tierd_client.snapshot.handle import Shot
+from tierd_client.state.encoding import Collector, Json
+from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.tensors import DTYPES, CapturedTensor, captured, describe
+from tierd_client.state.training_state import Captured
 
 KIND = "dcp"
 OBJECT = "#object"
@@ -238,7 +238,7 @@ class TierdReader(StorageReader):
     ) -> None:
         self.found: Found | None = None
         self._client = client
-        self._wanted = Wanted(step=step, generation=generation, milestone=milestone, tier=tier)
+        self._wanted = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
         self._contents: Contents | None = None
 
     def find(self) -> int | None:
@@ -284,7 +284,7 @@ class TierdReader(StorageReader):
         contents = self._contents
         assert contents is not None
         # The plan was made from this checkpoint: any replica of it will do, and no other checkpoint.
-        exactly = Wanted(
+        exactly = RestoreRequest(
             step=contents.id.step, generation=contents.id.generation, tier=self._wanted.tier, allow_unhealthy=True
         )
         self.found = self._client.read(exactly, lambda replica: _read(replica, contents, plan, planner))

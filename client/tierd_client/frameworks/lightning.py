@@ -23,9 +23,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from tierd.errors import Mismatch, Transient, Unsupported
-from tierd_client import rng
 from tierd_client.client import Client, Found, connect
-from tierd_client.dict_state import DictState
+from tierd_client.state import rng
+from tierd_client.state.dict_state import DictState
 
 log = logging.getLogger("tierd_client")
 

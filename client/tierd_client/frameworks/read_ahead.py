@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tierd_client import rng
+from tierd_client.state import rng
 
 Generators = dict[str, Any]
 

@@ -25,14 +25,15 @@ from transformers.trainer_callback import ExportableState
 
 from tierd.errors import BadRequest, Mismatch, TierdError, Transient, Unsupported
 from tierd.format.tagged import Json
-from tierd_client import resuming, rng
 from tierd_client.client import Client, Found, connect
 from tierd_client.frameworks.read_ahead import ReadAhead
-from tierd_client.rank_local import RankLocal
-from tierd_client.restore_plan import Available, RestorePlan
-from tierd_client.resuming import Resume
-from tierd_client.shots import Shot
-from tierd_client.state import TrainingState
+from tierd_client.restore import resume as resuming
+from tierd_client.restore.resume import Resume
+from tierd_client.snapshot.handle import Shot
+from tierd_client.state import rng
+from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.training_state import TrainingState
 
 logger = logging.getLogger("tierd_client")
 

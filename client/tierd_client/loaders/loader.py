@@ -1,0 +1,89 @@
+"""A DataLoader of torch that goes on in the middle of an epoch exactly as if it had never stopped.
+
+It counts what it delivers, reads nothing twice, and draws nothing from the global generators. Each batch has random
+numbers of its own, so augmentation is the same with any number of workers, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tierd_client.loaders.sampler import Batch, ResumableSampler
+from tierd_client.state import rng
+
+
+class ResumableLoader(DataLoader[Any]):
+    """`dataset` (map-style) in the batches of `sampler`. `options`: more of torch's DataLoader, such as num_workers.
+
+    A `for` over it goes through one epoch, or what remains of it, and ends at the beginning of the next. One that is
+    left by `break` goes on where it was. State that is restored during a `for` takes effect at once.
+
+    Within a batch the global generators of Python, numpy and torch (CPU) begin from its seed, in the dataset and in
+    `collate_fn`. Generators that the dataset keeps itself are its own matter.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: ResumableSampler,
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
+    ) -> None:
+        # With batch_size=None torch hands each "index" of the sampler, a whole batch, to the dataset as it is.
+        fetch = _Fetch(dataset, collate_fn)
+        generator = torch.Generator()  # for the seeds of workers: else each start draws one from the global generator
+        super().__init__(fetch, batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=generator, **options)
+        self._generator = generator
+        self._resumable = sampler
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._resumable.epoch
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sampler = self._resumable
+        while True:
+            moves = sampler.moves
+            self._generator.manual_seed(rng.seed_of(sampler.seed, sampler.epoch, "workers"))
+            for batch in super().__iter__():
+                sampler.advance()
+                yield batch
+                if sampler.moves != moves:
+                    break
+            else:
+                # Not with the last batch already: what training does between epochs is still to come there.
+                sampler.set_epoch(sampler.epoch + 1)
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._resumable.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resumable.load_state_dict(state)
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        self._resumable.load_state_dicts(states)
+
+
+class _Fetch(Dataset[Any]):
+    """Batches of a dataset, by their indexes: in a worker, or in the training process."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __getitem__(self, batch: Batch) -> Any:
+        with rng.drawn_from(batch.seed):
+            fetch_all = getattr(self._dataset, "__getitems__", None)  # torch's name for reading several at once
+            samples = fetch_all(list(batch)) if fetch_all else [self._dataset[index] for index in batch]
+            return self._collate(samples)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,1 @@
+"""Restores a checkpoint: chooses a replica together with the other ranks and reads it into the live state."""

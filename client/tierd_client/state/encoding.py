@@ -1,0 +1,149 @@
+"""The state that is no tensor, as tagged JSON, with references to the tensors and arrays that lie beside it.
+
+{"$tensor": name}                              on the device where its owner lives
+{"$tensor": {"name": n, "device": "cpu"}}      or "accelerator"
+{"$ndarray": {"name": n, "dtype": "<f8"}}      with "shape" too where it is stored as plain bytes
+{"$scalar": ["<f8", base64]}  {"$dtype": "bfloat16"}  {"$device": "cuda:0"}
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierd.errors import Corrupt, Unsupported
+from tierd.format import tagged
+from tierd_client.state.tensors import PLAIN, CapturedTensor, captured, is_dtensor
+
+Json = tagged.Json
+
+_ARRAY_KINDS = frozenset("biufcSUmM")  # numpy kinds whose bytes are their value: no objects, no structs
+
+
+class Collector:
+    """Gathers tensors under unique names while sections turn themselves into JSON.
+
+    `live` holds the very objects, `tensors` their captured form; `suffix` is put behind the names of a
+    section that differs per rank. A DTensor needs none: what a rank has of it is a part of one tensor.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[CapturedTensor] = []
+        self.live: dict[str, torch.Tensor] = {}
+        self.suffix = ""
+
+    def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
+        """The name under which `tensor` is stored. Raises Unsupported when it has no place in a shard."""
+        name = path + self.suffix if self.suffix and not is_dtensor(tensor) else path
+        if name in self.live:  # {"a.b": x, "a": {"b": y}} gives the same path twice
+            name = next(made for n in range(2, 1 << 30) if (made := f"{name}#{n}") not in self.live)
+        self.tensors.append(captured(name, tensor, is_buffer=is_buffer))
+        self.live[name] = tensor
+        return name
+
+    def encode(self, value: object, path: str, home: torch.device | None = None) -> Json:
+        """`value` as tagged JSON. `home` is the device that its tensors follow at a restore."""
+        if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value)):
+            # As it would come out below; optimizers have thousands of these, and training waits.
+            return {key: _reference(self.add(f"{path}.{key}", one), one, home) for key, one in value.items()}
+
+        def leaf(value: object, path: str) -> Json | None:
+            if isinstance(value, torch.Tensor):
+                return _reference(self.add(path, value), value, home)
+            if isinstance(value, np.ndarray):
+                return self._encode_array(value, path)
+            if isinstance(value, np.generic):
+                kind = _check_kind(value.dtype, path)
+                return {"$scalar": [kind, base64.b64encode(value.tobytes()).decode("ascii")]}
+            if isinstance(value, torch.dtype):
+                return {"$dtype": str(value).removeprefix("torch.")}
+            if isinstance(value, torch.device):
+                return {"$device": str(value)}
+            return None
+
+        return tagged.encode(value, path, leaf)
+
+    def _encode_array(self, array: np.ndarray[Any, Any], path: str) -> Json:
+        kind = _check_kind(array.dtype, path)
+        ordered = np.array(array, order="C")  # a copy: the array may be read-only, and may change while we stage
+        try:
+            return {"$ndarray": {"name": self.add(path, torch.from_numpy(ordered)), "dtype": kind}}
+        except (TypeError, ValueError, Unsupported):  # no torch dtype, or no safetensors one: keep its plain bytes
+            raw = torch.frombuffer(bytearray(ordered.tobytes() or b"\0"), dtype=torch.uint8)
+            shape = list(array.shape)
+            return {"$ndarray": {"name": self.add(path, raw), "dtype": kind, "shape": shape}}
+
+
+_are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
+
+
+def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
+    device = tensor.device
+    if device == home:
+        return {"$tensor": name}
+    return {"$tensor": {"name": name, "device": "cpu" if device.type == "cpu" else "accelerator"}}
+
+
+def _check_kind(dtype: np.dtype[Any], path: str) -> str:
+    if dtype.kind not in _ARRAY_KINDS:
+        raise Unsupported(
+            f"encode {path}: numpy dtype {dtype} has no safe form in a checkpoint",
+            hint="object and structured arrays are refused; keep their fields as plain arrays",
+        )
+    return dtype.str
+
+
+Allocate = Callable[[str, str], torch.Tensor]
+"""(name, device: "home", "cpu" or "accelerator") → the tensor that the stored bytes will be read into."""
+
+
+def decode(value: Json, allocate: Allocate) -> Any:
+    """The inverse of `Collector.encode`, with tensors and arrays that are filled later, when bytes are restored.
+
+    Raises Corrupt when `value` is not what `encode` writes.
+    """
+
+    def unleaf(tag: str, content: Json) -> object:
+        match tag:
+            case "$tensor" if isinstance(content, str):
+                return allocate(content, "home")
+            case "$tensor":
+                return allocate(str(content["name"]), str(content["device"]))
+            case "$ndarray":
+                flat = allocate(str(content["name"]), "cpu").numpy()
+                return _array(flat, _plain_dtype(content["dtype"]), content.get("shape"))
+            case "$scalar":
+                return np.frombuffer(base64.b64decode(content[1], validate=True), dtype=_plain_dtype(content[0]))[0]
+            case "$dtype" if isinstance(found := getattr(torch, str(content), None), torch.dtype):
+                return found
+            case "$device":
+                return torch.device(str(content))
+            case _:
+                raise ValueError(f"unknown tag {tag!r}")
+
+    try:
+        return tagged.decode(value, unleaf)
+    except (KeyError, AttributeError, IndexError, RuntimeError) as error:
+        raise Corrupt(f"decode the state tree: {error!r}") from error
+
+
+def _array(flat: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: list[int] | None) -> np.ndarray[Any, Any]:
+    if shape is None:
+        if flat.dtype != dtype:
+            raise ValueError(f"array of {flat.dtype}, expected {dtype}")
+        return flat
+    count = math.prod(shape)
+    return flat[: count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _plain_dtype(text: Json) -> np.dtype[Any]:
+    dtype = np.dtype(str(text))
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"numpy dtype {text!r}")
+    return dtype

@@ -1,0 +1,64 @@
+"""How a run ends, as its loop was left: the word for the daemon, and the wait for the last snapshot after a stop."""
+
+from __future__ import annotations
+
+import logging
+
+from tierd.errors import EXIT_HALTED, Full, TierdError, Transient
+from tierd.format import wire
+from tierd_client.snapshot.handle import Shot
+from tierd_client.stopping.requests import StopRequests
+
+log = logging.getLogger("tierd_client")
+
+REASON_CHARS_MAX = 1000
+
+
+class Halted(SystemExit):
+    """Raised by `Client.halt`: ends the process with code 17. A person must decide before the run goes on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_HALTED)
+        self.reason = reason
+
+
+def ending_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
+    """What is told of a `with client:` that was left so.
+
+    stopped: start the same command again. finished: the loop has come to its end. halted: a person must decide,
+    because somebody said so, or the same command would meet the same refusal. failed: anything else.
+    """
+    match error:
+        case Halted():
+            state, reason = "halted", error.reason
+        case KeyboardInterrupt():
+            state, reason = "halted", "interrupted at once"
+        case TierdError() if not isinstance(error, Transient | Full):
+            state, reason = "halted", error.message
+        case None:
+            state, reason = ("stopped", stop_reason) if stop_reason else ("finished", "")
+        case SystemExit() if error.code in (None, 0):
+            return ending_of(None, stop_reason)
+        case _:
+            state, reason = "failed", f"{type(error).__name__}: {error}"
+    return wire.Goodbye(state=state, reason=reason[:REASON_CHARS_MAX])
+
+
+def wait_last(stops: StopRequests, shot: Shot | None, timeout_s: float) -> None:
+    """Until the last snapshot is durable. Raises Transient when it is not in time: what the stop has cost is unknown,
+    and the exit code must say so. A loop that was left without one is told of, for its last steps are lost."""
+    step = stops.last_step
+    if shot is None or shot.step != step:
+        newest = f"the newest is of step {shot.step}" if shot is not None else "none was taken"
+        log.error("tierd: stopped at step %s without a snapshot of it: %s; the steps since are lost", step, newest)
+    if shot is None:
+        return
+    try:
+        shot.wait_persisted(timeout_s)
+    except TierdError as error:
+        late = Transient(
+            f"stop at step {step}: the last snapshot was not durable {timeout_s:.0f} s after the loop: {error.message}",
+            hint="a daemon that has it goes on: see `tierd status`; snapshot.stop_grace_s is how long to wait",
+        )
+        log.error("tierd: %s", late)
+        raise late from error

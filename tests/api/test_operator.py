@@ -1,0 +1,254 @@
+"""The operators' door: every route, and the same truth on each of them."""
+
+from __future__ import annotations
+
+import html.parser
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.daemon import CREATED_AT
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.api.operator import Operator
+from tierd.errors import Corrupt, TierUnreachable
+from tierd.format.ids import checkpoint_id
+
+NOW = datetime.fromisoformat(CREATED_AT) + timedelta(seconds=90)
+
+
+class House:
+    """Rooms with the door in front."""
+
+    def __init__(self, rooms: Rooms, operator: Operator, client: TestClient[Any, Any]) -> None:
+        self.rooms = rooms
+        self.operator = operator
+        self.client = client
+
+    async def get(self, path: str) -> tuple[int, str, str]:
+        """(status, body, content type)"""
+        async with self.client.get(path) as answer:
+            return answer.status, await answer.text(), answer.headers["Content-Type"]
+
+    async def json(self, path: str) -> Any:
+        async with self.client.get(path) as answer:
+            assert (answer.status, answer.content_type) == (200, "application/json")
+            return await answer.json()
+
+    async def samples(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """By name and label values, sorted by label."""
+        _, body, _ = await self.get("/metrics")
+        return {
+            (one.name, tuple(value for _, value in sorted(one.labels.items()))): one.value
+            for family in text_string_to_metric_families(body)
+            for one in family.samples
+        }
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with rooms_at(tmp_path) as rooms:
+        operator = Operator(
+            rooms.config,
+            rooms.catalog,
+            rooms.memory,
+            rooms.tiers,
+            rooms.incidents,
+            rooms.metrics,
+            now=lambda: NOW,
+            pid=42,
+        )
+        async with TestClient(TestServer(operator.app())) as client:
+            yield House(rooms, operator, client)
+
+
+async def with_history(house: House) -> None:
+    """Step 7 committed in hot, waiting for cold; step 8 in memory, waiting for hot; one failure."""
+    house.rooms.seal(7, [b"seven", b"7"], milestone="best")
+    await house.rooms.persister().run_once()
+    await house.rooms.look()
+    house.rooms.seal(8, [b"eight!", b"8"])
+    house.rooms.incidents.record("persist", Corrupt("x"), checkpoint_id(RUN, 8, 1))
+    house.operator.is_ready = True
+
+
+async def test_alive_whatever_the_tiers_say(house: House) -> None:
+    house.rooms.catalog.lost_tier("hot", "I/O error")
+    assert (await house.get("/healthz"))[:2] == (200, "alive\n")
+
+
+async def test_ready_only_when_recovered_and_hot_can_be_listed(house: House) -> None:
+    assert (await house.get("/readyz"))[0] == 503
+    await house.rooms.look()
+    assert (await house.get("/readyz"))[0] == 503
+    house.operator.is_ready = True
+    assert (await house.get("/readyz"))[:2] == (200, "ready\n")
+    house.rooms.catalog.lost_tier("cold", "503 everywhere")
+    assert (await house.get("/readyz"))[0] == 200, "S3 plays no part"
+    house.rooms.catalog.lost_tier("hot", "I/O error")
+    assert (await house.get("/readyz"))[:2] == (503, "not ready: I/O error\n")
+
+
+async def test_status_tells_what_is_safe_where_and_what_waits(house: House) -> None:
+    await with_history(house)
+    status = await house.json("/api/v1/status")
+    (run,) = status["runs"]
+    assert (run["run"], run["generation"], run["world_size"], run["ranks_attached"]) == (RUN, 1, 2, 2)
+    assert {tier: found and found["step"] for tier, found in run["tiers"].items()} == {
+        "memory": 8,
+        "hot": 7,
+        "cold": None,
+    }
+    assert run["tiers"]["hot"]["age_s"] == 90.0
+    assert [(one["name"], one["is_known"], one["checkpoints"], one["used_bytes"]) for one in status["tiers"]] == [
+        ("hot", True, 1, 6),
+        ("cold", True, 0, 0),
+    ]
+    assert [(one["tier"], one["checkpoints"]) for one in status["queues"]] == [("hot", 1), ("cold", 1)]
+    assert status["queues"][1]["oldest_age_s"] == 90.0
+    assert status["slots"] == {"free": 0, "filling": 0, "sealed": 2, "persisting": 0, "retained": 2}
+    assert [(one["stage"], one["step"]) for one in status["failures"]] == [("persist", 8)]
+    assert (status["is_ready"], status["halted"], status["pid"]) == (True, [], 42)
+
+
+async def test_metrics_equal_reality(house: House) -> None:
+    await with_history(house)
+    for _ in range(2):
+        samples = await house.samples()
+        assert samples["tierd_last_committed_step", (RUN, "hot")] == 7
+        assert samples["tierd_last_committed_timestamp_seconds", (RUN, "hot")] == NOW.timestamp() - 90
+        assert samples["tierd_checkpoints", (RUN, "hot")] == 1
+        assert samples["tierd_checkpoints", (RUN, "cold")] == 0
+        assert samples["tierd_tier_used_bytes", ("hot",)] == 6
+        assert samples["tierd_tier_free_bytes", ("hot",)] > 0
+        assert samples["tierd_queue_checkpoints", ("hot",)] == 1
+        assert samples["tierd_queue_checkpoints", ("cold",)] == 1
+        assert samples["tierd_queue_oldest_age_seconds", ("cold",)] == 90
+        assert samples["tierd_slots", ("sealed",)] == 2
+        assert samples["tierd_snapshots_total", ("persisted", RUN)] == 1
+        assert samples["tierd_failures_total", ("corrupt", "persist")] == 1
+        assert samples["tierd_halted", ("unreadable_manifest",)] == 0
+        assert ("tierd_last_committed_step", (RUN, "cold")) not in samples, "a 0 would be a lie"
+    house.rooms.catalog.drop(checkpoint_id(RUN, 7, 1), "hot")
+    samples = await house.samples()
+    assert ("tierd_last_committed_step", (RUN, "hot")) not in samples
+    assert samples["tierd_checkpoints", (RUN, "hot")] == 0
+
+
+async def test_metrics_are_the_text_that_prometheus_reads_and_have_no_steps_for_labels(house: House) -> None:
+    await with_history(house)
+    _, body, content_type = await house.get("/metrics")
+    assert content_type.startswith("text/plain; version=0.0.4")
+    labels = {key for family in text_string_to_metric_families(body) for one in family.samples for key in one.labels}
+    assert labels <= {"run", "tier", "outcome", "direction", "state", "stage", "kind", "op", "code", "reason", "le",
+                      "version", "python", "verdict", "proof"}  # fmt: skip
+
+
+async def test_standstill_shows_everywhere(house: House) -> None:
+    await with_history(house)
+    (house.rooms.folder("hot", checkpoint_id(RUN, 7, 1)) / "manifest.json").write_text("{")
+    await house.rooms.look()
+    house.rooms.catalog.lost_tier("cold", "503")
+    halted = (await house.json("/api/v1/status"))["halted"]
+    assert [one.partition(":")[0] for one in halted] == ["unreadable_manifest", "tier_unreachable"]
+    samples = await house.samples()
+    assert samples["tierd_halted", ("unreadable_manifest",)] == 1
+    assert samples["tierd_halted", ("tier_unreachable",)] == 1
+
+
+async def test_queue_of_a_tier_out_of_reach_is_not_empty(house: House) -> None:
+    """Else the alert on a stalled queue would be silent exactly when it matters."""
+    await with_history(house)
+    house.rooms.catalog.lost_tier("cold", "503")
+    queues = (await house.json("/api/v1/status"))["queues"]
+    assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
+
+
+async def test_checkpoints_are_listed_with_their_sizes_those_in_memory_too(house: House) -> None:
+    await with_history(house)
+    rows = await house.json("/api/v1/checkpoints")
+    assert [(row["step"], row["tiers"], row["size_bytes"], row["milestone"]) for row in rows] == [
+        (8, ["memory"], 7, None),
+        (7, ["memory", "hot"], 6, "best"),
+    ]
+    assert await house.json("/api/v1/checkpoints?run=another") == []
+    assert await house.json("/api/v1/checkpoints?run=../..") == []
+
+
+async def test_one_checkpoint_is_shown_with_its_manifest(house: House) -> None:
+    await with_history(house)
+    shown = await house.json(f"/api/v1/checkpoints/{RUN}/000000000007-g0001")
+    assert (shown["tiers"], shown["milestones"], shown["manifest"]["step"]) == (["memory", "hot"], ["best"], 7)
+    shown = await house.json(f"/api/v1/checkpoints/{RUN}/000000000008-g0001")
+    assert (shown["tiers"], len(shown["manifest"]["files"])) == (["memory"], 2)
+    for absent in (f"{RUN}/000000000009-g0001", f"{RUN}/nonsense", "..%2f/000000000007-g0001", "a/b/c"):
+        assert (await house.get(f"/api/v1/checkpoints/{absent}"))[0] == 404
+
+
+async def test_plan_of_the_lifecycle_is_told(house: House) -> None:
+    await with_history(house)
+    told = await house.json("/api/v1/lifecycle")
+    assert {one["tier"] for one in told["forecast"]} == {"hot", "cold"}
+    (planned,) = told["planned"]
+    assert planned == {
+        "run": RUN,
+        "step": 7,
+        "generation": 1,
+        "tier": "cold",
+        "action": "replicate",
+        "reason": "milestone best",
+    }
+
+
+class Page(html.parser.HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+async def test_page_shows_the_state_and_only_text_of_what_comes_from_outside(house: House) -> None:
+    await with_history(house)
+    hostile = "<script>alert(1)</script>&amp;\"'"
+    house.rooms.incidents.record("list", TierUnreachable(hostile, hint=hostile))
+    house.rooms.catalog.lost_tier("cold", hostile)
+    house.rooms.catalog.tiers["hot"].unreadable[checkpoint_id(RUN, 7, 1)] = hostile
+    status, body, content_type = await house.get("/")
+    assert (status, content_type) == (200, "text/html; charset=utf-8")
+    page = Page(body)
+    assert "script" not in page.tags
+    assert page.text.count(hostile) == 5
+    for shown in (RUN, "step 7, 90 s ago", "2 of 2", "hot", "cold", "Failures"):
+        assert shown in page.text
+
+
+async def test_checkpoint_of_unknown_age_is_shown_without_one(house: House) -> None:
+    await with_history(house)
+    entry = house.rooms.catalog.get(checkpoint_id(RUN, 7, 1))
+    assert entry is not None
+    house.rooms.catalog.add(msgspec.structs.replace(entry.manifest, created_at="some day"), "hot")
+    (run,) = (await house.json("/api/v1/status"))["runs"]
+    assert run["tiers"]["hot"]["age_s"] is None
+    assert ("tierd_last_committed_timestamp_seconds", (RUN, "hot")) not in await house.samples()
+    assert (await house.get("/"))[0] == 200
+
+
+async def test_nothing_can_be_changed_and_nothing_else_is_there(house: House) -> None:
+    for path in ("/", "/metrics", "/api/v1/status"):
+        async with house.client.post(path, data=b"x") as answer:
+            assert answer.status == 405
+    assert (await house.get("/etc/passwd"))[0] == 404

@@ -1,0 +1,501 @@
+"""The trainers' door, spoken to over a real socket: what it promises, and what it takes from nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.daemon import PAGE_BYTES, Daemon, Peer, make_memfd, make_sealed, serving, wait_until
+from tierd.api.session import OUTBOX_MAX
+from tierd.format import wire
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One for all tests, each with a run of its own; at the end it must still be well."""
+    with serving(tmp_path_factory.mktemp("door")) as found:
+        yield found
+        assert found.stop() == 0
+        assert "Traceback" not in found.log, found.log
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    return "run-" + "".join(one if one.isalnum() else "-" for one in request.node.name)[-100:]
+
+
+def count_slots(daemon: Daemon) -> int:
+    return sum(daemon.status()["slots"].values())
+
+
+@contextlib.contextmanager
+def unharmed(daemon: Daemon) -> Iterator[None]:
+    """The daemon lives, and holds no more descriptors than before but for the slots that it keeps: each its own, its
+    mapping's, and one of the process that wrote it."""
+    before = daemon.descriptors() - 3 * count_slots(daemon)
+    yield
+    assert daemon.get("/healthz")[0] == 200
+    wait_until(lambda: daemon.descriptors() - 3 * count_slots(daemon) <= before, "descriptors leak")
+
+
+def refusal(peer: Peer) -> wire.Refused:
+    """The daemon's last word, after which it hung up."""
+    assert peer.is_dropped()
+    last = peer.heard[-1]
+    assert isinstance(last, wire.Refused), peer.heard
+    return last
+
+
+# ── a trainer's life ──
+
+
+def test_snapshot_is_accepted_persisted_and_its_slot_released_by_the_next(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as peer:
+        assert peer.greet(run).generation == 1
+        peer.attach(0)
+        peer.attach(1)
+        peer.seal(0, 10, b"ten")
+        assert peer.hear(wire.Persisted).step == 10
+        peer.seal(1, 20, b"twenty")
+        assert peer.hear(wire.Released).slot == 0
+        assert peer.hear(wire.Persisted).step == 20
+        peer.send(wire.Ask(step=10, generation=1))
+        assert peer.hear(wire.Persisted).step == 10
+        found = peer.find()
+        assert found.tier == "memory"
+        assert peer.take_files()[1].startswith(b"twenty")
+        peer.send(wire.Goodbye())
+        assert peer.is_dropped()
+    assert daemon.checkpoints(run, "hot") == [20, 10]
+
+
+def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second, Peer(daemon.socket) as operator:
+        welcome = first.greet(run, rank=0, world_size=2)
+        assert welcome.report_s > 0
+        assert second.greet(run, rank=1, world_size=2, generation=welcome.generation).report_s == 0
+        assert operator.greet(run, rank=None).report_s == 0
+        first.send(wire.Stepped(seconds=0.1))
+        first.send(wire.Stepped(seconds=math.nan))
+        second.send(wire.Stepped(seconds=0.1))
+        assert "steps of nan s from rank 0" in refusal(first).message
+        assert "from rank 1" in refusal(second).message
+
+
+def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
+        generation = first.greet(run, rank=0, world_size=2).generation
+        second.greet(run, rank=1, world_size=2, generation=generation)
+        for peer in (first, second):
+            peer.attach(0)
+            peer.attach(1)
+            peer.seal(0, 10, b"ten")
+        first.hear(wire.Persisted)
+        first.seal(1, 20, b"twenty")
+        assert first.find().tier == "memory"
+        assert [one[:3] for one in first.take_files()[1:]] == [b"ten", b"ten"]
+        second.seal(1, 20, b"twenty")
+        for peer in (first, second):
+            assert peer.hear(wire.Released).slot == 0
+
+
+def test_a_part_that_is_lost_is_told_to_all_ranks_counted_once_and_frees_what_others_sealed(
+    daemon: Daemon, run: str
+) -> None:
+    lost = wire.Lost(step=2, kind="torn", message="m" * 20_000, hint="h")
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
+        generation = first.greet(run, world_size=2).generation
+        second.greet(run, rank=1, world_size=2, generation=generation)
+        for peer in (first, second):
+            peer.attach(0)
+        second.seal(0, 2, b"early")
+        first.send(lost)
+        first.send(lost)
+        for peer in (first, second):
+            told = peer.hear(wire.Failed)
+            assert (told.step, told.kind, told.is_final) == (2, "torn", True)
+            assert told.message.startswith("rank 0: mmm")
+        assert wire.Released(slot=0) in second.heard
+        second.seal(0, 2, b"late")
+        second.hear(wire.Released)
+        assert daemon.metric(f'tierd_snapshots_total{{outcome="failed",run="{run}"}}') == 1
+
+
+def test_generations_are_unique_when_two_trainers_come_at_once(daemon: Daemon, run: str) -> None:
+    peers = [Peer(daemon.socket) for _ in range(8)]
+    for peer in peers:
+        peer.send(
+            wire.Hello(protocol=wire.PROTOCOL_VERSION, version="test", run=run, rank=0, world_size=1, generation=None)
+        )
+    assert sorted(peer.hear(wire.Welcome).generation for peer in peers) == list(range(1, 9))
+    fenced = [peer for peer in peers if peer.heard[0].generation < 8]  # type: ignore[union-attr]
+    for peer in fenced:
+        peer.hear(wire.Fenced)
+        assert peer.is_dropped()
+    for peer in peers:
+        peer.close()
+
+
+def test_stale_generation_is_told_closed_and_never_commits(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as old, Peer(daemon.socket) as new:
+        old.greet(run)
+        old.attach(0)
+        old.fill(0, 10, b"ten")
+        assert new.greet(run).generation == 2
+        assert old.hear(wire.Fenced).generation == 2
+        with contextlib.suppress(OSError):
+            old.send(make_sealed(10, 3))
+        assert old.is_dropped()
+        with Peer(daemon.socket) as again:
+            with pytest.raises(AssertionError, match="stale"):
+                again.greet(run, generation=1)
+            assert again.is_dropped()
+    assert daemon.checkpoints(run, "hot") == []
+
+
+def test_metrics_count_what_ranks_report_once(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
+        first.greet(run, rank=0, world_size=2)
+        second.greet(run, rank=1, world_size=2, generation=1)
+        for peer in (first, second):
+            peer.send(wire.Report(outcome="skipped", step=10, tier="", seconds=0.0, detail="no slot was free"))
+            peer.send(wire.Ask(step=1, generation=1))
+            peer.send(wire.Report(outcome="restored", step=10, tier="memory", seconds=0.5, detail=""))
+    wait_until(lambda: daemon.metric(f'tierd_snapshots_total{{outcome="skipped",run="{run}"}}') == 1)
+
+
+def test_a_slot_that_a_gpu_would_not_page_lock_is_counted_and_shown(daemon: Daemon, run: str) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.greet(run)
+        peer.send(wire.Report(outcome="unpinned", step=10, tier="", seconds=0.0, detail="cudaHostRegister says 2"))
+        wait_until(lambda: daemon.metric('tierd_failures_total{kind="full",stage="stage"}') == 1)
+    assert f"{run} rank 0 step 10: 'cudaHostRegister says 2'" in daemon.log
+
+
+# ── whose slots they are ──
+
+
+def trainer_process(daemon: Daemon, run: str, *, leaves_a_child: bool) -> subprocess.Popen[str]:
+    """A trainer of its own that has slot 0 retained and slot 1 free; perhaps with a forked child that lives on."""
+    code = f"""
+import os, sys, time
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from tests.support.daemon import Peer, wire
+peer = Peer(Path({str(daemon.socket)!r}))
+peer.greet({run!r})
+peer.attach(0)
+peer.attach(1)
+peer.seal(0, 10, b"ten")
+peer.hear(wire.Persisted)
+child = os.fork() if {leaves_a_child} else os.getpid()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def trainer(daemon: Daemon, run: str, *, leaves_a_child: bool = False) -> Iterator[subprocess.Popen[str]]:
+    with trainer_process(daemon, run, leaves_a_child=leaves_a_child) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        yield process
+        for pid in {child, process.pid}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("leaves_a_child", [False, True])
+def test_slots_of_a_dead_trainer_are_adopted_warm_even_when_a_child_holds_its_socket(
+    daemon: Daemon, run: str, leaves_a_child: bool
+) -> None:
+    with trainer(daemon, run, leaves_a_child=leaves_a_child) as process, Peer(daemon.socket) as successor:
+        process.kill()
+        process.wait()
+        welcome = successor.greet(run)
+        assert [(kept.slot, kept.is_free) for kept in welcome.slots] == [(0, False), (1, True)]
+        warm = successor.descriptors[0]
+        assert os.pread(warm, 3, 0) == b"ten"
+        assert successor.find().tier == "memory"
+        assert successor.take_files()[1].startswith(b"ten")
+        successor.attach(1, descriptor=os.dup(warm))
+        os.close(warm)
+
+
+def test_slots_of_a_trainer_that_lives_are_given_to_nobody_and_stay_restorable(daemon: Daemon, run: str) -> None:
+    with trainer(daemon, run), Peer(daemon.socket) as successor:
+        welcome = successor.greet(run)
+        assert (welcome.generation, welcome.slots) == (2, [])
+        assert successor.find().tier == "memory"
+        assert successor.take_files()[1].startswith(b"ten")
+        for index in (0, 1):
+            successor.attach(index)
+        successor.seal(1, 20, b"twenty")
+        successor.hear(wire.Persisted)
+        assert not any(isinstance(one, wire.Released) for one in successor.heard), "slot 0 of it is its own"
+        successor.seal(0, 30, b"thirty")
+        assert successor.hear(wire.Released).slot == 1
+
+
+def test_trainer_that_lost_its_connection_keeps_its_slots_and_what_is_in_them(daemon: Daemon, run: str) -> None:
+    first = Peer(daemon.socket)
+    generation = first.greet(run).generation
+    first.attach(0)
+    first.attach(1)
+    first.seal(0, 10, b"ten")
+    first.hear(wire.Persisted)
+    first.fill(1, 20, b"twen")
+    with Peer(daemon.socket) as again:
+        welcome = again.greet(run, generation=generation)
+        assert (welcome.generation, welcome.slots) == (generation, []), "its own are mapped already"
+        assert first.is_dropped()
+        for index, descriptor in first.slots.items():
+            again.attach(index, descriptor=os.dup(descriptor))
+        again.send(make_sealed(10, 3, slot=0, resent=True))
+        again.hear(wire.Accepted)
+        assert again.hear(wire.Persisted).step == 10, "at once"
+        again.seal(1, 20, b"twenty")
+        assert again.hear(wire.Released).slot == 0
+    first.close()
+
+
+def test_sealed_snapshot_of_a_trainer_killed_in_the_next_instant_is_kept(daemon: Daemon, run: str) -> None:
+    """With answers unread in its socket, the kernel reports a reset before what the trainer had sent."""
+    peer = Peer(daemon.socket)
+    peer.greet(run)
+    peer.attach(0)
+    for step in range(50):
+        peer.send(wire.Ask(step=step, generation=1))
+    peer.send(wire.Filling(slot=0, step=10))
+    os.pwrite(peer.slots[0], b"ten", 0)
+    peer.send(make_sealed(10, 3))
+    peer.close()
+    wait_until(lambda: daemon.checkpoints(run, "hot") == [10])
+
+
+# ── harmless input ──
+
+
+MESSAGES = [
+    wire.encode(message)
+    for message in (
+        make_sealed(1),
+        wire.Hello(protocol=1, version="test", run="garbage", rank=0, world_size=1, generation=None),
+        wire.Filling(slot=0, step=1),
+        wire.Abandon(slot=3),
+        wire.AttachSlot(slot=0, capacity_bytes=4096),
+        wire.Report(outcome="won", step=1, tier="", seconds=0.0, detail=""),
+    )
+]
+
+
+def spoilt(whole: bytes) -> st.SearchStrategy[bytes]:
+    """A message with one byte changed."""
+    return st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)).map(
+        lambda change: whole[: change[0]] + bytes([change[1]]) + whole[change[0] + 1 :]
+    )
+
+
+def test_garbage_harms_nobody(daemon: Daemon) -> None:
+    @settings(max_examples=1000, deadline=None, database=None)
+    @given(
+        greets=st.booleans(),
+        raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(spoilt),
+        with_descriptor=st.booleans(),
+    )
+    def send(greets: bool, raw: bytes, with_descriptor: bool) -> None:
+        with Peer(daemon.socket) as peer:
+            if greets:
+                peer.greet("garbage", rank=None)
+            peer.send_raw(raw, *([peer.socket.fileno()] if with_descriptor else []))
+
+    with unharmed(daemon):
+        send()
+
+
+def attach(peer: Peer, descriptor: int, *, slot: int = 0, capacity_bytes: int = PAGE_BYTES, copies: int = 1) -> None:
+    peer.send(wire.AttachSlot(slot=slot, capacity_bytes=capacity_bytes), *[descriptor] * copies)
+    os.close(descriptor)
+
+
+def regular_file() -> int:
+    return os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+
+
+def with_slot(peer: Peer, message: wire.ToDaemon) -> None:
+    peer.attach(0)
+    peer.send(wire.Filling(slot=0, step=1))
+    peer.send(message)
+
+
+BREACHES: dict[str, Callable[[Peer], object]] = {
+    "another hello": lambda peer: peer.send(
+        wire.Hello(protocol=1, version="x", run="x", rank=0, world_size=1, generation=None)
+    ),
+    "no descriptor": lambda peer: peer.send(wire.AttachSlot(slot=0, capacity_bytes=PAGE_BYTES)),
+    "two descriptors": lambda peer: attach(peer, make_memfd(PAGE_BYTES), copies=2),
+    "most descriptors": lambda peer: attach(peer, make_memfd(PAGE_BYTES), copies=wire.DESCRIPTORS_MAX),
+    "regular file": lambda peer: attach(peer, regular_file()),
+    "unsealed memfd": lambda peer: attach(peer, make_memfd(PAGE_BYTES, seals=0)),
+    "smaller than said": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=2 * PAGE_BYTES),
+    "capacity of nothing": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=0),
+    "slot index too high": lambda peer: attach(peer, make_memfd(PAGE_BYTES), slot=16),
+    "slot index negative": lambda peer: attach(peer, make_memfd(PAGE_BYTES), slot=-1),
+    "seal of unattached slot": lambda peer: peer.send(make_sealed(1, 10, slot=3)),
+    "fill of unattached slot": lambda peer: peer.send(wire.Filling(slot=3, step=1)),
+    "larger than its slot": lambda peer: with_slot(peer, make_sealed(1, 5 * PAGE_BYTES)),
+    "empty": lambda peer: with_slot(peer, make_sealed(1, 0)),
+    "filled twice": lambda peer: with_slot(peer, wire.Filling(slot=0, step=1)),
+    "milestone outside": lambda peer: with_slot(peer, make_sealed(1, 10, milestone="../../evil")),
+    "no time": lambda peer: with_slot(peer, make_sealed(1, 10, created_at="yesterday")),
+    "time without a zone": lambda peer: with_slot(peer, make_sealed(1, 10, created_at="2025-01-01T00:00:00")),
+    "stall of nan": lambda peer: with_slot(peer, make_sealed(1, 10, stall_s=float("nan"))),
+    "step too high": lambda peer: with_slot(peer, make_sealed(10**12, 10)),
+    "report of nonsense": lambda peer: peer.send(
+        wire.Report(outcome="won", step=1, tier="", seconds=0.0, detail="")
+    ),
+    "report of negative time": lambda peer: peer.send(
+        wire.Report(outcome="restored", step=1, tier="", seconds=-1.0, detail="")
+    ),
+    "ask of no step": lambda peer: peer.send(wire.Ask(step=-1, generation=1)),
+    "too long": lambda peer: peer.send_raw(b"x" * (wire.MESSAGE_BYTES_MAX + 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_breach_of_the_protocol_ends_its_connection_and_nothing_else(daemon: Daemon, run: str, breach: str) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.greet(run)
+        BREACHES[breach](peer)
+        assert refusal(peer).kind == "bad_request"
+    assert daemon.checkpoints(run, "hot") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"protocol": 99}, "bad_request"),
+        ({"run": "../up"}, "bad_request"),
+        ({"rank": 1}, "bad_request"),
+        ({"rank": 3, "world_size": 2}, "bad_request"),
+        ({"rank": -1}, "bad_request"),
+        ({"world_size": 1 << 30}, "bad_request"),
+        ({"generation": 0}, "bad_request"),
+        ({"generation": -5}, "bad_request"),
+        ({"generation": 10**8}, "bad_request"),
+    ],
+)
+def test_hello_that_cannot_be_is_refused_by_name(
+    daemon: Daemon, run: str, fields: dict[str, object], kind: str
+) -> None:
+    plain: dict[str, object] = {
+        "protocol": wire.PROTOCOL_VERSION,
+        "version": "test",
+        "run": run,
+        "rank": 0,
+        "world_size": 2,
+        "generation": None,
+    }
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.send(wire.Hello(**plain | fields))  # type: ignore[arg-type]
+        assert refusal(peer).kind == kind
+
+
+def test_first_message_must_be_a_hello(daemon: Daemon) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.send(wire.Goodbye(), peer.socket.fileno())
+        assert "wait for Hello" in refusal(peer).message
+
+
+def test_peer_that_says_nothing_is_dropped(daemon: Daemon) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        assert "said nothing" in refusal(peer).message
+
+
+def test_peer_that_only_asks_may_only_ask(daemon: Daemon, run: str) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.greet(run, rank=None)
+        peer.send(wire.Find(request=3, step=None, generation=None, milestone=None, tier="memory", exclude=[]))
+        with pytest.raises(AssertionError, match="not_found"):
+            peer.hear(wire.FoundReplica)
+        peer.send(wire.Filling(slot=0, step=1))
+        assert refusal(peer).kind == "bad_request"
+
+
+def test_peer_that_never_reads_is_dropped_and_holds_up_nobody(daemon: Daemon, run: str) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as deaf, Peer(daemon.socket) as other:
+        deaf.greet(run)
+        deaf.attach(0)
+        deaf.seal(0, 1, b"one")
+        deaf.hear(wire.Persisted)
+
+        def ask_on_and_on() -> None:
+            for _ in range(100 * OUTBOX_MAX):
+                deaf.send(wire.Ask(step=1, generation=1))
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            ask_on_and_on()
+        other.greet(run + "-other")
+        other.attach(0)
+        other.seal(0, 1, b"one")
+        assert other.hear(wire.Persisted).step == 1
+
+
+def test_peer_that_asks_for_the_same_file_a_thousand_times_gets_no_more_than_a_bounded_number_at_once(
+    daemon: Daemon, run: str
+) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.greet(run)
+        peer.attach(0)
+        peer.seal(0, 1, b"one")
+        peer.hear(wire.Persisted)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for number in range(1, 1001):
+                peer.send(
+                    wire.Find(request=number, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+                )
+        assert daemon.descriptors() < 3000
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(daemon: Daemon) -> None:
+    nobody = 65534
+    for path in (*daemon.root.parents[:-2], daemon.root):
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, 0o755)
+    os.chmod(daemon.socket, 0o777)
+    code = f"""
+import os, socket
+os.setgroups([])
+os.setuid({nobody})
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+peer.connect({str(daemon.socket)!r})
+peer.settimeout(10)
+print(peer.recv(65536))
+"""
+    with unharmed(daemon):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        assert "uid 65534" in done.stdout, done.stderr
+
+
+def test_hundreds_of_connections_that_come_and_go_leave_nothing(daemon: Daemon) -> None:
+    with unharmed(daemon):
+        crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
+        for one in crowd:
+            one.connect(str(daemon.socket))
+        for one in crowd:
+            one.close()

@@ -1,0 +1,114 @@
+"""`tierd doctor`: what it says to people and to programs, what it ends with, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.bucket import bucket_server
+from tests.support.cli import House, make_checkpoint, make_house
+from tests.support.daemon import serving, wait_until
+from tests.support.s3 import BUCKET, SECRET_KEY
+
+
+def look(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    result = house.tierd("doctor", "--json", *arguments)
+    return result.exit_code, msgspec.json.decode(result.stdout)
+
+
+def bad(found: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    return {(one["about"], one["check"], one["verdict"]) for one in found if one["verdict"] not in ("ok", "note")}
+
+
+def test_before_the_first_start_it_says_what_is_missing(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    code, found = look(house)
+    assert bad(found) == {("cold", "disk", "warning"), ("daemon", "daemon", "problem")}
+    assert code == 13
+    code, found = look(house, "--tier", "hot")
+    assert (code, bad(found)) == (0, set())
+    assert {one["check"] for one in found} == {"config", "directory", "o_direct", "filesystem", "space"}
+
+
+def test_config_that_is_wrong_is_the_only_thing_it_says(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more="[hot2]")
+    code, found = look(house)
+    assert (code, bad(found)) == (2, {("config", "config", "problem")})
+    assert "hot2" in found[0]["message"]
+    assert house.tierd("doctor").exit_code == 2
+    (tmp_path / "tierd.toml").unlink()
+    code, found = look(house)
+    assert code == 2
+    assert "no such file" in found[0]["message"]
+
+
+def test_tier_that_is_not_there_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    result = make_house(tmp_path).tierd("doctor", "--tier", "cool")
+    assert result.exit_code == 2
+    assert "the tiers of this config are hot, cold" in result.stderr
+
+
+def test_room_is_reckoned_with_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    make_checkpoint(house.hot, size_bytes=1_000_000)
+    _, found = look(house, "--tier", "hot")
+    (space,) = (one["message"] for one in found if one["check"] == "space")
+    assert "0.008 GB more are needed for 5 checkpoints in all" in space
+
+
+def test_running_daemon_is_asked_what_it_sees(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    with bucket_server() as served:
+        more = f'[[cold]]\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'
+        served.script = lambda operation, key: "" if ".tierd-probe" in key else "AccessDenied"
+        with serving(tmp_path, more=more) as daemon:
+            wait_until(lambda: daemon.status()["tiers"][1]["error"] not in (None, "not looked at yet"))
+            code, found = look(house)
+        assert code == 14
+        told = {one["check"]: one["message"] for one in found if one["about"] == "daemon"}
+        assert "version " in told["daemon"]
+        assert "the daemon does not reach cold: list s3://" in told["reach"]
+
+
+def test_people_are_told_in_lines_with_what_to_do(tmp_path: Path) -> None:
+    with bucket_server() as served:
+        house = make_house(tmp_path)
+        house.config.write_text(
+            f"""
+            [hot]
+            path = "hot"
+            [[cold]]
+            url = "s3://{BUCKET}/deep"
+            endpoint_url = "{served.url}"
+            """
+        )
+        result = house.tierd("doctor", "--tier", "cold")
+        assert result.exit_code == 1
+        lines = result.stdout.splitlines()
+        warned = next(at for at, line in enumerate(lines) if line.startswith("WARNING  cold     no lifecycle rule"))
+        assert lines[warned + 1].strip().startswith("hint: add AbortIncompleteMultipartUpload")
+        assert SECRET_KEY not in result.output
+        served.access_keys = {"another"}
+        result = house.tierd("doctor", "--tier", "cold")
+        assert result.exit_code == 14
+        assert "PROBLEM  cold     list s3://checkpoints/deep: S3 does not know this access key" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_removes_what_it_made(tmp_path: Path, number: signal.Signals) -> None:
+    with bucket_server() as served:
+        house = make_house(tmp_path)
+        house.config.write_text(f'[[cold]]\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"')
+        served.script = lambda operation, key: "hold" if operation == "upload_part" else ""
+        process = house.start("doctor", "--tier", "cold")
+        assert served.held.wait(60)
+        assert served.uploads
+        served.script = lambda operation, key: ""
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert (served.objects, served.uploads) == ({}, {})

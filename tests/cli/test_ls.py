@@ -1,0 +1,314 @@
+"""`tierd ls`, `show` and `status`: what the tiers hold, with a daemon and without one."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
+from tierd.cli import daemon_http as daemon
+from tierd.cli.app import make_app
+
+DEAD_S3 = """
+[[cold]]
+name = "dr"
+url = "s3://bucket/prefix"
+region = "eu-west-1"
+endpoint_url = "http://127.0.0.1:9"
+[limits]
+request_timeout_s = 2
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return make_house(tmp_path)
+
+
+@pytest.fixture
+def house_with_dead_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    return make_house(tmp_path, more=DEAD_S3)
+
+
+# ── ls ──
+
+
+def test_ls_prints_the_row_of_the_design_newest_first(house: House) -> None:
+    make_checkpoint(house.hot, house.cold, step=100, milestones=("best",))
+    make_checkpoint(house.hot, step=200, sequence=2)
+
+    rows = house.json("ls")
+
+    assert [row["step"] for row in rows] == [200, 100]
+    assert rows[1] == {
+        "run": "run42",
+        "step": 100,
+        "generation": 1,
+        "tiers": ["hot", "cold"],
+        "milestone": "best",
+        "healthy": None,
+        "size_bytes": 40_000,
+        "created_at": "2025-01-01T00:00:00.000+00:00",
+        "metrics": {"loss": 2.5},
+    }
+
+
+def test_ls_for_people_is_a_table_that_no_pipe_cuts_off(house: House) -> None:
+    make_checkpoint(house.hot, run="a-run-with-quite-a-long-name-" + "x" * 60, milestones=("best-so-far",))
+
+    lines = house.tierd("ls").stdout.splitlines()
+
+    assert lines[0].split() == ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"]
+    cells = lines[1].split()
+    assert cells[:7] == ["a-run-with-quite-a-long-name-" + "x" * 60, "100", "1", "hot", "best-so-far", "40", "kB"]
+    assert cells[-1] == "loss=2.5"
+
+
+def test_ls_filters_by_run_and_by_tier(house: House) -> None:
+    make_checkpoint(house.hot, run="a")
+    make_checkpoint(house.cold, run="b")
+
+    assert [row["run"] for row in house.json("ls", "--run", "a")] == ["a"]
+    assert [row["run"] for row in house.json("ls", "--tier", "cold")] == ["b"]
+    assert house.tierd("ls", "--tier", "glacier").exit_code == 2
+    assert house.tierd("ls", "--tier", "memory").exit_code == 13
+
+
+def test_a_directory_is_listed_with_no_daemon_and_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "usb-disk")
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(make_app(), ["ls", str(tmp_path / "usb-disk"), "--json"])
+
+    assert result.exit_code == 0, result.output
+    assert msgspec.json.decode(result.stdout)[0]["tiers"] == [str(tmp_path / "usb-disk")]
+
+
+def test_a_place_that_is_not_there_is_exit_2_and_an_empty_one_is_an_empty_list(house: House) -> None:
+    assert house.tierd("ls", house.root / "nowhere").exit_code == 2
+    assert house.json("ls", house.cold) == []
+    assert "no checkpoints" in house.tierd("ls", house.cold).stderr
+
+
+def test_looking_makes_no_directories(house: House) -> None:
+    house.hot.rmdir()
+    house.cold.rmdir()
+
+    assert house.json("ls") == []
+    assert house.tierd("status").exit_code == 13
+    assert sorted(one.name for one in house.root.iterdir()) == ["tierd.toml"]
+
+
+def test_an_unreadable_manifest_is_told_and_the_others_are_listed(house: House) -> None:
+    make_checkpoint(house.hot, step=100)
+    broken = make_checkpoint(house.hot, step=200)
+    path = folder_of(house.hot, broken) / "manifest.json"
+    path.write_bytes(path.read_bytes()[:50])
+
+    result = house.tierd("ls", "--json")
+
+    assert [row["step"] for row in msgspec.json.decode(result.stdout)] == [100]
+    assert "000000000200-g0001" in result.stderr
+
+
+def test_one_tier_out_of_reach_is_exit_3_and_the_others_answer(house_with_dead_s3: House) -> None:
+    house = house_with_dead_s3
+    make_checkpoint(house.hot)
+
+    result = house.tierd("ls", "--json")
+
+    assert result.exit_code == 3
+    assert len(msgspec.json.decode(result.stdout)) == 1
+    assert "dr is left out" in result.stderr
+
+
+def test_the_only_tier_asked_for_out_of_reach_is_exit_14(house_with_dead_s3: House) -> None:
+    result = house_with_dead_s3.tierd("restore", "--tier", "dr", "--to", house_with_dead_s3.root / "restored")
+
+    assert result.exit_code == 14
+    assert "s3://bucket/prefix" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_hostile_text_in_a_manifest_cannot_steer_the_terminal(house: House) -> None:
+    manifest = make_checkpoint(house.hot)
+    path = folder_of(house.hot, manifest) / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"loss": 2.5', rb'"\u001b]0;owned\u0007[red]": 2.5'))
+
+    assert list(house.json("ls")[0]["metrics"]) == ["\x1b]0;owned\x07[red]"]
+    for verb in (["ls"], ["show", "run42"]):
+        out = house.tierd(*verb).stdout
+        assert "\x1b" not in out
+        assert "]0;owned�[red]" in out
+
+
+# ── show ──
+
+
+def test_show_prints_the_whole_manifest_and_where_it_lies(house: House) -> None:
+    manifest = make_checkpoint(house.hot, house.cold, step=100, milestones=("best",))
+
+    found = house.json("show", "run42", "latest")
+
+    assert found["manifest"] == msgspec.to_builtins(manifest)
+    assert found["tiers"] == ["hot", "cold"]
+    assert found["milestones"] == ["best"]
+    text = house.tierd("show", "run42", "100").stdout
+    for entry in manifest.files:
+        assert entry.name in text
+        assert entry.crc64nvme in text
+
+
+def test_show_of_an_unknown_run_is_exit_10_and_names_the_runs(house: House) -> None:
+    make_checkpoint(house.hot)
+
+    result = house.tierd("show", "run43")
+
+    assert result.exit_code == 10
+    assert "run42" in result.stderr
+
+
+# ── status ──
+
+
+def test_status_without_a_daemon_is_exit_13_and_says_what_is_safe_and_how_to_get_it_back(house: House) -> None:
+    make_checkpoint(house.hot, house.cold, step=100)
+    make_checkpoint(house.hot, step=200, generation=2)
+
+    result = house.tierd("status")
+
+    assert result.exit_code == 13
+    assert "tierd serve" in result.stderr
+    lines = result.stdout.splitlines()
+    assert any(line.split()[:5] == ["hot", "step", "200", "generation", "2"] for line in lines)
+    assert any(line.split()[:5] == ["cold", "step", "100", "generation", "1"] for line in lines)
+    command = next(line.split("get it back:")[1].split() for line in lines if "get it back:" in line)
+    assert command[:3] == ["tierd", "--config", str(house.config)]
+    done = CliRunner().invoke(make_app(), [*command[1:-1], str(house.root / "restored")])
+    assert "restored run42 step 200 (generation 2) from hot" in done.stdout
+
+
+def test_status_json_without_a_daemon_has_the_shape_of_the_daemons(house: House) -> None:
+    make_checkpoint(house.hot, step=100)
+
+    result = house.tierd("status", "--json")
+
+    assert result.exit_code == 13
+    found = msgspec.json.decode(result.stdout)
+    assert found["pid"] is None
+    assert found["is_ready"] is False
+    assert found["runs"][0]["tiers"]["hot"]["step"] == 100
+    assert [tier["name"] for tier in found["tiers"]] == ["hot", "cold"]
+
+
+@contextmanager
+def answering(house: House, body: bytes) -> Iterator[None]:
+    """Something that answers every request with `body`, where the daemon of this house said it would listen."""
+
+    class Door(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Door)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    lock = {"pid": 1, "listen": f"127.0.0.1:{server.server_address[1]}"}
+    (house.hot / ".tierd.lock").write_bytes(msgspec.json.encode(lock))
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_daemon_of_another_directory_is_not_taken_for_ours(house: House) -> None:
+    other = {
+        "version": "0.1.0",
+        "node": "n",
+        "pid": 7,
+        "uptime_s": 1.0,
+        "is_ready": True,
+        "tiers": [{"name": "hot", "url": "file:///elsewhere", "is_known": True}],
+    }
+    make_checkpoint(house.hot)
+
+    with answering(house, msgspec.json.encode(other)):
+        status = house.tierd("status")
+        rows = house.json("ls")
+
+    assert status.exit_code == 13
+    assert "file:///elsewhere" in status.stderr
+    assert rows[0]["tiers"] == ["hot"]
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"version": 1}', b"null"])
+def test_what_answers_and_is_no_daemon_is_exit_13(house: House, body: bytes) -> None:
+    with answering(house, body):
+        assert house.tierd("status").exit_code == 13
+        assert house.json("ls") == []
+
+
+def test_a_daemon_that_hangs_is_given_up_and_the_tiers_are_looked_at(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "TIMEOUT_S", 0.2)
+    make_checkpoint(house.hot)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        lock = {"pid": 1, "listen": f"127.0.0.1:{deaf.getsockname()[1]}"}
+        (house.hot / ".tierd.lock").write_bytes(msgspec.json.encode(lock))
+
+        status = house.tierd("status")
+        rows = house.json("ls")
+
+    assert status.exit_code == 13
+    assert "timed out" in status.stderr
+    assert "step 100" in status.stdout
+    assert len(rows) == 1
+
+
+# ── as a process ──
+
+
+def test_a_reader_that_has_enough_is_no_error(house: House) -> None:
+    for step in range(3):
+        make_checkpoint(house.hot, step=step)
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "tierd", "--config", str(house.config), "ls", "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writer)
+
+    assert process.stderr == ""
+    assert process.returncode == 141
+
+
+def test_a_flipped_bit_does_not_hide_a_checkpoint_from_the_list(house: House) -> None:
+    manifest = make_checkpoint(house.hot)
+    flip_a_bit(folder_of(house.hot, manifest) / manifest.files[0].name)
+
+    assert len(house.json("ls")) == 1

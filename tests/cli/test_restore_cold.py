@@ -1,0 +1,247 @@
+"""`tierd restore` from buckets: killed it goes on, robbed of a tier it takes the next, and reads no more than asked."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.support.bucket import Bucket, bucket_server
+from tests.support.cli import House, assert_same_files, make_checkpoint, make_house
+from tests.support.daemon import wait_until
+from tests.support.s3 import BUCKET
+from tests.support.state import commit, shard_of
+
+WORKERS = 4  # pieces under way at once
+CHUNK_BYTES = 1 << 20
+
+
+@pytest.fixture
+def buckets(tmp_path: Path) -> Iterator[tuple[House, Bucket, Bucket]]:
+    """A house whose cold tiers are `near` and `far`, two buckets."""
+    with ExitStack() as stack:
+        near, far = (stack.enter_context(bucket_server()) for _ in range(2))
+        house = make_house(tmp_path, more="".join(cold(*at) for at in (("near", near), ("far", far))))
+        yield house, near, far
+
+
+def cold(name: str, served: Bucket) -> str:
+    return f'[[cold]]\nname = "{name}"\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"\n'
+
+
+def is_shard(key: str) -> bool:
+    return key.endswith(".safetensors")
+
+
+def shards(*sizes: int) -> list[bytes]:
+    """Real ones, each of many tensors of 1 MiB."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        shard_of(
+            [
+                (f"model.{rank}.{index:02d}", torch.randn(1 << 18, generator=generator), (rank << 18,))
+                for index in range(size)
+            ],
+            rank=rank,
+        )
+        for rank, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("is_flipped", [False, True], ids=["as it was", "a bit flipped"])
+def test_killed_in_the_middle_the_same_command_goes_on_from_there(
+    buckets: tuple[House, Bucket, Bucket], is_flipped: bool
+) -> None:
+    house, near, _ = buckets
+    there = commit(house.root / "made", shards(*[8] * 11, 0), chunk_bytes=CHUNK_BYTES)
+    near.fill(house.root / "made", "deep")
+    size_bytes = sum(path.stat().st_size for path in there.iterdir())
+    near.script = lambda operation, key: "hold" if is_shard(key) and near.sent["get_object"] >= size_bytes / 2 else ""
+    target = house.root / "restored"
+
+    first = house.start("restore", "--tier", "near", "--to", target)
+    wait_until(lambda: near.faults()["hold"] == WORKERS, "all that is under way to be held")
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    sent_bytes = near.sent["get_object"]
+    assert size_bytes / 2 <= sent_bytes < size_bytes
+    assert not target.exists()
+    assert not list(house.root.rglob("restored.partial/**/*.safetensors")), "nothing has its own name"
+
+    if is_flipped:
+        (arrived,) = (house.root / "restored.partial").rglob("rank-00000*.partial")
+        raw = bytearray(arrived.read_bytes())
+        raw[5 * CHUNK_BYTES] ^= 1
+        arrived.write_bytes(raw)
+    near.script = lambda operation, key: ""
+    told = house.json("restore", "--tier", "near", "--to", target)
+
+    assert_same_files(there, target)
+    assert near.sent["get_object"] <= 1.1 * size_bytes
+    assert told["resumed_bytes"] >= sent_bytes - CHUNK_BYTES - (1 << 20), "less one chunk, and the manifest"
+    assert told["given_bytes"]["near"] + told["resumed_bytes"] == told["size_bytes"]
+    assert not (house.root / "restored.partial").exists()
+
+
+def test_tier_that_goes_away_in_the_middle_leaves_the_rest_to_the_next(buckets: tuple[House, Bucket, Bucket]) -> None:
+    house, near, far = buckets
+    there = commit(house.root / "made", shards(*[8] * 11), chunk_bytes=CHUNK_BYTES)
+    for one in (near, far):
+        one.fill(house.root / "made", "deep")
+    near.script = lambda operation, key: "AccessDenied" if is_shard(key) and near.sent["get_object"] >= 45 << 20 else ""
+
+    told = house.json("restore", "--to", house.root / "restored")
+
+    assert_same_files(there, house.root / "restored")
+    assert told["tier"] == "far"
+    assert "access denied" in told["passed_over"]["near"]
+    assert told["given_bytes"]["near"] > 0
+    assert told["given_bytes"]["near"] + told["given_bytes"]["far"] == told["size_bytes"]
+    assert far.sent["get_object"] < told["given_bytes"]["far"] + CHUNK_BYTES, "no more than was missing"
+
+
+def test_when_all_are_gone_it_is_exit_14_and_the_next_attempt_goes_on(buckets: tuple[House, Bucket, Bucket]) -> None:
+    house, near, _ = buckets
+    there = commit(house.root / "made", shards(*[8] * 11), chunk_bytes=CHUNK_BYTES)
+    near.fill(house.root / "made", "deep")
+    near.script = lambda operation, key: "AccessDenied" if is_shard(key) and near.sent["get_object"] >= 45 << 20 else ""
+
+    failed = house.tierd("restore", "--to", house.root / "restored")
+    assert failed.exit_code == 14
+    assert "could be had nowhere" in failed.stderr
+    assert "the same command goes on from there" in failed.stderr
+    assert not (house.root / "restored").exists()
+    near.script = lambda operation, key: ""
+    told = house.json("restore", "--to", house.root / "restored")
+
+    assert told["resumed_bytes"] > 0
+    assert_same_files(there, house.root / "restored")
+
+
+# ── a part ──
+
+
+def test_one_rank_is_its_shard_as_it_is_and_no_other_is_read(buckets: tuple[House, Bucket, Bucket]) -> None:
+    house, near, _ = buckets
+    there = commit(house.root / "made", shards(3, 5, 3), chunk_bytes=CHUNK_BYTES)
+    near.fill(house.root / "made", "deep")
+    name = "rank-00001-of-00003.safetensors"
+
+    told = house.json("restore", "--rank", "1", "--to", house.root / "restored")
+
+    assert [one.name for one in (house.root / "restored").iterdir()] == [name]
+    assert (house.root / "restored" / name).read_bytes() == (there / name).read_bytes()
+    assert (told["is_whole"], told["size_bytes"]) == (False, (there / name).stat().st_size)
+    manifest_bytes = 2 * (there / "manifest.json").stat().st_size
+    assert near.sent["get_object"] == told["size_bytes"] + manifest_bytes, (
+        "the look reads the manifest, and the restore"
+    )
+    assert house.json("ls", house.root / "restored") == []
+
+
+def test_only_the_chunks_are_read_that_hold_the_tensors_that_were_asked_for(
+    buckets: tuple[House, Bucket, Bucket],
+) -> None:
+    house, near, _ = buckets
+    there = commit(house.root / "made", shards(20, 30), chunk_bytes=CHUNK_BYTES)
+    near.fill(house.root / "made", "deep")
+    target = house.root / "restored"
+
+    told = house.json("restore", "--only", "model.1.0[2-3]", "--only", "model.1.17", "--to", target)
+
+    name = "rank-00001-of-00002.safetensors"
+    assert [one.name for one in target.iterdir()] == [name]
+    with safe_open(str(target / name), "pt") as chosen, safe_open(str(there / name), "pt") as whole:
+        assert sorted(chosen.keys()) == ["model.1.02", "model.1.03", "model.1.17"]
+        for tensor in list(chosen.keys()):
+            assert torch.equal(chosen.get_tensor(tensor), whole.get_tensor(tensor))
+        about = msgspec.json.decode(chosen.metadata()["tierd"])
+        assert (about["rank"], about["state"]) == (1, {})
+        sharding = msgspec.json.decode(chosen.metadata()["DCP_SHARDING_INFO"])
+        assert sharding["model.1.17"] == {"saved_offsets": [1 << 18]}
+    # A header, of each shard; then two chunks for a tensor alone, three for two neighbours.
+    assert told["given_bytes"] == {"near": (1 + 1 + 3 + 2) * CHUNK_BYTES}
+    assert near.sent["get_object"] < 8 * CHUNK_BYTES
+    assert (told["is_whole"], told["resumed_bytes"]) == (False, 0)
+    assert not target.with_name("restored.partial").exists()
+
+
+def test_part_is_refused_in_words_when_there_is_no_such_rank_or_tensor(house_with_one: House) -> None:
+    for arguments, sentence in (
+        (["--rank", "7"], "rank 7"),
+        (["--only", "modle.*"], "no tensor has such a name"),
+        (["--rank", "0", "--only", "model.1.*"], "as in 'model.*'"),
+    ):
+        result = house_with_one.tierd("restore", *arguments, "--to", house_with_one.root / "restored")
+        assert result.exit_code == 10
+        assert sentence in result.stderr
+        assert not (house_with_one.root / "restored").exists()
+
+
+def test_part_does_not_go_into_the_place_of_a_checkpoint(house_with_one: House) -> None:
+    own = house_with_one.hot / "run" / "000000000005-g0001"
+    result = house_with_one.tierd("restore", "--rank", "0", "--tier", "cold", "--to", own)
+    assert result.exit_code == 2
+    assert "inside the tier" in result.stderr
+
+
+@pytest.fixture
+def house_with_one(tmp_path: Path) -> House:
+    house = make_house(tmp_path)
+    commit(house.cold, shards(2, 2), chunk_bytes=CHUNK_BYTES)
+    return house
+
+
+# ── what is seen meanwhile ──
+
+
+def test_rate_and_time_left_are_shown_on_a_terminal_and_nothing_on_a_pipe(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    make_checkpoint(house.cold, size_bytes=40 << 20)
+    command = [sys.executable, "-m", "tierd", "--config", str(house.config), "restore", "--to"]
+    piped = subprocess.run([*command, str(tmp_path / "piped")], capture_output=True, timeout=120, check=True)
+    assert piped.stderr == b""
+
+    leader, follower = pty.openpty()
+    shown: list[bytes] = []
+
+    def look() -> None:
+        while True:
+            try:
+                some = os.read(leader, 1 << 16)
+            except OSError:  # nobody has it open any more
+                return
+            shown.append(some)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    try:
+        subprocess.run(
+            [*command, str(tmp_path / "seen")],
+            stdout=subprocess.PIPE,
+            stderr=follower,
+            env=environ,
+            timeout=120,
+            check=True,
+        )
+    finally:
+        os.close(follower)
+        watcher.join(60)
+        os.close(leader)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", b"".join(shown).decode())
+    assert "step 100 from cold" in text
+    assert re.search(r"[0-9.]+ [kMG]B/s", text)
+    assert re.search(r"\d:\d\d:\d\d", text), "the time left"

@@ -1,0 +1,57 @@
+"""Batches that were read ahead of the training are put together again as they were."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.state import rng
+from torch.utils.data import DataLoader
+
+
+def drawn(samples: list[int]) -> tuple[list[int], float, float, float]:
+    return samples, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def loader(collate: Any = drawn) -> tuple[ReadAhead, DataLoader[int]]:
+    ahead = ReadAhead([])
+    found: DataLoader[int] = DataLoader(range(6), batch_size=1, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    ahead.watch(found)
+    return ahead, found
+
+
+def test_batch_that_is_read_again_draws_what_it_drew_and_leaves_the_generators_alone() -> None:
+    ahead, first = loader()
+    batches = iter(first)
+    read = [next(batches) for _ in range(3)]
+    ahead.trained()
+    torch.rand(5)  # training draws too, after the batch was read
+    saved, generators = ahead.states(), rng.capture()
+    following = next(batches)
+
+    ahead, second = loader()
+    ahead.repeat(saved)
+    batches = iter(second)
+    rng.restore(generators)
+    again = [next(batches) for _ in range(2)]
+    assert [one[1:] for one in again] == [one[1:] for one in read[1:]]
+    assert next(batches)[1:] == following[1:]
+
+
+def test_batch_that_draws_nothing_costs_nothing_in_a_snapshot() -> None:
+    ahead, found = loader(list)
+    list(found)
+    assert ahead.states() == [None] * 6
+
+
+def test_only_the_newest_are_kept() -> None:
+    ahead, found = loader()
+    list(found)
+    newest = ahead.states()[-1:]
+    ahead.keep(1)
+    assert ahead.states() == newest
+    ahead.keep(0)
+    assert ahead.states() == []

@@ -1,0 +1,54 @@
+"""Cursors merge in any order, and sharing out loses and doubles nothing."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tierd_client.loaders.cursors import FileCursor, merge, share_out
+
+
+@st.composite
+def file_cursors(draw: st.DrawFn) -> FileCursor:
+    size = draw(st.integers(0, 1000))
+    return FileCursor(size, draw(st.integers(0, 2)), draw(st.integers(0, 9)), draw(st.integers(0, size)))
+
+
+CURSORS = st.dictionaries(st.sampled_from("abcdefgh"), file_cursors())
+
+
+@given(CURSORS, st.integers(1, 6), st.integers(0, 2))
+def test_shares_merge_into_what_was_shared_out(cursor: dict[str, FileCursor], readers: int, epoch: int) -> None:
+    shares = share_out(cursor, readers, epoch=epoch)
+    assert len(shares) == readers
+    assert sum(len(share) for share in shares) == len(cursor), "each file has one reader"
+    assert merge(shares) == merge(reversed(shares)) == cursor
+
+
+@given(CURSORS, CURSORS, CURSORS)
+def test_merging_knows_no_order_and_the_same_twice_is_the_same(
+    one: dict[str, FileCursor], two: dict[str, FileCursor], three: dict[str, FileCursor]
+) -> None:
+    def place(cursor: dict[str, FileCursor]) -> dict[str, tuple[int, int]]:
+        return {path: (at.passes, at.documents) for path, at in cursor.items()}
+
+    assert place(merge([merge([one, two]), three])) == place(merge([three, merge([two, one])]))
+    assert merge([one, one]) == one
+
+
+def test_the_furthest_of_a_file_counts() -> None:
+    early, late, next_pass = FileCursor(9, 0, 2, 4), FileCursor(9, 0, 3, 6), FileCursor(9, 1)
+    assert merge([{"a": late, "b": next_pass}, {"a": early, "b": late}]) == {"a": late, "b": next_pass}
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1), st.integers(1, 6))
+def test_no_reader_has_more_than_the_least_and_one_file(sizes: list[int], readers: int) -> None:
+    shares = share_out({str(n): FileCursor(size) for n, size in enumerate(sizes)}, readers)
+    held = [sum(at.size_bytes for at in share.values()) for share in shares]
+    assert max(held) - min(held) <= max(sizes)
+
+
+def test_what_remains_is_spread_evenly_and_finished_files_after_that() -> None:
+    cursor = {"a": FileCursor(100, 0, 9, 90), "b": FileCursor(10), "c": FileCursor(50, 1), "d": FileCursor(50, 1)}
+    shares = share_out(cursor, 2)
+    assert [sum(at.remaining_bytes(0) for at in share.values()) for share in shares] == [10, 10]
+    assert [set(share) for share in shares] == [{"a"}, {"b", "c", "d"}]

@@ -1,0 +1,135 @@
+"""In the middle of an epoch, with workers that read ahead and augment: the batches that follow are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tierd_client import ResumableLoader, ResumableSampler
+from tierd_client.state.training_state import TrainingState
+
+from tests.support.datasets import Augmented, Journal
+from tests.support.state import Files, restore, small_net, stage
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # torch's workers, from Python 3.12 on
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
+]
+
+LENGTH, BATCH_SIZE = 22, 4  # six batches in an epoch, the last of them short
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    opened = Files(tmp_path)
+    yield opened
+    opened.close()
+
+
+def loader_of(workers: int, *, seed: int = 0, dataset: Augmented | None = None, **options: Any) -> ResumableLoader:
+    sampler = ResumableSampler(LENGTH, batch_size=BATCH_SIZE, seed=seed)
+    return ResumableLoader(dataset or Augmented(LENGTH), sampler, num_workers=workers, **options)
+
+
+def train(loader: ResumableLoader, batches: int, state: TrainingState | None = None) -> tuple[list[Any], bytes]:
+    """So many batches, each with what training draws after it; and a snapshot within the loop, after the last."""
+    found: list[Any] = []
+    while True:
+        for batch in loader:
+            found.append((loader.epoch, batch.tolist(), random.random(), np.random.random(), torch.rand(()).item()))
+            if len(found) == batches:
+                return found, stage(state) if state else b""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("before", [1, 4, 6, 9])
+def test_resumed_anywhere_it_goes_on_bit_for_bit(files: Files, workers: int, before: int) -> None:
+    torch.manual_seed(1)
+    loader = loader_of(workers, seed=3)
+    _, raw = train(loader, before, TrainingState(model=small_net(), dataloader=loader))
+    expected, _ = train(loader, 10)  # a `for` that was left goes on where it was
+
+    torch.manual_seed(2)
+    resumed = loader_of(workers, seed=4)
+    restore(TrainingState(model=small_net(), dataloader=resumed), [files.on_disk(raw)])
+    assert train(resumed, 10)[0] == expected
+
+
+def test_batches_do_not_depend_on_the_number_of_workers() -> None:
+    def batches(workers: int) -> list[Any]:
+        return [batch.tolist() for batch in loader_of(workers)]
+
+    assert batches(0) == batches(1) == batches(2)
+
+
+def test_augmentation_differs_between_batches_and_epochs() -> None:
+    drawn = [row[1:] for _, batch, *_ in train(loader_of(0), 12)[0] for row in batch]
+    assert len({tuple(row) for row in drawn}) == 2 * LENGTH
+
+
+def test_the_generators_of_training_are_not_touched() -> None:
+    def draws() -> list[float]:
+        return [random.random(), np.random.random(), torch.rand(()).item()]
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = draws()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    for workers in (0, 1):
+        list(loader_of(workers))
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_consumed_is_not_read_again(tmp_path: Path, workers: int) -> None:
+    loader = loader_of(workers)
+    iterator = iter(loader)
+    consumed = [int(row[0]) for _ in range(3) for row in next(iterator)]
+    resumed = loader_of(workers, dataset=(journal := Journal(LENGTH, tmp_path / "journal")))
+    resumed.load_state_dict(loader.state_dict())
+    rest = [int(row[0]) for batch in resumed for row in batch]
+    assert sorted(journal.read()) == sorted(rest)
+    assert sorted(rest + consumed) == list(range(LENGTH))
+
+
+def test_resumed_at_the_last_batch_the_end_of_the_epoch_is_still_to_come() -> None:
+    loader = loader_of(0)
+    for _ in loader:
+        last, epoch = loader.state_dict(), loader.epoch
+    assert (epoch, loader.epoch) == (0, 1)
+    resumed = loader_of(0)
+    resumed.load_state_dict(last)
+    assert (resumed.epoch, list(resumed), resumed.epoch) == (0, [], 1)
+    assert len(list(resumed)) == len(resumed) == 6
+
+
+def test_state_restored_within_a_loop_takes_effect_with_the_next_batch() -> None:
+    loader = loader_of(0)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    expected = [next(iterator).tolist() for _ in range(3)]
+    loader.load_state_dict(state)
+    assert [next(iterator).tolist() for _ in range(3)] == expected
+
+
+def test_workers_that_persist_follow_into_the_next_epoch() -> None:
+    def epochs(**options: Any) -> list[Any]:
+        loader = loader_of(1, **options)
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+    assert epochs(persistent_workers=True) == epochs()
+
+
+class _Several(Augmented):
+    def __getitems__(self, indexes: list[int]) -> list[int]:
+        return [-index for index in indexes]
+
+
+def test_a_dataset_that_reads_several_at_once_is_asked_for_several() -> None:
+    seen = [-index for batch in loader_of(0, dataset=_Several(LENGTH), collate_fn=list) for index in batch]
+    assert sorted(seen) == list(range(LENGTH))

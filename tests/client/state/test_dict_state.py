@@ -1,0 +1,109 @@
+"""A nested dict as state: given back as it was, in place where its tensors are, refused where it has no safe form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tierd_client import DictState, TrainingState
+
+from tests.support.state import Files, assert_same, restore, small_net, stage
+from tierd.errors import BadConfig, Mismatch, Unsupported
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    opened = Files(tmp_path)
+    yield opened
+    opened.close()
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
+        "optimizer": [{"state": {0: {"step": torch.tensor(3.0)}}, "groups": [{"betas": (0.9, 0.99), "lr": 1e-3}]}],
+        "epoch": 3,
+        "name": "a",
+        "nothing": None,
+    }
+
+
+def test_a_nested_dict_comes_back_as_it_was(files: Files) -> None:
+    raw = stage(DictState({**nested(), "array": np.arange(4)}))
+    found: dict[str, Any] = {}
+    restore(DictState(found), [files.on_disk(raw)])
+    assert found.pop("array").tolist() == [0, 1, 2, 3]
+    assert list(found) == list(nested())
+    assert_same(found, nested())
+
+
+def test_tensors_that_fit_are_restored_in_place_and_others_anew(files: Files) -> None:
+    raw = stage(DictState(nested()))
+    live = nested()
+    live["model"]["weight"].zero_()
+    live["model"]["half"] = torch.zeros(5)
+    weight = live["model"]["weight"]
+    restore(DictState(live), [files.in_memory(raw)])
+    assert live["model"]["weight"] is weight
+    assert_same(live, nested())
+
+
+def test_what_differs_per_rank_is_kept_for_each_and_the_rest_is_written_once(files: Files) -> None:
+    def build(rank: int) -> DictState:
+        return DictState({"model": torch.zeros(2), "mine": torch.tensor([rank])}, per_rank=["mine"])
+
+    captured = [build(rank).capture(rank, 2) for rank in range(2)]
+    assert [{tensor.name for tensor in one.tensors} for one in captured] == [
+        {"model", "mine@00000"},
+        {"model", "mine@00001"},
+    ]
+    raws = [stage(build(rank), rank=rank, world_size=2) for rank in range(2)]
+    opened = [files.on_disk(raw, f"rank-{rank:05d}-of-00002.safetensors") for rank, raw in enumerate(raws)]
+    for rank in range(2):
+        found: dict[str, Any] = {}
+        restore(DictState(found), opened, rank=rank)
+        assert found["mine"].item() == rank
+
+
+def test_what_the_checkpoint_lacks_stays_and_is_told(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    raw = stage(DictState({"a": 1}))
+    live = {"a": 0, "later": 7}
+    with caplog.at_level(logging.WARNING):
+        restore(DictState(live), [files.on_disk(raw)])
+    assert live == {"a": 1, "later": 7}
+    assert "has no later" in caplog.text
+
+
+def test_an_object_is_refused_by_its_path() -> None:
+    with pytest.raises(Unsupported, match=r"callbacks\.early\.fn"):
+        DictState({"callbacks": {"early": {"fn": print}}}).capture(0, 1)
+
+
+def test_keys_that_cannot_name_tensors_are_refused() -> None:
+    values: Any = {1: torch.zeros(1)}
+    with pytest.raises(BadConfig, match="must be strings"):
+        DictState(values)
+
+
+def test_a_checkpoint_of_another_kind_is_refused_in_both_directions(files: Files) -> None:
+    of_training = files.on_disk(stage(TrainingState(model=small_net())))
+    found: dict[str, Any] = {}
+    with pytest.raises(Mismatch, match="model: checkpoint holds a module, now it is a value"):
+        restore(DictState(found), [of_training])
+    assert found == {}
+    of_dict = files.on_disk(stage(DictState({"weights": torch.zeros(1)})))
+    with pytest.raises(Mismatch, match="nothing in common"):
+        restore(TrainingState(model=small_net()), [of_dict])
+
+
+def test_before_there_is_anything_in_it_no_room_is_made() -> None:
+    values: dict[str, Any] = {}
+    state = DictState(values)
+    assert not state.is_stepped
+    values["a"] = 1
+    assert state.is_stepped

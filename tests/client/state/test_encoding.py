@@ -1,0 +1,114 @@
+"""Arrays, scalars and tensors within the state tree; what has no safe form is refused by its path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tierd_client.state.encoding import Collector
+from tierd_client.state.training_state import TrainingState
+
+from tests.support.state import Files, Loader, restore, small_net, stage
+from tierd.errors import Unsupported
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    opened = Files(tmp_path)
+    yield opened
+    opened.close()
+
+
+STATE = {
+    "epoch": 3,
+    ("tuple", 1): [None, True, float("nan"), b"\0\xff"],
+    "generator": torch.arange(5, dtype=torch.uint8),
+    "order": np.arange(6).reshape(2, 3),
+    "wide": np.array([1 + 2j, 3j], dtype=np.complex128),
+    "words": np.array(["a", "bc"]),
+    "big endian": np.array([1, 2], dtype=">i4"),
+    "none": np.zeros((0, 3), dtype="U4"),
+    "scalar": np.float32(0.1),
+    "when": np.datetime64("2024-01-02"),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "a.b": torch.ones(1),
+    "a": {"b": torch.zeros(1)},
+}
+
+
+def test_arrays_scalars_and_odd_values_come_back_with_their_types(files: Files) -> None:
+    loader, fresh = Loader(), Loader()
+    loader.state = STATE
+    state = TrainingState(model=small_net(), dataloader=loader)
+    restore(TrainingState(model=small_net(), dataloader=fresh), [files.on_disk(stage(state))])
+    assert list(fresh.state) == list(STATE)
+    for key, value in STATE.items():
+        found = fresh.state[key]
+        assert type(found) is type(value), key
+        if isinstance(value, np.ndarray):
+            assert found.dtype == value.dtype, key
+            assert found.shape == value.shape, key
+            assert (found == value).all(), key
+        else:
+            assert repr(found) == repr(value), key
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"extra": {"deep": [{"x": object()}]}}, "extra.deep[0].x"),
+        ({"extra": {"array": np.array([object()])}}, "extra.array"),
+        ({"extra": {"sparse": torch.ones(2, 2).to_sparse()}}, "extra.sparse"),
+        ({"extra": {"meta": torch.ones(2, device="meta")}}, "extra.meta"),
+        ({"extra": {"wide": torch.ones(2, dtype=torch.complex128)}}, "extra.wide"),
+        ({"ema": {"f": lambda: 0}}, "ema.f"),
+    ],
+)
+def test_state_without_a_safe_form_is_refused_by_its_path(state: dict[str, Any], path: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        TrainingState(model=small_net(), **state).capture(0, 1)
+    assert path in refused.value.message
+
+
+DICTS = {
+    "plain": {"exp_avg": torch.ones(3), "step": torch.zeros(())},
+    "parameter": {"w": torch.nn.Parameter(torch.ones(2, 2))},
+    "empty": {},
+    "keys that need a tag": {"$tensor": torch.ones(1), "b": torch.ones(2)},
+    "keys that are no strings": {0: torch.ones(1)},
+    "a name that is taken": {"taken": torch.ones(1)},
+    "strides": {"w": torch.ones(3, 2).T},
+}
+
+
+@pytest.mark.parametrize("suffix", ["", "@00001"])
+@pytest.mark.parametrize("home", [torch.device("cpu"), None])
+@pytest.mark.parametrize("name", DICTS)
+def test_dict_of_tensors_alone_is_encoded_as_one_with_a_number_among_them(
+    name: str, home: torch.device | None, suffix: str
+) -> None:
+    """The first has a way of its own."""
+    alone, mixed = Collector(), Collector()
+    for into in (alone, mixed):
+        into.suffix = suffix
+        into.add("path.taken", torch.zeros(1))
+    number_key = 1 if name == "keys that are no strings" else "number"
+
+    found = alone.encode(DICTS[name], "path", home)
+    expected = mixed.encode(DICTS[name] | {number_key: 7}, "path", home)
+
+    (tag,) = expected.keys() & {"$dict"} or {""}
+    if tag:
+        expected[tag].remove([number_key, 7])
+    else:
+        del expected[number_key]
+    assert found == expected
+    assert list(map(id, alone.live.values()))[1:] == list(map(id, mixed.live.values()))[1:]
+    for one, other in zip(alone.tensors, mixed.tensors, strict=True):
+        assert (one.name, one.dtype, one.global_shape) == (other.name, other.dtype, other.global_shape)
+        assert not one.tensor.requires_grad

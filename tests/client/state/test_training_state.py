@@ -1,0 +1,109 @@
+"""The whole state: captured, staged, restored into fresh objects, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tierd_client.state.training_state import TrainingState, architecture_hash
+
+from tests.support.state import Files, Loader, Training, assert_same, restore, small_net, stage
+from tierd.errors import BadConfig
+from tierd.format.shard import parse_header
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    opened = Files(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("place", ["on_disk", "in_memory"])
+def test_training_goes_on_with_identical_losses(files: Files, place: str) -> None:
+    first = Training.fresh()
+    first.train(5)
+    raw = stage(first.state())
+    expected = first.train(5)
+
+    second = Training.fresh(seed=99)
+    restore(second.state(), [getattr(files, place)(raw)])
+    assert second.train(5) == expected
+    assert_same(second.model.state_dict(), first.model.state_dict())
+    assert_same(second.ema.state_dict(), first.ema.state_dict())
+    assert_same(second.optimizer.state_dict(), first.optimizer.state_dict())
+    assert_same(second.scheduler.state_dict(), first.scheduler.state_dict())
+    assert second.extra == first.extra == {"seen": 160}
+
+
+def test_restoring_into_a_used_state_is_in_place(files: Files) -> None:
+    training = Training.fresh()
+    training.train(5)
+    raw = stage(training.state())
+    expected = training.train(3)
+    weights = [parameter.data_ptr() for parameter in training.model.parameters()]
+    moments = [state["exp_avg"].data_ptr() for state in training.optimizer.state.values()]
+    restore(training.state(), [files.on_disk(raw)])
+    assert training.train(3) == expected
+    assert [parameter.data_ptr() for parameter in training.model.parameters()] == weights
+    assert [state["exp_avg"].data_ptr() for state in training.optimizer.state.values()] == moments
+
+
+@pytest.mark.parametrize("argument", ["scheduler", "scaler", "dataloader", "ema"])
+def test_object_without_state_dict_is_refused_at_once(argument: str) -> None:
+    with pytest.raises(BadConfig, match=argument):
+        TrainingState(model=small_net(), **{argument: object()})
+
+
+def test_a_refused_argument_comes_with_the_way_out() -> None:
+    model = small_net()
+    schedulers = [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)]
+    with pytest.raises(BadConfig, match=r"list has no state_dict.*go into extra"):
+        TrainingState(model=model, scheduler=schedulers)  # type: ignore[arg-type]
+    with pytest.raises(BadConfig, match="ResumableLoader and DocumentLoader"):
+        TrainingState(model=model, dataloader=torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
+
+
+def test_what_differs_per_rank_carries_the_rank_in_its_names(files: Files) -> None:
+    def build(rank: int) -> TrainingState:
+        loader = Loader()
+        loader.state = {"position": torch.tensor([rank])}
+        return TrainingState(model=small_net(), dataloader=loader, extra={"mine": torch.tensor([rank * 10.0])})
+
+    raws = [stage(build(rank), rank=rank, world_size=2) for rank in range(2)]
+    shard = parse_header(memoryview(raws[1]), len(raws[1]), where="rank 1")
+    assert {"dataloader.position@00001", "extra.mine@00001", "model.0.weight"} <= set(shard.tensors)
+    opened = [files.on_disk(raw, f"rank-{rank:05d}-of-00002.safetensors") for rank, raw in enumerate(raws)]
+    for rank in range(2):
+        loader, extra = Loader(), {"mine": torch.tensor([-1.0])}
+        held = extra["mine"]
+        restore(TrainingState(model=small_net(), dataloader=loader, extra=extra), opened, rank=rank)
+        assert loader.state["position"].item() == rank
+        assert extra["mine"] is held
+        assert held.item() == rank * 10.0
+
+
+def test_architecture_hash_depends_on_the_model_alone() -> None:
+    def hash_of(model: torch.nn.Module, **state: Any) -> str:
+        return architecture_hash(TrainingState(model=model, **state).capture(0, 1))
+
+    assert hash_of(small_net()) == hash_of(small_net(), extra={"step": 3})
+    assert hash_of(small_net()) != hash_of(small_net().bfloat16())
+    assert hash_of(small_net()) != hash_of(torch.nn.Linear(3, 5))
+
+
+def test_parameters_are_compared_between_ranks_and_what_may_differ_is_not() -> None:
+    """A plain tensor of equal size on all ranks may be a part of another one, which only its bytes tell."""
+    training = Training.fresh()
+    training.train(1)
+    training.extra["t"] = torch.zeros(3)
+    held = {one.key: one for one in training.state().capture(1, 2).held()}
+    compared = {key for key, one in held.items() if one.sample is not None}
+    assert compared == {f"model.{name}" for name, _ in training.model.named_parameters()}
+    buffers = {key for key, one in held.items() if one.is_buffer}
+    assert {"model.1.running_mean", "ema.1.running_var", "ema.n_averaged"} <= buffers
+    assert not buffers & compared
+    assert "extra.t@00001" in held

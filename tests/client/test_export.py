@@ -1,0 +1,112 @@
+"""A checkpoint as one state for torch: sections, optimizers by name, DCP's nests, and nothing but plain values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tierd_client import DictState, TrainingState
+from tierd_client.export import main, plain, whole_state
+from tierd_client.frameworks.dcp import capture_plan
+from tierd_client.snapshot.slot import Slot
+from tierd_client.snapshot.staging import Stager
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from tests.support.state import Training, assert_same, commit, metadata, stage
+from tierd.errors import BadRequest, Corrupt, NotFound
+
+
+def test_a_training_is_given_by_its_sections_and_its_optimizer_by_names(tmp_path: Path) -> None:
+    training = Training.fresh()
+    training.train(3)
+    state = whole_state(commit(tmp_path, [stage(training.state())]))
+
+    assert_same(state["model"], dict(training.model.state_dict()))
+    expected = get_optimizer_state_dict(training.model, training.optimizer)
+    assert_same(state["optimizer"]["state"], expected["state"])
+    fresh = Training.fresh(seed=3)
+    fresh.model.load_state_dict(state["model"])
+    set_optimizer_state_dict(fresh.model, fresh.optimizer, state["optimizer"])
+    assert_same(fresh.optimizer.state_dict(), training.optimizer.state_dict())
+    ema = {name.removeprefix("module."): value for name, value in training.ema.state_dict().items()}
+    assert_same(state["ema"], ema)
+    assert state["scheduler"]["last_epoch"] == 3
+    assert state["extra"] == {"seen": 48}
+
+
+def test_what_each_rank_has_for_itself_is_a_list_by_rank(tmp_path: Path) -> None:
+    def build(rank: int) -> DictState:
+        return DictState({"model": {"w": torch.ones(2)}, "mine": torch.tensor([rank])}, per_rank=["mine"])
+
+    raws = [
+        stage(build(rank), rank=rank, world_size=2, owned=owned) for rank, owned in enumerate([None, {"mine@00001"}])
+    ]
+    state = whole_state(commit(tmp_path, raws))
+    assert_same(state, {"model": {"w": torch.ones(2)}, "mine": [torch.tensor([0]), torch.tensor([1])]})
+
+
+def test_what_dcp_was_given_is_nested_again(tmp_path: Path) -> None:
+    given = {
+        "model": {"a.b": torch.ones(2), "c": torch.tensor(1.0)},
+        "list": [torch.zeros(1), {"deep": torch.ones(1)}],
+        "betas": (0.9, torch.tensor(0.99)),
+        "array": np.arange(3),
+        "step": 7,
+    }
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(given, is_coordinator=True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    captured = capture_plan(planner.finish_plan(plans[0]), planner)
+    slot, stager = Slot.create(1 << 20), Stager()
+    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
+    state = whole_state(commit(tmp_path, [bytes(slot.view[:size_bytes])]))
+    slot.close()
+    assert_same(state, {**given, "array": torch.arange(3)})
+
+
+def test_with_a_prefix_it_is_a_flat_dict(tmp_path: Path) -> None:
+    folder = commit(tmp_path, [stage(DictState({"model": {"a": torch.ones(1)}, "other": torch.ones(2)}))])
+    assert_same(whole_state(folder, "model."), {"a": torch.ones(1)})
+    with pytest.raises(NotFound, match=r"begins with 'net\.'"):
+        whole_state(folder, "net.")
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    folder = commit(tmp_path, [stage(DictState({"a": torch.ones(1000)}))])
+    shard = next(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(Corrupt, match="crc64nvme"):
+        whole_state(folder)
+
+
+def test_every_value_that_a_snapshot_takes_becomes_one_that_torch_loads_without_trust(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "numbers": [1, 2.5, float("inf"), True, None, 1 + 2j],
+        "words": {"é": b"\x00", "s": {1, 2}, "f": frozenset([3])},
+        "tuple": (1, (2, "x")),
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+        "int keys": {0: "a", 1: "b"},
+        "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([1, 2])],
+        "numpy": [np.float32(1.5), np.int64(3), np.arange(3, dtype=np.float64), np.array(["a", "b"])],
+        "time": np.datetime64("2026-01-02"),
+    }
+    target = tmp_path / "checkpoint.pt"
+    main(["torch", str(commit(tmp_path, [stage(DictState(values))])), str(target)])
+    found = torch.load(target, weights_only=True)
+    assert_same(found, plain(values))
+    assert found["numpy"][:2] == [1.5, 3]
+    assert found["numpy"][2].dtype == torch.float64
+    assert found["numpy"][3] == ["a", "b"]
+    assert found["ordered"] == values["ordered"]
+    assert found["time"] == "2026-01-02"
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    folder = commit(tmp_path, [stage(TrainingState(model=torch.nn.Linear(1, 1)))])
+    with pytest.raises(BadRequest, match="torch or dcp"):
+        main(["onnx", str(folder), str(tmp_path / "out")])

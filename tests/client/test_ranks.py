@@ -1,0 +1,121 @@
+"""Who is who among several processes, and what they tell each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tierd_client import BadConfig, Full, Transient, Unsupported
+from tierd_client.ranks import find_ranks
+
+from tests.support.runs import Training, joined, refusals, together
+
+
+def test_a_process_by_itself_needs_no_process_group() -> None:
+    alone = find_ranks(None, None, {})
+    assert (alone.rank, alone.world_size) == (0, 1)
+    assert alone.maximum([3, 1]) == [3, 1]
+    assert alone.from_first(b"told") == b"told"
+    assert alone.gather(b"mine") == [b"mine"]
+    assert alone.together(lambda: 5) == 5
+    alone.agree(None)
+    with pytest.raises(Full):
+        alone.agree(Full("no room"))
+    alone.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "environ", "said"),
+    [
+        (None, None, {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2: torch.distributed is not initialized"),
+        (None, None, {"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+        (None, None, {"RANK": "-1"}, "rank -1 of 1"),
+        (None, None, {"RANK": "first"}, "$RANK is 'first'"),
+        (None, None, {"WORLD_SIZE": "2.5"}, "$WORLD_SIZE is '2.5'"),
+        (1, None, {"WORLD_SIZE": "2"}, "rank 1 of 2"),
+        (None, 3, {"RANK": "2"}, "rank 2 of 3"),
+        (0, 0, {}, "rank 0 of 0"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(
+    rank: int | None, world_size: int | None, environ: dict[str, str], said: str
+) -> None:
+    with pytest.raises(BadConfig) as caught:
+        find_ranks(rank, world_size, environ)
+    assert said in caught.value.message
+
+
+def test_an_empty_variable_counts_as_none() -> None:
+    assert find_ranks(None, None, {"RANK": "", "WORLD_SIZE": ""}).world_size == 1
+
+
+def test_ranks_of_several_nodes_are_refused_for_now() -> None:
+    with pytest.raises(Unsupported, match="span several nodes"):
+        find_ranks(0, 1, {"LOCAL_WORLD_SIZE": "0"})
+
+
+# ── between processes; what follows the underscore runs in a trainer ──
+
+
+def _exchange(training: Training) -> list[Any]:
+    rank, ranks = dist.get_rank(), find_ranks(None, None, {})
+    return [
+        ranks.maximum([rank, -rank]),
+        ranks.from_first(b"from the first" if rank == 0 else None),
+        ranks.from_first(None),
+        ranks.from_first(b""),
+        ranks.gather(b"x" * rank),
+        ranks.together(lambda: rank * 10),
+    ]
+
+
+def _fail_on_one(training: Training) -> None:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise Full("no room", hint="make some")
+
+    find_ranks(None, None, {}).together(work)
+
+
+def _come_and_go(training: Training) -> int:
+    for _ in range(3):
+        find_ranks(None, None, {}).close()
+    before = training.descriptors()
+    for _ in range(5):
+        find_ranks(None, None, {}).close()
+    return training.descriptors() - before
+
+
+def _meet(training: Training) -> None:
+    training.ranks = find_ranks(None, None, {})
+
+
+def _wait_for_the_others(training: Training) -> None:
+    training.ranks.agree(None)
+
+
+def test_three_ranks_hear_the_same(tmp_path: Path) -> None:
+    with joined(tmp_path, 3) as trainers:
+        gathered = [b"", b"x", b"xx"]
+        assert together(trainers, "apply", _exchange) == [
+            [[2, 0], b"from the first", None, b"", gathered, rank * 10] for rank in range(3)
+        ]
+
+        errors = refusals(trainers, "apply", _fail_on_one)
+        assert [str(error) for error in errors] == [
+            "rank 1: no room (hint: make some)",
+            "no room (hint: make some)",
+            "rank 1: no room (hint: make some)",
+        ]
+        assert {type(error) for error in errors} == {Full}
+        assert together(trainers, "apply", _come_and_go) == [0, 0, 0]
+
+        together(trainers, "apply", _meet)
+        for trainer in trainers[1:]:
+            trainer.begin("apply", _wait_for_the_others)
+        trainers[0].kill()
+        for trainer in trainers[1:]:
+            with pytest.raises(Transient, match="exchange with the other ranks"):
+                trainer.end()

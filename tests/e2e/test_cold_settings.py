@@ -1,0 +1,117 @@
+"""A real daemon with a bucket: what a reload changes while it runs, what a wrong bucket says at start, and that no
+credential is ever told to anybody."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.bucket import Bucket, bucket_server
+from tests.support.cli import make_checkpoint
+from tests.support.daemon import Daemon, serving, wait_until
+from tests.support.s3 import BUCKET
+
+SHARD_BYTES = 2_000_000
+MIB_S = 0.001  # the second shard would wait for half an hour
+
+
+def cold(served: Bucket, *, cap: float = 0.0, region: str = "") -> str:
+    return f"""
+        [[cold]]
+        url = "s3://{BUCKET}/deep"
+        endpoint_url = "{served.url}"
+        max_upload_mib_s = {cap}
+        region = "{region}"
+        """
+
+
+def reload(daemon: Daemon, former: str, fresh: str) -> None:
+    daemon.config.write_text(daemon.config.read_text().replace(former, fresh))
+    daemon.signal(signal.SIGHUP)
+
+
+def test_cap_that_is_raised_lets_a_waiting_upload_go_on_without_a_restart(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "hot", size_bytes=SHARD_BYTES)
+    with bucket_server() as served, serving(tmp_path, more=cold(served, cap=MIB_S)) as daemon:
+        wait_until(lambda: served.objects, "for the first shard")
+        assert not any(key.endswith("manifest.json") for key in served.objects)
+        reload(daemon, f"max_upload_mib_s = {MIB_S}", "max_upload_mib_s = 0.0")
+        daemon.wait_log(f"max_upload_mib_s of cold is 0 now, was {MIB_S}")
+        wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
+        assert daemon.stop() == 0
+
+
+def test_reload_says_what_waits_for_a_restart_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+    with bucket_server() as served, serving(tmp_path, more=cold(served)) as daemon:
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("SIGHUP: nothing has changed in the config")
+        reload(daemon, 'region = ""', 'region = "eu-west-1"')
+        daemon.wait_log("not in force before a restart: cold.cold.region\n")
+        reload(daemon, "max_upload_mib_s = 0.0", "max_upload_mib_s = -1")
+        daemon.wait_log("SIGHUP: nothing was changed: read config")
+        daemon.config.unlink()
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("no such file")
+        assert daemon.status()["is_ready"]
+        assert "max_upload_mib_s of" not in daemon.log
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("NoSuchBucket", "there is no such bucket (NoSuchBucket)"),
+        ("PermanentRedirect", "the bucket is in another region, eu-west-1 (PermanentRedirect)"),
+        ("InvalidAccessKeyId", "S3 does not know this access key (InvalidAccessKeyId)"),
+        ("SignatureDoesNotMatch", "the secret key does not belong to the access key (SignatureDoesNotMatch)"),
+        ("", "no S3 credentials found (NoCredentialsError)"),
+    ],
+)
+def test_wrong_bucket_region_or_key_is_one_sentence_at_start(tmp_path: Path, code: str, sentence: str) -> None:
+    environ = {} if code else {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    with bucket_server() as served:
+        served.script = lambda operation, key: code
+        with serving(tmp_path, more=cold(served), environ=environ) as daemon:
+            daemon.wait_log(f"WARNING list: list s3://{BUCKET}/deep in cold: {sentence} (hint: ")
+            (tier,) = (one for one in daemon.status()["tiers"] if one["name"] == "cold")
+            assert sentence in tier["error"]
+            assert "Traceback" not in daemon.log
+            assert daemon.get("/healthz")[0] == 200
+
+
+ACCESS_KEY = "AKIAIOSFODNN7EXAMPLE"
+SECRET_KEY = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+TOKEN = "FwoGZXIvYXdzEXAMPLETOKEN"
+PAGES = ("/", "/metrics", "/api/v1/status", "/api/v1/checkpoints", "/api/v1/lifecycle")
+AT_DEBUG_LEVEL = """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+from tierd.cli import main
+main()
+"""
+
+
+def test_no_credential_is_ever_told(tmp_path: Path) -> None:
+    """Not at debug level, not when the server repeats them in its answer, not to a page, a metric or a manifest."""
+    make_checkpoint(tmp_path / "hot")
+    keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_SESSION_TOKEN": TOKEN}
+    with bucket_server() as served:
+        served.access_keys = {ACCESS_KEY}
+        served.repeats_credentials = True
+        with serving(tmp_path, more=cold(served), environ=keys, program=("-c", AT_DEBUG_LEVEL)) as daemon:
+            wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
+            told = [stored.content.decode("latin-1") for stored in served.objects.values()]
+            for code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "AccessDenied", "Strange"):
+                served.script = lambda operation, key, code=code: code
+                step = 100 + len(told)
+                make_checkpoint(tmp_path / "hot", step=step, sequence=step)
+                daemon.wait_log(f"({code})" if code != "Strange" else "(Strange) when calling")
+                told += [daemon.get(path)[1].decode() for path in PAGES]
+            assert daemon.stop() == 0
+            assert " DEBUG " in daemon.log or "DEBUG:" in daemon.log
+            told.append(daemon.log)
+    told += [path.read_text("latin-1") for path in (tmp_path / "hot").rglob("*") if path.is_file()]
+    for secret in (ACCESS_KEY, SECRET_KEY, TOKEN):
+        assert [one for one in told if secret in one] == []

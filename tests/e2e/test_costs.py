@@ -1,0 +1,126 @@
+"""What a snapshot, an upload and a restore cost, counted and not timed: copies, bytes written, calls, requests.
+
+These figures are no noise: where one of them grows, the code has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tierd_client
+import torch
+
+from tests.support.bucket import bucket_server
+from tests.support.daemon import Peer, serving, wait_until
+from tests.support.rooms import rooms_at
+from tests.support.s3 import BUCKET
+from tests.support.store_contract import content
+from tierd.s3.store import S3Store
+from tierd.tiers.tier import Tier, copy_checkpoint
+
+MIB = 1 << 20
+PAYLOAD_BYTES = 128 * MIB
+ALLOCATED_MAX = PAYLOAD_BYTES // 4  # far less than a copy, far more than what the interpreter does meanwhile
+PLAIN = "[health]\nexamine = false"
+
+
+def allocated_bytes(pid: int) -> int:
+    """Memory of its own: not what it maps of slots and files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def calls(pid: int) -> dict[str, int]:
+    """proc_pid_io(5): bytes and calls of read and write, whatever the page cache does."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+@contextmanager
+def growth(pid: int) -> Iterator[Callable[[], int]]:
+    """How much more than at the beginning was allocated at most, looked at every few milliseconds."""
+    first = most = allocated_bytes(pid)
+    is_over = threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not is_over.wait(0.002):
+            most = max(most, allocated_bytes(pid))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lambda: most - first
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_persisting_writes_each_byte_once_in_few_calls_and_allocates_no_payload(tmp_path: Path) -> None:
+    with serving(tmp_path, more=PLAIN) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run")
+        shard = content(PAYLOAD_BYTES)
+        for index in range(2):
+            peer.attach(index, size_bytes=PAYLOAD_BYTES)
+        peer.seal(0, 1, shard)
+        wait_until(lambda: daemon.checkpoints("run", "hot") == [1], "the first, after which all is warm")
+        before = calls(daemon.pid)
+        with growth(daemon.pid) as grown:
+            peer.seal(1, 2, shard)
+            wait_until(lambda: daemon.checkpoints("run", "hot") == [2, 1], "the second")
+        after = calls(daemon.pid)
+        cost = {name: after[name] - before[name] for name in after}
+        assert PAYLOAD_BYTES <= cost["wchar"] <= 1.01 * PAYLOAD_BYTES
+        assert cost["rchar"] < 0.01 * PAYLOAD_BYTES, "from the mapping to the disk, with nothing read"
+        assert cost["syscw"] < 1000 * PAYLOAD_BYTES // (1 << 30), "16 MiB at a time, and the answers to our looks"
+        assert grown() < ALLOCATED_MAX
+
+
+def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
+    """State goes to its slot and comes back from there with nothing in between."""
+    with serving(tmp_path, more=PLAIN) as daemon:
+        model = torch.nn.Linear(PAYLOAD_BYTES // 4 // 1024, 1024, bias=False)
+        state = tierd_client.TrainingState(model=model)
+        client = tierd_client.connect("run", socket=str(daemon.socket))
+        with client:
+            for step in (1, 2):
+                client.snapshot(step, state).wait_persisted(60)
+            expected = model.weight.detach().clone()
+            with growth(os.getpid()) as grown:
+                client.snapshot(3, state).wait_persisted(60)
+                assert grown() < ALLOCATED_MAX
+            with torch.no_grad():
+                model.weight.zero_()
+            with growth(os.getpid()) as grown:
+                found = client.restore(state)
+                assert grown() < ALLOCATED_MAX
+        assert found is not None
+        assert (found.step, found.tier) == (3, "memory")
+        assert torch.equal(model.weight, expected)
+
+
+async def test_upload_asks_no_more_than_it_must(tmp_path: Path) -> None:
+    """Of two shards of two parts: what is needed to send them, and one look before each. Afterwards none, for the last
+    answer proves the whole."""
+    with bucket_server(part_bytes_min=MIB) as served:
+        async with rooms_at(tmp_path) as rooms:
+            store = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
+            manifest = await rooms.commit("hot", size_bytes=64 * MIB + 5)
+            await copy_checkpoint(manifest, rooms.hot, Tier("cold", store))
+            await store.close()
+        size_bytes = sum(entry.size_bytes for entry in manifest.files)
+        assert Counter(one.operation for one in served.seen) == {
+            "get_object": 1,
+            "head_object": 3,
+            "list_multipart_uploads": 2,
+            "create_multipart_upload": 2,
+            "upload_part": 4,
+            "complete_multipart_upload": 2,
+            "put_object": 1,
+        }
+        assert size_bytes <= served.received_bytes() <= 1.001 * size_bytes

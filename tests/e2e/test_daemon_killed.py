@@ -1,0 +1,213 @@
+"""The daemon is killed, hangs or is not there: training goes on, every wait ends, and nothing committed is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tierd_client
+from tierd_client import DaemonUnreachable, SlotsBusy, Transient
+
+from tests.support.runs import Daemon, Trainer, wait_until
+
+LARGE = 400_000  # width: 150 MB of state, which takes a while to write
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    with Trainer() as trainer:
+        yield trainer
+
+
+def restart(daemon: Daemon) -> None:
+    daemon.kill()
+    daemon.start()
+
+
+def sequences(daemon: Daemon, tier: str = "hot") -> dict[int, int]:
+    """Step by sequence number."""
+    manifests = [json.loads(path.read_bytes()) for path in (daemon.root / tier).glob("run/*/manifest.json")]
+    return {one["sequence"]: one["step"] for one in manifests}
+
+
+def test_killed_while_persisting_it_lists_nothing_partial_and_is_sent_the_snapshot_again(daemon: Daemon) -> None:
+    with Trainer(width=LARGE) as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        folder = wait_until(lambda: list(daemon.hot.glob("run/*-g*")), "the persister to begin")[0]
+        daemon.signal(signal.SIGSTOP)
+        assert not (folder / "manifest.json").exists()
+        daemon.kill()
+
+        assert daemon.json("ls", str(daemon.hot)) == []
+        trainer.train(2)
+        daemon.start()
+        trainer.wait_persisted()
+
+        assert daemon.steps("hot") == [1]
+        assert daemon.tierd("verify", "--tier", "hot").returncode == 0
+
+
+def test_killed_while_nothing_is_under_way_it_is_not_missed(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket)
+    trainer.train(1)
+    trainer.durable()
+    restart(daemon)
+
+    for _ in range(3):
+        trainer.train(1)
+        trainer.durable()
+
+    wait_until(lambda: daemon.steps("hot") == [2, 3, 4], "the oldest to be evicted")
+    assert trainer.generation() == 1
+
+
+def test_killed_before_a_new_trainer_starts_that_one_restores_from_hot(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket)
+    trainer.train(3)
+    trainer.durable()
+    digest = trainer.digest()
+    trainer.kill()
+    restart(daemon)
+
+    with Trainer(seed=2) as second:
+        assert second.connect(daemon.socket) == 2
+        found = second.restore()
+        assert (found.step, found.tier) == (3, "hot")
+        assert second.digest() == digest
+
+
+def test_both_killed_the_newest_committed_checkpoint_is_restored(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket)
+    trainer.train(3)
+    trainer.durable()
+    digest = trainer.digest()
+    daemon.kill()
+    trainer.train(3)
+    trainer.snapshot()  # staged, and nobody took it over
+    trainer.kill()
+    daemon.start()
+
+    with Trainer(seed=2) as second:
+        second.connect(daemon.socket)
+        assert second.restore().step == 3
+        assert second.digest() == digest
+
+
+def test_dead_for_long_it_is_given_in_order_what_was_staged_meanwhile(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket, slots=3, slot_wait_s=0.3)
+    trainer.train(1)
+    trainer.durable()
+    daemon.kill()
+
+    for _ in range(2):
+        trainer.train(1)
+        trainer.snapshot()
+    for _ in range(3):  # no slot is left, and none can become free
+        trainer.train(1)
+        began = time.monotonic()
+        with pytest.raises(DaemonUnreachable, match="is gone"):
+            trainer.snapshot()
+        assert time.monotonic() - began < 30
+
+    daemon.start()
+    trainer.wait_persisted()
+    assert sequences(daemon) == {1: 1, 2: 2, 3: 3}
+    trainer.train(1)
+    trainer.durable()
+    assert daemon.newest("hot") == 7
+
+
+def test_what_a_dead_daemon_had_accepted_is_not_lost_by_closing_the_client(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket)
+    trainer.train(1)
+    trainer.snapshot()
+    daemon.kill()
+    trainer.begin("close")  # waits for a daemon to take the snapshot over
+    daemon.start()
+    trainer.end()
+
+    wait_until(lambda: daemon.steps("hot") == [1], "the snapshot to be committed")
+
+
+def test_hung_it_costs_a_bounded_wait_and_a_typed_error(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket, slot_wait_s=0.3)
+    trainer.train(1)
+    trainer.durable()
+    daemon.signal(signal.SIGSTOP)
+    trainer.train(1)
+    trainer.snapshot()
+    with pytest.raises(Transient, match=r"step 2 in hot: not there after 0\.1 s"):
+        trainer.wait_persisted(0.1)
+    trainer.train(1)
+    began = time.monotonic()
+    with pytest.raises(SlotsBusy, match=r"no slot free after 0.3 s"):
+        trainer.snapshot()
+    assert 0.3 <= time.monotonic() - began < 30
+
+    daemon.signal(signal.SIGCONT)
+    trainer.wait_persisted()
+    trainer.train(1)
+    trainer.durable()
+    assert daemon.steps("hot") == [1, 2, 4]
+    assert daemon.metric('tierd_snapshots_total{outcome="skipped",run="run"}') == 1
+
+
+def test_hung_for_long_it_counts_as_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd_client.client.SILENCE_S", 0.1)
+    client = tierd_client.connect("run", socket=daemon.socket, slot_wait_s=0.3)
+    model = tierd_client.TrainingState(model=__import__("torch").nn.Linear(2, 2))
+    client.snapshot(1, model).wait_persisted(30)
+    daemon.signal(signal.SIGSTOP)
+    shot = client.snapshot(2, model)
+
+    with pytest.raises(DaemonUnreachable, match="has not acknowledged a snapshot"):
+        client.snapshot(3, model)
+    with pytest.raises(DaemonUnreachable, match="has not acknowledged a snapshot"):
+        shot.wait_persisted(0.2)
+
+    daemon.signal(signal.SIGCONT)
+    shot.wait_persisted(30)
+    client.close()
+
+
+def test_absent_it_is_named_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(DaemonUnreachable, match=r"nowhere.sock: No such file") as caught:
+        tierd_client.connect("run", socket=str(tmp_path / "nowhere.sock"))
+    assert time.monotonic() - began < 30
+    assert "tierd serve" in caught.value.hint
+
+
+def test_gone_while_a_checkpoint_is_asked_for_the_question_ends_at_once(daemon: Daemon, trainer: Trainer) -> None:
+    trainer.connect(daemon.socket)
+    daemon.signal(signal.SIGSTOP)
+    trainer.begin("restore")
+    daemon.kill()
+
+    with pytest.raises(DaemonUnreachable):
+        trainer.end(timeout_s=10)
+    with pytest.raises(DaemonUnreachable):
+        trainer.restore()
+
+
+def test_stopped_by_sigterm_it_first_makes_durable_what_was_sealed(daemon: Daemon) -> None:
+    with Trainer(width=LARGE) as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        wait_until(lambda: daemon.status()["slots"]["free"] < 2, "the snapshot to be accepted")
+        assert daemon.stop() == 0
+
+    assert [row["step"] for row in daemon.json("ls", str(daemon.hot))] == [1]

@@ -1,0 +1,116 @@
+"""A training that goes NaN, with a real daemon: what is kept, what a restart gets, and what an operator sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tierd_client import Unhealthy
+
+from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, wait_until
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path, more="[lifecycle.cold]\nkeep_every = 2\n") as daemon:
+        yield daemon
+
+
+def spoil(training: Training) -> None:
+    with torch.no_grad():
+        next(training.model.parameters())[0, 0] = math.nan
+
+
+def judged(daemon: Daemon, step: int) -> bool:
+    return any(row["step"] == step and row["healthy"] is not None for row in daemon.json("ls"))
+
+
+def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        for _ in range(2):
+            trainer.train(1)
+            trainer.durable()
+        wait_until(lambda: judged(daemon, 2), "step 2 to be judged")
+        trainer.apply(spoil)
+        for _ in range(4):
+            trainer.train(1)
+            trainer.durable()
+        trainer.kill()
+
+    # Straight from memory, whether or not anybody has looked at it by now.
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        assert trainer.restore().step == 2
+        with pytest.raises(Unhealthy, match="not finite"):
+            trainer.restore(resume=6)
+        found = trainer.restore(allow_unhealthy=True)
+        assert found.step == 6
+
+    # The lifecycle: the newest unhealthy one as evidence in hot, none in cold, and the newest healthy one stays.
+    wait_until(lambda: daemon.steps("hot") == [2, 6], "hot to keep step 2 and the evidence")
+    wait_until(lambda: daemon.steps("cold") == [2], "cold to hold only what is healthy")
+    listed = {row["step"]: row["healthy"] for row in daemon.json("ls") if "hot" in row["tiers"]}
+    assert listed == {2: True, 6: False}
+    assert (daemon.folder(6) / "unhealthy.json").exists()
+    assert daemon.metric('tierd_unhealthy_checkpoints{run="run"}') >= 1
+    status = daemon.tierd("status").stdout
+    assert "UNHEALTHY: step 6" in status
+    assert "--step 2 " in status, "the command to get it back names one that is worth getting"
+
+    # Restored to a directory: the newest healthy one, unless the other is wanted.
+    done = daemon.tierd("restore", "--to", daemon.root / "newest")
+    assert "step 2 " in done.stdout, done.stderr
+    refused = daemon.tierd("restore", "--step", "6", "--to", daemon.root / "refused")
+    assert (refused.returncode, "--allow-unhealthy" in refused.stderr) == (18, True)
+    export = ("export", "--step", "6", "--format", "safetensors", "--to", daemon.root / "exported")
+    assert daemon.tierd(*export).returncode == 18
+    assert daemon.tierd(*export, "--allow-unhealthy").returncode == 0
+    daemon.json("restore", "--step", "6", "--allow-unhealthy", "--to", daemon.root / "evidence")
+    assert (daemon.root / "evidence/unhealthy.json").exists()
+    assert (
+        "NO: " in daemon.tierd("show", "--run", "run", "3").stdout or "NO: " in daemon.tierd("show", "run", "6").stdout
+    )
+
+
+def test_when_all_is_nan_nobody_starts_from_scratch(daemon: Daemon) -> None:
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.apply(spoil)
+        trainer.train(1)
+        trainer.durable()
+        with pytest.raises(Unhealthy):
+            trainer.restore()
+
+
+def test_a_trainer_that_stages_what_it_does_not_train_is_told(daemon: Daemon) -> None:
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        trainer.wait_persisted(DEADLINE_S)
+        wait_until(lambda: judged(daemon, 1))
+        trainer.train(1)
+        trainer.snapshot()
+        wait_until(lambda: judged(daemon, 2))
+        assert daemon.metric('tierd_stale_snapshots_total{run="run"}') == 0
+        trainer.apply(stale)
+        for _ in range(2):
+            trainer.train(1)
+            trainer.durable()
+            wait_until(lambda: judged(daemon, daemon.newest("hot")))
+        assert daemon.metric('tierd_stale_snapshots_total{run="run"}') == 2
+    assert "same weights" in daemon.tierd("status").stdout
+
+
+def stale(training: Training) -> None:
+    """The bug: the state holds a copy of the model, and the optimizer of that copy."""
+    import copy
+
+    import tierd_client
+
+    model = copy.deepcopy(training.model)
+    training.state = tierd_client.TrainingState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

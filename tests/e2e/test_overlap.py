@@ -1,0 +1,156 @@
+"""Overlapped snapshots on real processes: killed in the middle, resumed exactly, torn on one rank of two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from tierd_client import Torn
+from tierd_client.snapshot.copying import Copier
+
+from tests.support.runs import (
+    DEADLINE_S,
+    ENVIRONMENT,
+    Daemon,
+    Trainer,
+    Training,
+    joined,
+    refusals,
+    together,
+    wait_until,
+)
+
+WIDTH = 1024  # weights of 64 KiB: large enough to be copied later
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+class EndlessCopier(Copier):
+    """A copy that is not done while the process lives."""
+
+    def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
+        running.append(self._pool.submit(self._copy_half, list(to), list(from_)))
+
+    def _copy_half(self, to: list[torch.Tensor], from_: list[torch.Tensor]) -> None:
+        self.copy(to[::2], from_[::2])
+        threading.Event().wait(DEADLINE_S)
+
+
+def copy_endlessly(training: Training) -> None:
+    training.client._taker._stager._copier = EndlessCopier()
+
+
+def is_under_way(training: Training) -> bool:
+    return training.client._taker.underway.slot is not None
+
+
+def change(training: Training) -> None:
+    with torch.no_grad():
+        for parameter in training.model.parameters():  # whichever of them this rank writes
+            parameter.mul_(2)
+
+
+def wait_staged(training: Training) -> None:
+    training.client.wait_staged()
+
+
+def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_nothing_happened_to(
+    daemon: Daemon,
+) -> None:
+    with Trainer(width=WIDTH) as undisturbed:
+        expected = undisturbed.train(16)
+    losses: list[float] = []
+    for start, steps in ((1, 5), (2, 6)):
+        with Trainer(width=WIDTH, seed=start) as trainer:
+            assert trainer.connect(daemon.socket, staging="overlap") == start
+            found = trainer.restore()
+            losses = losses[: found.step if found else 0]
+            for _ in range(steps):
+                losses += trainer.train(1)
+                trainer.snapshot()
+            assert trainer.apply(is_under_way)
+            losses += trainer.train(1)  # the last snapshot is handed over in its step
+            trainer.kill()
+    with Trainer(width=WIDTH, seed=3) as last:
+        last.connect(daemon.socket, staging="overlap")
+        found = last.restore()
+        assert (found.step, found.tier) == (11, "memory")
+        assert losses[:11] + last.train(5) == expected
+
+
+def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon: Daemon) -> None:
+    with Trainer(width=WIDTH) as first:
+        first.connect(daemon.socket, staging="overlap")
+        first.train(1)
+        first.durable()
+        digest = first.digest()
+        first.apply(copy_endlessly)
+        first.train(1)
+        first.snapshot()
+        first.begin("train", 1)  # waits in its step
+        wait_until(lambda: daemon.status()["slots"]["filling"], "the slot to be filling")
+        assert first.is_busy
+        first.kill()
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+
+    with Trainer(width=WIDTH, seed=2) as second:
+        second.connect(daemon.socket)
+        found = second.restore()
+        assert (found.step, found.tier) == (1, "memory")
+        assert second.digest() == digest
+
+
+def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slots(daemon: Daemon) -> None:
+    with joined(daemon.root, 2, width=WIDTH) as ranks:
+        together(ranks, "connect", daemon.socket, staging="overlap", slot_wait_s=20.0)
+        together(ranks, "train", 1)
+        together(ranks, "durable")
+        for step in (2, 3):
+            together(ranks, "snapshot", step)
+            if step == 2:
+                ranks[1].apply(change)
+            together(ranks, "apply", wait_staged)
+            if step == 2:
+                assert all(isinstance(error, Torn) for error in refusals(ranks, "wait_persisted"))
+            else:
+                together(ranks, "wait_persisted")
+        assert daemon.steps("hot") == [1, 3]
+        together(ranks, "train", 1)
+        together(ranks, "snapshot", 4)
+        together(ranks, "wait_persisted")
+
+
+def test_a_script_that_just_ends_has_handed_its_overlapped_snapshot_over(daemon: Daemon) -> None:
+    script = f"""
+import tierd_client, torch
+model = torch.nn.Linear(2048, 2048)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 2048)).sum().backward()
+optimizer.step()
+client = tierd_client.connect("run", socket={daemon.socket!r}, staging="overlap")
+client.snapshot(7, tierd_client.TrainingState(model=model, optimizer=optimizer))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: daemon.steps("hot") == [7], "the checkpoint")
+
+
+def test_the_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
+    with Daemon(tmp_path, more='[snapshot]\nstaging = "overlap"\n') as daemon, Trainer(width=WIDTH) as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        assert trainer.apply(is_under_way)
+        trainer.wait_persisted()

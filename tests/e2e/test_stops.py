@@ -1,0 +1,306 @@
+"""Stopped in good order, by whatever asks: exit code 0, the last finished step durable, and the curve goes on there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tierd_client
+
+from tests.support.runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, joined, together, wait_until
+
+TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32", "--run=run"]
+FOREVER = 1_000_000
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+def state_of(daemon: Daemon) -> tuple[str, str]:
+    (run,) = daemon.status()["runs"]
+    return run["state"], run["reason"]
+
+
+# ── the example: one process, its exit code, its curve ──
+
+
+class Example:
+    """The example as its user starts it: the same command each time."""
+
+    def __init__(self, daemon: Daemon, steps: int) -> None:
+        self.losses = daemon.root / "loss.jsonl"
+        self._command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, f"--steps={steps}"]
+        self._command += ["--every=1000000"]
+        self._connected = [f"--socket={daemon.socket}", f"--loss-file={self.losses}"]
+
+    @contextmanager
+    def running(self, *, delay_s: float = 0.02, **environ: str) -> Generator[subprocess.Popen[str]]:
+        command = [*self._command, *self._connected, f"--step-delay-s={delay_s}"]
+        environment = {**ENVIRONMENT, **environ}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def undisturbed(self) -> bytes:
+        path = self.losses.with_name("undisturbed.jsonl")
+        command = [*self._command, "--no-tierd", f"--loss-file={path}"]
+        subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, timeout=DEADLINE_S)
+        return path.read_bytes()
+
+    @property
+    def last_step(self) -> int:
+        return json.loads(self.losses.read_bytes().splitlines()[-1])["step"]
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    said, warned = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, said, warned
+
+
+def until(process: subprocess.Popen[str], begins: str) -> None:
+    assert process.stdout is not None
+    assert any(line.startswith(begins) for line in process.stdout)
+
+
+def test_terminated_and_out_of_walltime_it_ends_with_zero_and_resumes_with_the_curve_of_an_undisturbed_run(
+    daemon: Daemon,
+) -> None:
+    example = Example(daemon, steps=150)
+    with example.running() as process:
+        until(process, "step 10 ")
+        process.terminate()
+        code, _, warned = end(process)
+    assert code == 0, warned
+    assert "stopping at step" in warned
+    first = example.last_step
+    assert daemon.newest("hot") == first
+    assert state_of(daemon) == ("stopped", "a signal")
+
+    # Nine seconds from now, of which more than five are the reserve.
+    with example.running(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
+        until(process, f"resumed at step {first} ")
+        code, _, warned = end(process)
+    assert code == 0, warned
+    second = example.last_step
+    assert daemon.newest("hot") == second
+    assert first < second < 150, "it stopped by itself, and not at the end"
+    assert state_of(daemon) == ("stopped", "the walltime")
+
+    with example.running(delay_s=0) as process:
+        until(process, f"resumed at step {second} ")
+        assert end(process)[0] == 0
+    assert state_of(daemon) == ("finished", "")
+    assert example.losses.read_bytes() == example.undisturbed()
+
+
+def test_interrupted_twice_it_ends_at_once_without_a_snapshot(daemon: Daemon) -> None:
+    example = Example(daemon, steps=FOREVER)
+    with example.running() as process:
+        until(process, "step 10 ")
+        # It is asked to stop and cannot: its daemon hangs before it has a slot for the last step.
+        process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: daemon.newest("hot"), "the snapshot that was asked for")
+        daemon.signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.7)  # longer than an echo of the first
+        process.send_signal(signal.SIGINT)
+        code, _, warned = end(process)
+        daemon.signal(signal.SIGCONT)
+    assert code == -signal.SIGINT
+    assert "KeyboardInterrupt" in warned
+    wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to hear of it")
+
+
+# ── in a process that stays: what follows the underscore runs in a trainer ──
+
+
+def _loop(training: Training, steps: int, every: int = 0, last: bool = True) -> tuple[list[float], list[int]]:
+    """The losses of each step, and the steps of which a snapshot was taken. As a user writes it."""
+    losses: list[float] = []
+    taken: list[int] = []
+    with training.client as client:
+        while training.step < steps:
+            losses += training.train(1)
+            if client.due(training.step) or (client.stopping and last) or (every and training.step % every == 0):
+                client.snapshot(training.step, training.state)
+                taken.append(training.step)
+            if client.stopping:
+                break
+    return losses, taken
+
+
+def _loop_to_the_exit(training: Training, steps: int) -> None:
+    _loop(training, steps)
+    sys.exit(0)
+
+
+def _halt(training: Training) -> None:
+    with training.client as client:
+        client.halt("loss is nan")
+
+
+def _fail(training: Training, error: Exception) -> None:
+    with training.client:
+        raise error
+
+
+@contextmanager
+def connected(daemon: Daemon, **options: Any) -> Generator[Trainer]:
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket, every_steps=0, **options)
+        trainer.enter()
+        yield trainer
+
+
+@contextmanager
+def ranks(daemon: Daemon, world_size: int, **options: Any) -> Generator[list[Trainer]]:
+    with joined(daemon.root, world_size) as trainers:
+        together(trainers, "connect", daemon.socket, every_steps=0, **options)
+        together(trainers, "enter")
+        yield trainers
+
+
+def begin(trainers: list[Trainer], work: Callable[..., Any], *arguments: Any) -> None:
+    for trainer in trainers:
+        trainer.begin("apply", work, *arguments)
+
+
+def test_a_signal_asks_for_a_snapshot_and_training_goes_on(daemon: Daemon) -> None:
+    with connected(daemon) as trainer:
+        trainer.begin("apply", _loop, FOREVER)
+        trainer.signal(signal.SIGUSR1)
+        first = wait_until(lambda: daemon.newest("hot"), "the snapshot")
+        trainer.signal(signal.SIGUSR1)
+        wait_until(lambda: daemon.newest("hot") > first, "another one")
+        assert trainer.is_busy
+        trainer.signal(signal.SIGTERM)
+        losses, taken = trainer.end()
+        assert len(taken) == 3
+        assert taken[-1] == len(losses) == daemon.newest("hot")
+
+
+def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_resume_there(
+    daemon: Daemon,
+) -> None:
+    # Two, for which a sum has one order: with more, a new DistributedDataParallel may add gradients in another.
+    world_size = 2
+    with ranks(daemon, world_size) as trainers:
+        undisturbed = [found[0] for found in together(trainers, "apply", _loop, 60)]
+    with ranks(daemon, world_size, run="again") as trainers:
+        begin(trainers, _loop, FOREVER)
+        trainers[-1].signal(signal.SIGTERM)
+        first = [trainer.end() for trainer in trainers]
+    step = len(first[0][0])
+    assert [(len(losses), taken) for losses, taken in first] == [(step, [step])] * world_size
+    assert max(row["step"] for row in daemon.get("/api/v1/checkpoints?run=again")) == step
+
+    steps = max(60, step)
+    with ranks(daemon, world_size, run="again") as trainers:
+        assert [one.step for one in together(trainers, "restore")] == [step] * world_size
+        rest = [found[0] for found in together(trainers, "apply", _loop, steps)]
+    whole = [(before + after)[:60] for (before, _), after in zip(first, rest, strict=True)]
+    assert whole == undisturbed
+
+
+def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
+    with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
+        begin(trainers, _loop_to_the_exit, FOREVER)
+        for trainer in trainers:
+            trainer._process.join(DEADLINE_S)
+        assert [trainer._process.exitcode for trainer in trainers] == [0, 0]
+    assert daemon.newest("hot") > 0
+    wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to hear of it")
+
+
+def test_a_hung_daemon_holds_up_neither_rank_and_is_heard_when_it_goes_on(daemon: Daemon) -> None:
+    with ranks(daemon, 2) as trainers:
+        begin(trainers, _loop, FOREVER)
+        daemon.signal(signal.SIGSTOP)
+        trainers[1].signal(signal.SIGTERM)
+        before = [_cpu_s(trainer.pid) for trainer in trainers]
+        wait_until(lambda: all(_cpu_s(one.pid) > was + 0.3 for one, was in zip(trainers, before, strict=True)))
+        assert all(trainer.is_busy for trainer in trainers)
+        daemon.signal(signal.SIGCONT)
+        found = [trainer.end() for trainer in trainers]
+    assert found[0][1] == found[1][1] == [len(found[0][0])] == daemon.steps("hot")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) / 100
+
+
+def test_a_daemon_killed_between_the_wish_and_the_stop_is_asked_again(daemon: Daemon) -> None:
+    with ranks(daemon, 2) as trainers:
+        begin(trainers, _loop, FOREVER)
+        daemon.signal(signal.SIGSTOP)
+        trainers[1].signal(signal.SIGTERM)
+        daemon.kill()
+        daemon.start()
+        found = [trainer.end() for trainer in trainers]
+    assert found[0][1] == found[1][1] == [len(found[0][0])]
+
+
+def test_a_last_snapshot_that_is_not_durable_in_time_is_an_error_and_never_exit_code_zero(daemon: Daemon) -> None:
+    with connected(daemon, stop_grace_s=0.2) as trainer:
+        trainer.begin("apply", _loop, FOREVER)
+        daemon.signal(signal.SIGSTOP)
+        trainer.signal(signal.SIGTERM)
+        with pytest.raises(tierd_client.Transient, match=r"stop at step \d+: the last snapshot was not durable"):
+            trainer.end()
+        daemon.signal(signal.SIGCONT)
+        wait_until(lambda: state_of(daemon)[0] == "failed", "the daemon to hear of it")
+        wait_until(lambda: daemon.newest("hot"), "what was sealed to be durable all the same")
+
+
+def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
+    path = daemon.root / "stop"
+    with ranks(daemon, 2, stop_file=str(path)) as trainers:
+        begin(trainers, _loop, FOREVER)
+        path.touch()
+        found = [trainer.end() for trainer in trainers]
+        assert found[0][1] == found[1][1]
+    assert not path.exists()
+    assert state_of(daemon) == ("stopped", "the stop file")
+
+
+def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
+    with connected(daemon) as trainer:
+        trainer.begin("apply", _halt)
+        trainer._process.join(DEADLINE_S)
+        assert trainer._process.exitcode == 17
+    assert state_of(daemon) == ("halted", "loss is nan")
+    assert "HALTED: a person must decide (loss is nan)" in daemon.tierd("status").stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(tierd_client.Mismatch("it does not fit"), "halted"), (RuntimeError("boom"), "failed")]
+)
+def test_an_error_that_ends_the_loop_is_told_of(daemon: Daemon, error: Exception, state: str) -> None:
+    with connected(daemon) as trainer:
+        with pytest.raises(type(error)):
+            trainer.apply(_fail, error)
+        assert state_of(daemon)[0] == state
+
+
+def test_killed_it_is_lost_and_started_again_it_runs(daemon: Daemon) -> None:
+    with connected(daemon) as trainer:
+        assert state_of(daemon) == ("running", "")
+        trainer.kill()
+    wait_until(lambda: state_of(daemon)[0] == "lost", "the daemon to miss it")
+    with connected(daemon):
+        assert state_of(daemon) == ("running", "")

@@ -1,0 +1,102 @@
+"""A real training beside a real daemon: what it does when steps get slower, and when somebody waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tierd_client
+import torch
+from tierd_client import BadRequest, Client, DictState
+
+from tests.support.daemon import DEADLINE_S, Daemon, Peer, serving, wait_until
+from tierd.format import wire
+
+RUN = "run42"
+LIMIT = 'tierd_write_limit_bytes_per_second{tier="cold"}'
+SLOWDOWN = f'tierd_step_slowdown_ratio{{run="{RUN}"}}'
+# The second of three writes of 16 MiB comes a minute after the first: the tier is being written as long as it takes.
+COLD = """
+    [[cold]]
+    url = "file://cold"
+    max_upload_mib_s = 0.25
+    """
+USUAL_S, SLOW_S = 0.02, 0.2
+
+
+class Training:
+    """Steps of `step_s`, on a thread of its own, until it is told to stop."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.step_s = USUAL_S
+        self.wants_snapshot = threading.Event()
+        self.state = DictState({"weights": torch.zeros(12 << 20)})
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def __enter__(self) -> Training:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _train(self) -> None:
+        step = 0
+        while not self._is_over.is_set():
+            step += 1
+            time.sleep(self.step_s)
+            if self.client.due(step) or self.wants_snapshot.is_set():
+                self.wants_snapshot.clear()
+                self.client.snapshot(step, self.state)
+
+    def snapshot(self, daemon: Daemon, count: int) -> None:
+        """One more, until `count` are in hot."""
+        self.wants_snapshot.set()
+        wait_until(lambda: len(daemon.checkpoints(RUN, "hot")) == count, f"for snapshot {count}")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with serving(tmp_path, more=COLD) as found:
+        yield found
+
+
+def test_daemon_stands_behind_whoever_trains(daemon: Daemon) -> None:
+    threads = [int(one) for one in os.listdir(f"/proc/{daemon.pid}/task")]
+    least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+    assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
+
+
+def test_steps_that_get_slower_hold_back_an_upload_and_whoever_waits_lets_it_go(daemon: Daemon) -> None:
+    client = tierd_client.connect(RUN, socket=str(daemon.socket), every_steps=0, signals={})
+    with Training(client) as training:
+        wait_until(lambda: not math.isnan(daemon.metric(SLOWDOWN)), "until it knows what is usual")
+        training.snapshot(daemon, 1)
+        training.snapshot(daemon, 2)  # now it knows how often they come
+        training.step_s = SLOW_S
+        wait_until(lambda: daemon.metric(SLOWDOWN) > 1, "until it hears that steps are slower")
+        wait_until(lambda: daemon.metric(LIMIT) > 0, "until the upload is held back")
+        with Peer(daemon.socket) as operator:
+            operator.greet(RUN, rank=None)
+            operator.send(wire.Request(request=1, kind="stop", milestone=None))
+            operator.hear(wire.Agreed)
+            assert math.isnan(daemon.metric(LIMIT)), "the operator waits"
+            assert client.stopping
+        wait_until(lambda: daemon.metric(LIMIT) > 0, "until nobody waits any more")
+    shot = client.snapshot(1 << 20, training.state)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(shot.wait_replicated)
+        wait_until(lambda: math.isnan(daemon.metric(LIMIT)), "until it hears that the trainer waits")
+        assert not waiting.done()
+        client.close()
+        with pytest.raises(BadRequest, match="closed"):
+            waiting.result(DEADLINE_S)

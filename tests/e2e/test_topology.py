@@ -1,0 +1,239 @@
+"""A checkpoint of one topology on another: the same bits on any number of ranks, any mesh, from any tier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from tierd_client import Unsupported
+
+from tests.support.runs import Daemon, Training, refusals, together
+from tests.support.topology import Bits, Net, arranged, every, gathered, generators, one_of, restored, train
+
+CURVE_TOLERANCE = 1e-5  # relative: sums in another order, over a few steps in float32
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+def save(daemon: Daemon, topology: str, world_size: int, **options: Any) -> tuple[Bits, list[float]]:
+    """Three steps, a checkpoint in every tier, and SIGKILL in the middle of what follows: (the state, its curve)."""
+    with arranged(daemon, topology, world_size, **options) as trainers:
+        every(trainers, train, 3)
+        together(trainers, "durable")
+        together(trainers, "wait_replicated")
+        state = one_of(every(trainers, gathered))
+        losses = one_of(every(trainers, train, 4))
+        for trainer in trainers:
+            trainer.begin("apply", train, 1000)
+    return state, losses
+
+
+def check(
+    daemon: Daemon, topology: str, world_size: int, saved: tuple[Bits, list[float]], tier: str, **options: Any
+) -> None:
+    """The checkpoint is restored bit for bit there, and training goes on along the same curve."""
+    state, losses = saved
+    with arranged(daemon, topology, world_size, **options) as trainers:
+        assert restored(trainers, tier=tier) == (3, tier)
+        assert one_of(every(trainers, gathered)) == state
+        assert one_of(every(trainers, train, 4)) == pytest.approx(losses, rel=CURVE_TOLERANCE)
+
+
+def tensors_of(folder: Path) -> Counter[str]:
+    """How often each tensor is in the shards of a checkpoint, by name and, for a part of one, where it begins."""
+    found: Counter[str] = Counter()
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(str(shard), "pt") as file:
+            found.update(file.keys())
+    return found
+
+
+@pytest.mark.parametrize(("topology", "world_size"), [("ddp", 2), ("fsdp", 4), ("fsdp+tp", 4)])
+def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
+    daemon: Daemon, topology: str, world_size: int
+) -> None:
+    with arranged(daemon, topology, world_size) as first:
+        assert together(first, "restore") == [None] * world_size
+        every(first, train, 3)
+        together(first, "durable")
+        state, numbers = one_of(every(first, gathered)), every(first, generators)
+        losses = one_of(every(first, train, 4))
+        for trainer in first:
+            trainer.begin("apply", train, 1000)
+
+    with arranged(daemon, topology, world_size) as second:
+        assert restored(second, resume="require") == (3, "memory")
+        assert one_of(every(second, gathered)) == state
+        assert every(second, generators) == numbers
+        assert len(set(numbers)) == world_size
+        assert one_of(every(second, train, 4)) == losses
+
+
+def test_fsdp_goes_from_4_ranks_to_2_to_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
+    saved = save(daemon, "fsdp", 4)
+    check(daemon, "fsdp", 2, saved, "memory")
+    check(daemon, "fsdp", 3, saved, "hot")
+    check(daemon, "fsdp", 3, saved, "cold")
+
+    with arranged(daemon, "fsdp", 2) as two:  # takes over slots that were smaller
+        assert restored(two) == (3, "memory")
+        every(two, train, 1)
+        together(two, "durable")
+        state = one_of(every(two, gathered))
+    with arranged(daemon, "fsdp", 3) as three:
+        assert restored(three) == (4, "memory")
+        assert one_of(every(three, gathered)) == state
+        every(three, train, 1)
+        together(three, "durable")
+        assert daemon.steps("hot") == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("topology", "world_size", "others"),
+    [
+        ("ddp", 2, [("plain", 1), ("ddp", 3), ("fsdp", 2)]),
+        ("hsdp", 4, [("fsdp", 3)]),
+        ("tp", 2, [("plain", 1), ("fsdp", 3)]),
+        ("fsdp+tp", 4, [("tp", 2), ("fsdp", 3)]),
+        ("plain", 1, [("fsdp+tp", 4), ("hsdp", 4)]),
+    ],
+)
+def test_any_topology_is_restored_on_any_other(
+    daemon: Daemon, topology: str, world_size: int, others: list[tuple[str, int]]
+) -> None:
+    saved = save(daemon, topology, world_size)
+    for (other, size), tier in zip(others, ("memory", "hot", "cold"), strict=False):
+        check(daemon, other, size, saved, tier)
+
+
+def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
+    state, _ = save(daemon, "fsdp", 3, dtype="bfloat16")
+    assert state["up.weight.exp_avg"][0] == "torch.bfloat16"
+    with arranged(daemon, "fsdp", 2, dtype="bfloat16") as trainers:
+        restored(trainers)
+        assert one_of(every(trainers, gathered)) == state
+
+
+def test_each_part_is_written_once_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
+    save(daemon, "hsdp", 4)
+    found = tensors_of(daemon.folder(3))
+    assert found["model.up.weight"] == 2, "one for each part, not for each replica"
+    assert found["model.calls"] == found["optimizer.state.up.weight.step"] == 1
+    assert max(found.values()) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
+def test_stock_pytorch_loads_what_fsdp_on_4_ranks_saved(daemon: Daemon, tmp_path: Path) -> None:
+    state, _ = save(daemon, "fsdp", 4)
+    done = daemon.tierd("restore", "--tier", "cold", "--to", tmp_path / "restored")
+    assert done.returncode == 0, done.stderr
+
+    net = Net()
+    wanted = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        wanted |= {f"optimizer.state.{name}.{key}": torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "restored")), no_dist=True)
+    for name, tensor in wanted.items():
+        plain = name.removeprefix("model.").removeprefix("optimizer.state.")
+        assert tensor.numpy().tobytes() == state[plain][2], name
+    assert len(wanted) == 3 * 6 + 1
+
+
+def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for_replicas(daemon: Daemon) -> None:
+    with arranged(daemon, "plain", 1) as alone:
+        every(alone, train, 1)
+        together(alone, "durable")
+    with arranged(daemon, "ddp", 2) as trainers:
+        every(trainers, _shard_by_hand)
+        errors = refusals(trainers, "snapshot", 2)
+        assert [type(error) for error in errors] == [Unsupported, Unsupported]
+        assert "model.up.weight: rank 1 has another one than rank 0" in str(errors[0])
+        assert daemon.steps("hot") == [1]
+
+        every(trainers, _make_equal)
+        together(trainers, "durable", step=3)
+        assert daemon.steps("hot") == [1, 3]
+
+
+def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: Daemon) -> None:
+    with arranged(daemon, "ddp", 3) as first:
+        every(first, _add_statistics)
+        every(first, train, 2)
+        together(first, "durable")
+        statistics = every(first, _statistics)
+        assert len(set(statistics)) == 3
+        losses = every(first, train, 3)
+        after = every(first, _statistics)
+    with arranged(daemon, "ddp", 3) as second:
+        every(second, _add_statistics)
+        assert restored(second) == (2, "memory")
+        assert every(second, _statistics) == [statistics[0]] * 3
+        assert every(second, train, 3) == losses
+        assert every(second, _statistics) == after
+
+
+def test_sharded_module_in_extra_is_resharded_too(daemon: Daemon) -> None:
+    with arranged(daemon, "fsdp", 3) as first:
+        every(first, _add_critic, 2)
+        every(first, train, 1)
+        together(first, "durable")
+        critic = one_of(every(first, _critic))
+    for world_size, topology in ((2, "fsdp"), (1, "plain")):
+        with arranged(daemon, topology, world_size) as others:
+            every(others, _add_critic, 3)
+            restored(others)
+            assert one_of(every(others, _critic)) == critic
+
+
+# ── what runs in a trainer ──
+
+
+def _shard_by_hand(training: Training) -> None:
+    with torch.no_grad():
+        training.net.up.weight.add_(training.share[0])
+
+
+def _make_equal(training: Training) -> None:
+    with torch.no_grad():
+        training.net.up.weight.fill_(1.0)
+
+
+def _add_statistics(training: Training) -> None:
+    """A BatchNorm, whose running mean is each rank's own until the next forward."""
+    training.net.norm = torch.nn.BatchNorm1d(5)
+    # Else DDP puts its buckets in another order after the first backward of a start, and three numbers have two sums.
+    training.model = torch.nn.parallel.DistributedDataParallel(training.net, find_unused_parameters=True)
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+    training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
+    training.state = training._state()
+
+
+def _statistics(training: Training) -> bytes:
+    return training.net.norm.running_mean.numpy().tobytes()
+
+
+def _add_critic(training: Training, seed: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    critic = torch.nn.Linear(7, 5)
+    if training.share[1] > 1:
+        fully_shard(critic)
+    training.extra["critic"] = critic
+
+
+def _critic(training: Training) -> list[bytes]:
+    return [
+        (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().numpy().tobytes()
+        for one in training.extra["critic"].parameters()
+    ]

@@ -1,0 +1,141 @@
+"""The trainer is killed, at any instant: what was sealed last comes back from memory, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import Daemon, Trainer, Training, wait_until
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+def test_killed_right_after_a_snapshot_it_resumes_there_from_memory(daemon: Daemon) -> None:
+    with Trainer() as undisturbed:
+        expected = undisturbed.train(12)
+    with Trainer() as first:
+        first.connect(daemon.socket)
+        assert first.restore() is None
+        losses = first.train(8)
+        first.snapshot()
+        digest = first.digest()
+        first.train(2)
+        first.kill()
+
+    with Trainer(seed=2) as second:
+        assert second.connect(daemon.socket) == 2
+        found = second.restore()
+
+        assert (found.step, found.generation, found.tier) == (8, 1, "memory")
+        assert second.digest() == digest
+        assert losses + second.train(4) == expected
+
+
+def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
+    """StopRequests it while it fills a slot. False, and it goes on, when it is done before."""
+    while trainer.is_busy:
+        if daemon.status()["slots"]["filling"]:
+            trainer.signal(signal.SIGSTOP)
+            if daemon.status()["slots"]["filling"]:
+                return True
+            trainer.signal(signal.SIGCONT)
+    return False
+
+
+def test_killed_while_staging_the_snapshot_before_is_restored(daemon: Daemon) -> None:
+    with Trainer(width=400_000) as first:  # 150 MB of state: staging takes a while
+        first.connect(daemon.socket)
+        for step in range(1, 100, 2):
+            first.train(1)
+            first.durable()
+            durable = step, first.digest()
+            first.train(1)
+            first.begin("snapshot")
+            if is_stopped_half_way(first, daemon):
+                break
+            first.end()  # too late: with the next one, then
+        first.kill()
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+
+    with Trainer(width=400_000, seed=2) as second:
+        second.connect(daemon.socket)
+        found = second.restore()
+
+        assert found.tier == "memory"
+        assert (found.step, second.digest()) == durable
+
+
+def load_with_workers(training: Training) -> list[int]:
+    """A data loader whose two forked workers stay alive; their pids. In the trainer."""
+    dataset = torch.utils.data.TensorDataset(torch.arange(1000))
+    loader = torch.utils.data.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", prefetch_factor=1)
+    training.batches = iter(loader)
+    next(training.batches)
+    return [worker.pid for worker in training.batches._workers]
+
+
+def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_the_same(daemon: Daemon) -> None:
+    with Trainer() as first:
+        first.connect(daemon.socket)
+        first.train(1)
+        first.durable()
+        digest = first.digest()
+        workers = first.apply(load_with_workers)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)  # they hold the socket and the slots open, and do not notice
+        first.kill()
+
+    try:
+        with Trainer(seed=2) as second:
+            assert second.connect(daemon.socket) == 2
+            assert second.restore().tier == "memory"
+            assert second.digest() == digest
+            assert daemon.status()["slots"] == {"free": 1, "filling": 0, "sealed": 0, "persisting": 0, "retained": 1}
+            for _ in range(3):
+                second.train(1)
+                second.durable()
+            assert "new slots instead" not in daemon.log.read_text()
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_sigterm_asks_for_a_last_snapshot(daemon: Daemon) -> None:
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.enter()
+        trainer.train(1)
+        trainer.signal(signal.SIGTERM)
+        wait_until(trainer.is_stopping, "the request to be seen")
+        trainer.snapshot()
+        trainer.close()
+        assert trainer.leave() == 0
+    wait_until(lambda: daemon.steps("hot") == [1], "the last snapshot to be durable")
+
+
+def test_killed_again_and_again_each_start_is_a_generation_and_nothing_leaks(daemon: Daemon) -> None:
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+    before = 0
+    for start in range(1, 9):
+        with Trainer() as trainer:
+            assert trainer.connect(daemon.socket) == start
+            found = trainer.restore()
+            assert (found.step if found else 0) == start - 1
+            trainer.train(1)
+            trainer.snapshot()
+            trainer.kill()
+        if start == 4:
+            before = descriptors()
+    wait_until(lambda: daemon.steps("hot") == [6, 7, 8], "the lifecycle")
+    wait_until(lambda: descriptors() <= before, "the daemon to let go")

@@ -1,0 +1,140 @@
+"""Messages: what goes in comes out, golden bytes, and hostile bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.daemon import make_sealed
+from tierd.errors import BadRequest, from_kind
+from tierd.format import wire
+from tierd.format.manifest import CheckpointRef
+
+TO_DAEMON: list[wire.ToDaemon] = [
+    wire.Hello(protocol=1, version="0.1.0", run="run42", rank=None, world_size=1, generation=None),
+    wire.AttachSlot(slot=1, capacity_bytes=1 << 40),
+    wire.Filling(slot=1, step=7),
+    wire.Abandon(slot=1),
+    make_sealed(7, parent=CheckpointRef(run="run41", step=3, generation=1), metrics={"loss": float("inf"), "n": "nan"}),
+    wire.Lost(step=7, kind="torn", message="m", hint="h"),
+    wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
+    wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
+    wire.Ask(step=7, generation=1),
+    wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
+    wire.Stepped(seconds=0.25),
+    wire.Convene(meeting=3),
+    wire.Request(request=1, kind="snapshot", milestone="best"),
+    wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),
+    wire.Goodbye(state="halted", reason="loss is nan"),
+]
+TO_CLIENT: list[wire.ToClient] = [
+    wire.Welcome(
+        protocol=1,
+        version="0.1.0",
+        node="here",
+        boot="b",
+        generation=3,
+        slots=[wire.KeptSlot(slot=0, capacity_bytes=4096, is_free=False)],
+        every_steps=100,
+        every_s=0.0,
+        slots_per_rank=2,
+        slot_wait_s=60.0,
+        when_busy="wait",
+    ),
+    wire.Accepted(slot=0, step=7),
+    wire.Released(slot=0),
+    wire.Persisted(step=7, generation=1, seconds=0.25),
+    wire.Replicated(step=7, generation=1, tier="cold"),
+    wire.Failed(step=7, generation=1, stage="persist", kind="full", message="m", hint="h", is_final=True),
+    wire.Fenced(generation=4),
+    wire.Convened(meeting=3),
+    wire.Requested(request=9, kind="force", milestone=None),
+    wire.Agreed(request=1, step=7, generation=3),
+    wire.FoundReplica(request=1, tier="memory"),
+    wire.FoundReplica(request=1, tier="cold", is_part=True),
+    wire.Progress(request=1, done_bytes=5, total_bytes=10),
+    wire.Refused(request=1, kind="not_found", message="m", hint="h"),
+]
+
+
+def test_every_message_comes_out_as_it_went_in() -> None:
+    assert [wire.decode_to_daemon(wire.encode(message)) for message in TO_DAEMON] == TO_DAEMON
+    assert [wire.decode_to_client(wire.encode(message)) for message in TO_CLIENT] == TO_CLIENT
+    assert {type(message) for message in TO_DAEMON} == set(wire.ToDaemon.__args__)  # type: ignore[attr-defined]
+    assert {type(message) for message in TO_CLIENT} == set(wire.ToClient.__args__)  # type: ignore[attr-defined]
+
+
+def test_bytes_on_the_wire_are_as_specified() -> None:
+    """Another version of the client is in a running trainer: these bytes are a promise."""
+    assert wire.encode(wire.Filling(slot=1, step=7)) == b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\x07"
+    assert msgspec.msgpack.decode(wire.encode(wire.Fenced(generation=4))) == {"type": "Fenced", "generation": 4}
+
+
+def test_field_that_a_later_version_adds_is_passed_by() -> None:
+    raw = msgspec.msgpack.encode({"type": "Filling", "slot": 1, "step": 7, "added_later": [1, 2]})
+    assert wire.decode_to_daemon(raw) == wire.Filling(slot=1, step=7)
+
+
+@pytest.mark.parametrize("message", [one for one in TO_DAEMON if not isinstance(one, wire.Goodbye)])
+def test_message_for_one_side_is_none_for_the_other(message: wire.ToDaemon) -> None:
+    with pytest.raises(BadRequest):
+        wire.decode_to_client(wire.encode(message))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xff" * 10,
+        b"\x83\xa4type\xa7Filling",
+        b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\xa7x",
+        b"\x81\xa4type\xa2\xff\xfe",  # no UTF-8
+        b"\x83\xa4type\xa7Filling\xa4slot\xcf" + b"\xff" * 8 + b"\xa4step\xca\x7f\xc0\x00\x00",
+        b"\x91" * 60000,  # nested beyond any stack
+        b"\xdf\xff\xff\xff\xff",  # a map of four billion entries
+        b"\xc9\xff\xff\xff\xff\x01",
+    ],
+)
+def test_what_is_no_message_is_a_bad_request(raw: bytes) -> None:
+    for decode in (wire.decode_to_daemon, wire.decode_to_client):
+        with pytest.raises(BadRequest):
+            decode(raw)
+
+
+@settings(max_examples=500, deadline=None, database=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(raw: bytes) -> None:
+    for decode in (wire.decode_to_daemon, wire.decode_to_client):
+        try:
+            decode(raw)
+        except BadRequest:
+            pass
+
+
+def test_message_beyond_its_limit_is_not_sent() -> None:
+    with pytest.raises(BadRequest, match="more than 65536"):
+        wire.encode(make_sealed(7, metrics={f"metric {number}": 1.0 for number in range(10_000)}))
+
+
+@given(st.sets(st.integers(0, 3000)))
+def test_indexes_come_out_as_they_went_in(indexes: set[int]) -> None:
+    packed = wire.pack_indexes(indexes)
+    assert wire.unpack_indexes(packed) == sorted(indexes)
+    assert len(packed) == (max(indexes) // 8 + 1 if indexes else 0)
+
+
+def test_chunks_at_their_limit_fit_a_message_with_all_its_files() -> None:
+    chunks = [bytes(wire.CHUNKS_BYTES_MAX // (wire.DESCRIPTORS_MAX - 1))] * (wire.DESCRIPTORS_MAX - 1)
+    exclude = [f"{step:012d}-g0001@cold" for step in range(100)]
+    find = wire.Find(request=1, step=7, generation=1, milestone=None, tier="cold", exclude=exclude, chunks=chunks)
+    assert wire.decode_to_daemon(wire.encode(find)) == find
+    assert wire.pack_indexes([0, 9]) == b"\x01\x02"
+
+
+def test_kind_of_an_error_travels() -> None:
+    error = BadRequest("m", hint="h")
+    again = from_kind(error.kind, error.message, error.hint)
+    assert (type(again), str(again)) == (BadRequest, str(error))
+    assert from_kind("of a later version", "m", "").kind == "tierd_error"

@@ -1,0 +1,365 @@
+"""The lifecycle: plain cases, one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.policy import sequences, view
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.lifecycle.policy import HOT, Action, Decision, Evict, Expire, Replicate, Verdict, explain, kept, plan
+
+DEFAULT = LifecycleConfig()
+
+
+def brief(actions: Iterable[Action]) -> list[tuple[str, int, str]]:
+    return [(type(one).__name__, one.checkpoint.step // 10, one.tier) for one in actions]
+
+
+# ── what one policy keeps ──
+
+
+def test_last_ones_are_kept_and_say_so() -> None:
+    views = [view(n) for n in (1, 2, 3, 4)]
+    assert kept(views, TierPolicy(keep_last=2)) == {views[3].id: "last 2", views[2].id: "last 2"}
+
+
+def test_input_order_does_not_matter() -> None:
+    views = [view(n) for n in range(1, 25)]
+    policy = TierPolicy(keep_last=2, keep_every=10)
+    assert kept(views, policy) == kept(reversed(views), policy)
+
+
+def test_newest_is_the_newest_step_of_the_newest_generation() -> None:
+    abandoned = view(1, step=900, generation=1)
+    resumed = view(2, step=500, generation=2)
+    assert list(kept([abandoned, resumed], TierPolicy(keep_last=1))) == [resumed.id]
+
+
+def test_every_nth_goes_by_sequence_and_every_nth_step_by_step() -> None:
+    views = [view(n, step=n * 7) for n in range(1, 21)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_every=8))) == [8, 16, 20]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_every_steps=35))) == [5, 10, 15, 20]
+
+
+def test_milestones_count_only_where_the_policy_asks_for_them() -> None:
+    views = [view(1, milestones=["best", "a"]), view(2), view(3)]
+    assert views[0].id not in kept(views, TierPolicy(keep_last=1))
+    assert kept(views, TierPolicy(keep_last=1, milestones=True))[views[0].id] == "milestone a, best"
+
+
+def test_longest_lived_reason_is_told() -> None:
+    newest = view(10, milestones=["final"])
+    policy = TierPolicy(keep_last=3, keep_every=10, keep_every_steps=100, milestones=True)
+    assert kept([newest], policy) == {newest.id: "milestone final"}
+    assert kept([view(10)], policy) == {view(10).id: "every 10th"}
+    assert kept([view(20, step=100)], TierPolicy(keep_every_steps=100)) == {view(20, step=100).id: "every 100 steps"}
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (10, "10th"), (11, "11th"), (22, "22nd"), (112, "112th")]
+)
+def test_ordinals_read_as_english(number: int, word: str) -> None:
+    one = view(number)
+    assert kept([one], TierPolicy(keep_every=number)) == {one.id: f"every {word}"}
+
+
+def test_unhealthy_checkpoints_are_none_of_the_last_ones() -> None:
+    views = [view(1), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=2, keep_unhealthy=0))) == [1, 2]
+
+
+def test_an_unhealthy_one_is_none_of_every_nth_but_stays_a_milestone() -> None:
+    views = [view(10, healthy=False), view(20, healthy=False, milestones=["odd"]), view(30), view(31, healthy=True)]
+    policy = TierPolicy(keep_last=1, keep_every=10, keep_every_steps=100, milestones=True, keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [20, 30, 31]
+
+
+def test_the_newest_unhealthy_ones_are_kept_as_evidence() -> None:
+    views = [view(1, healthy=False), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
+    found = kept(views, TierPolicy(keep_last=1, keep_unhealthy=2))
+    assert sequences(views, found) == [2, 3, 4]
+    assert found[views[3].id] == "newest unhealthy, as evidence"
+    assert sequences(views, kept(views, TierPolicy(keep_last=1))) == [2, 4]
+
+
+def test_unjudged_ones_however_many_never_push_out_the_last_that_was_found_healthy() -> None:
+    views = [view(1, healthy=True), view(2, healthy=True), *(view(n) for n in range(3, 20))]
+    found = kept(views, TierPolicy(keep_last=3))
+    assert sequences(views, found) == [2, 17, 18, 19]
+    assert found[views[1].id] == "newest that was found healthy"
+
+
+def test_a_verdict_never_empties_a_run() -> None:
+    views = [view(n, healthy=False) for n in (1, 2, 3)]
+    policy = TierPolicy(keep_last=2, keep_unhealthy=0)
+    assert kept(views, policy) == {views[2].id: "newest, though none is healthy"}
+
+
+def test_newest_healthy_is_kept_even_by_a_policy_that_asks_for_none() -> None:
+    views = [view(1), view(2), view(3, healthy=False)]
+    assert sequences(views, kept(views, TierPolicy(keep_last=0, keep_unhealthy=0))) == [2]
+
+
+def test_nothing_is_kept_of_nothing() -> None:
+    assert kept([], TierPolicy(keep_every=10, milestones=True)) == {}
+
+
+# ── by time ──
+
+
+def test_of_the_last_hours_days_and_weeks_that_have_one_the_newest_each_is_kept() -> None:
+    views = [
+        view(1, at="2026-03-01T10:00"),  # a Sunday
+        view(2, at="2026-03-02T10:00"),
+        view(3, at="2026-03-08T23:59:59"),
+        view(4, at="2026-03-09T00:00"),
+        view(5, at="2026-03-09T00:59:59.999"),
+        view(6, at="2026-03-09T01:00"),
+        view(7, at="2026-03-09T05:00"),
+    ]
+    last = {7: "last 1"}
+
+    def told(policy: TierPolicy) -> dict[int, str]:
+        return {one.id.step // 10: why for one in views if (why := kept(views, policy).get(one.id))}
+
+    hourly, daily, weekly = "hourly, of the last 3", "daily, of the last 2", "weekly, of the last 3"
+    assert told(TierPolicy(keep_last=1, keep_hourly=3)) == {5: hourly, 6: hourly, 7: hourly}
+    assert told(TierPolicy(keep_last=1, keep_daily=2)) == {3: daily, 7: daily}
+    assert told(TierPolicy(keep_last=1, keep_weekly=3)) == {1: weekly, 3: weekly, 7: weekly}
+    assert told(TierPolicy(keep_last=1)) == last
+
+
+def test_a_run_that_rested_for_a_year_loses_nothing_by_it() -> None:
+    views = [view(1, at="2025-01-01T10:00"), view(2, at="2025-01-01T11:00"), view(3, at="2026-01-01T10:00")]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_hourly=3))) == [1, 2, 3]
+
+
+def test_the_week_that_lies_in_two_years_is_one() -> None:
+    views = [view(1, at="2025-12-29T00:00"), view(2, at="2026-01-01T00:00"), view(3, at="2026-01-05T00:00")]
+    assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_weekly=9))) == [2, 3]
+
+
+def test_unhealthy_ones_and_those_without_a_time_count_for_no_hour() -> None:
+    views = [
+        view(1, at="2026-03-01T10:10"),
+        view(2, at="2026-03-01T10:20", healthy=False),
+        view(3),
+        view(4, at="2026-03-01T11:00", healthy=False),
+        view(5, at="2026-03-01T12:00"),
+    ]
+    policy = TierPolicy(keep_last=1, keep_hourly=2, keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [1, 5]
+
+
+# ── by metric ──
+
+
+LOSSES = {1: 3.0, 2: 1.0, 3: "nan", 4: 1.0, 5: math.inf, 6: "-inf", 7: 2.0, 8: math.nan}
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [2, 4, 7]), ("max", [1, 4, 7])])
+def test_the_best_ones_by_metric_are_kept_and_of_equals_the_newer(mode: Any, best: list[int]) -> None:
+    views = [*(view(n, metrics={"loss": loss}) for n, loss in LOSSES.items()), view(9, metrics={"other": 0.0})]
+    policy = TierPolicy(keep_last=1, keep_best=3, best_metric="loss", best_mode=mode)
+    assert sequences(views, kept(views, policy)) == [*best, 9]
+    two = kept(views, msgspec.structs.replace(policy, keep_best=2, best_mode="min"))
+    assert two[views[3].id] == "best 1 of 2 by min loss: 1"
+    assert two[views[1].id] == "best 2 of 2 by min loss: 1"
+    assert "loss: 3" in kept(views, msgspec.structs.replace(policy, keep_best=1, best_mode="max"))[views[0].id]
+
+
+def test_an_unhealthy_one_is_none_of_the_best() -> None:
+    views = [view(1, metrics={"loss": 2}), view(2, metrics={"loss": 1}, healthy=False), view(3)]
+    policy = TierPolicy(keep_last=1, keep_best=1, best_metric="loss", keep_unhealthy=0)
+    assert sequences(views, kept(views, policy)) == [1, 3]
+
+
+# ── a cold tier with a lifecycle of its own ──
+
+
+OWN = {"dr": ColdPolicy(keep_last=1, keep_every=0)}
+BOTH = {"cold": True, "dr": True}
+
+
+def test_each_cold_tier_is_sent_what_its_own_policy_selects() -> None:
+    views = [view(n, HOT) for n in (10, 11, 12, 13)]
+    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "Replicate"]
+    assert sorted(copies) == [*(("Replicate", n, "cold") for n in (10, 11, 12, 13)), ("Replicate", 13, "dr")]
+
+
+def test_hot_waits_only_for_the_tiers_that_select_it() -> None:
+    views = [view(10, HOT, "cold"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    actions = plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
+    assert brief(actions) == [("Evict", 10, HOT), ("Evict", 11, "dr"), ("Evict", 12, "dr")]
+    assert plan(views, DEFAULT, cold={"cold": False, "dr": True}, hot_known=True, own=OWN) == [
+        Evict(view(11).id, "dr", "not kept in dr; still in hot"),
+        Evict(view(12).id, "dr", "not kept in dr; still in hot"),
+    ]
+
+
+def test_last_replica_of_what_another_cold_tier_would_keep_stays() -> None:
+    views = [view(10, "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    found = explain(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
+    assert verdicts(found)[10, "dr"] == (Verdict.KEEP, "last replica of what cold keeps: every 10th")
+
+
+# ── what the plan does ──
+
+
+def test_no_checkpoints_need_no_actions() -> None:
+    assert plan([], DEFAULT, cold={"cold": True}, hot_known=True) == []
+
+
+def test_selected_checkpoint_is_copied_to_every_cold_tier_that_lacks_it() -> None:
+    views = [view(1, HOT, "dr")]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert actions == [Replicate(views[0].id, "cold", "last 3")]
+
+
+def test_milestones_are_copied_before_newer_ones() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 2 else []) for n in range(1, 6)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    copies = [one for one in brief(actions) if one[0] == "Replicate"]
+    assert copies == [("Replicate", n, "cold") for n in (2, 5, 4, 3)]
+
+
+def test_nothing_is_copied_that_is_not_in_hot() -> None:
+    views = [view(1, "cold")]
+    assert plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True) == []
+
+
+def test_pending_cold_copy_holds_the_hot_replica() -> None:
+    views = [view(10, HOT), view(11, HOT, "cold"), view(12, HOT, "cold"), view(13, HOT, "cold")]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Replicate", 10, "cold")]
+
+
+def test_hot_replica_goes_once_every_cold_tier_has_it() -> None:
+    views = [view(10, HOT, "cold", "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert actions == [Evict(views[0].id, HOT, "not kept in hot; still in cold, dr")]
+
+
+def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
+    views = [view(10, HOT, "cold"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
+    assert plan(views, DEFAULT, cold={"cold": False}, hot_known=True) == []
+
+
+def test_checkpoint_that_no_policy_keeps_expires_oldest_first() -> None:
+    views = [view(n, HOT) for n in range(1, 6)]
+    actions = plan(views, DEFAULT, cold={}, hot_known=True)
+    assert actions == [Expire(views[0].id, HOT, "no policy keeps it"), Expire(views[1].id, HOT, "no policy keeps it")]
+
+
+def test_checkpoint_in_two_tiers_that_no_policy_keeps_is_evicted_then_expired() -> None:
+    views = [view(1, HOT, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Evict", 1, HOT), ("Expire", 1, "cold")]
+
+
+def test_unknown_hot_tier_stops_all_deletion_but_no_copy() -> None:
+    views = [view(n, HOT, *(["cold"] if n < 8 else [])) for n in range(1, 9)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=False)
+    assert brief(actions) == [("Replicate", 8, "cold")]
+
+
+def test_unknown_cold_tier_is_neither_written_nor_thinned() -> None:
+    views = [view(n, HOT, "cold", "dr") for n in range(1, 9)]
+    actions = plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True)
+    assert not [one for one in actions if one.tier == "dr"]
+
+
+def test_last_known_cold_replica_waits_for_the_tier_that_cannot_be_listed() -> None:
+    views = [view(1, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
+    assert plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True) == []
+
+
+def test_cold_outage_does_not_fill_the_hot_disk_with_what_no_policy_keeps() -> None:
+    views = [view(n, HOT) for n in range(1, 41)]
+    actions = plan(views, DEFAULT, cold={"cold": False}, hot_known=True)
+    dropped = {one.checkpoint.step // 10 for one in actions}
+    assert dropped == set(range(1, 38)) - {10, 20, 30}
+
+
+def test_without_a_cold_tier_hot_holds_what_the_cold_policy_keeps() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 5 else []) for n in range(1, 24)]
+    actions = plan(views, DEFAULT, cold={}, hot_known=True)
+    assert all(isinstance(one, Expire) for one in actions)
+    left = set(range(1, 24)) - {one.checkpoint.step // 10 for one in actions}
+    assert left == {5, 10, 20, 21, 22, 23}
+
+
+def test_lagging_cold_tier_keeps_its_own_newest_until_newer_ones_arrive() -> None:
+    views = [*(view(n, "cold") for n in (1, 2, 3)), *(view(n, HOT) for n in (4, 5, 6))]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Replicate", n, "cold") for n in (6, 5, 4)]
+
+
+def test_lost_hot_tier_leaves_cold_as_it_is() -> None:
+    views = [view(n, "cold") for n in (10, 20, 28, 29, 30)]
+    assert plan(views, DEFAULT, cold={"cold": True}, hot_known=True) == []
+
+
+def test_last_replica_of_what_hot_would_keep_stays_in_cold() -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=5), cold=ColdPolicy(keep_last=1, keep_every=0, milestones=False))
+    views = [view(n, "cold") for n in range(1, 7)]
+    actions = plan(views, policy, cold={"cold": True}, hot_known=True)
+    assert brief(actions) == [("Expire", 1, "cold")]
+
+
+def test_tier_that_is_no_longer_configured_counts_for_nothing() -> None:
+    views = [view(10, HOT, "old-bucket"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
+    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("Replicate", 10, "cold")]
+
+
+def test_runs_do_not_share_their_last_ones() -> None:
+    views = [view(n, HOT, run=run) for run in ("a", "b") for n in (1, 2, 3)]
+    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if not isinstance(one, Replicate)]
+
+
+def test_same_state_gives_the_same_plan_in_any_order() -> None:
+    views = [view(n, HOT, run=run, milestones=["m"] if n == 4 else []) for run in ("a", "b") for n in range(1, 13)]
+    forwards = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+    assert forwards == plan(views[::-1], DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
+
+
+def test_ten_thousand_checkpoints_are_planned_at_once() -> None:
+    views = [view(n, HOT, "cold") for n in range(1, 10_001)]
+    actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
+    assert sum(isinstance(one, Expire) for one in actions) == 10_000 - 1000 - 2
+
+
+# ── why ──
+
+
+def verdicts(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Verdict, str]]:
+    return {(one.checkpoint.sequence, one.tier): (one.verdict, one.reason) for one in found}
+
+
+def test_explanation_covers_every_replica_and_every_wanted_one() -> None:
+    views = [view(9, HOT), view(10, HOT, "cold"), view(11, HOT), view(12, HOT), view(13, HOT)]
+    found = verdicts(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
+    assert found[9, HOT] == (Verdict.EXPIRE, "no policy keeps it")
+    assert found[10, HOT] == (Verdict.KEEP, "every 10th; not yet known to be in dr")
+    assert found[10, "cold"] == (Verdict.KEEP, "every 10th")
+    assert found[10, "dr"] == (Verdict.WAIT, "every 10th; dr cannot be listed now")
+    assert found[13, HOT] == (Verdict.KEEP, "last 3")
+    assert found[13, "cold"] == (Verdict.REPLICATE, "last 3")
+    assert (9, "cold") not in found
+
+
+def test_explanation_says_why_a_halted_tier_deletes_nothing() -> None:
+    views = [view(n, HOT) for n in range(1, 6)]
+    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=False))
+    assert found[1, HOT] == (Verdict.KEEP, "nothing is deleted while hot cannot be listed")
+
+
+def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
+    views = [view(n, HOT, milestones=["best"] if n == 1 else []) for n in range(1, 6)]
+    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=True))
+    assert found[1, HOT] == (Verdict.KEEP, "milestone best; there is no cold tier to hold it")

@@ -1,0 +1,96 @@
+"""deploy/iam-policy.json allows what tierd asks of a bucket, and nothing else: seen from the server's side."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.support.bucket import Bucket
+from tests.support.s3 import BUCKET
+from tests.support.store_contract import KEY, BytesSource, content, entry_of
+from tierd.config import ColdConfig
+from tierd.errors import TierUnreachable
+from tierd.s3.actions import ACTIONS, LOOKED_AT, NEEDED
+from tierd.s3.probe import BucketProbe
+from tierd.s3.store import S3Store
+
+ROOT = Path(__file__).parents[2]
+CHUNK_BYTES = 16 << 10
+SIZE_BYTES = 3 * CHUNK_BYTES
+
+
+def statements() -> list[dict[str, object]]:
+    return json.loads((ROOT / "deploy/iam-policy.json").read_text(encoding="utf-8"))["Statement"]
+
+
+def allowed() -> dict[str, str]:
+    """Action → resource."""
+    return {
+        action: str(one["Resource"])
+        for one in statements()
+        for action in (one["Action"] if isinstance(one["Action"], list) else [one["Action"]])
+    }
+
+
+async def use_everything(served: Bucket) -> None:
+    """All that a store does in its life, an interrupted upload and its cleaning up among it."""
+    store = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001)
+    data = content(SIZE_BYTES)
+    entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+
+    async def put(key: str) -> None:
+        await store.put(key, BytesSource(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
+
+    served.script = lambda operation, key: "ServiceUnavailable" if operation == "complete_multipart_upload" else ""
+    for key in (KEY, "run/abandoned"):
+        with pytest.raises(TierUnreachable):
+            await put(key)
+    served.script = lambda operation, key: ""
+    await put(KEY)
+    now = served.now
+    served.now = lambda: now() + timedelta(days=2)
+    assert await store.abort_uploads(lambda key: True, grace_s=3600.0) == 1
+    served.now = now
+    await store.put_bytes("run/x", b"x", if_absent=True)
+    await store.read(KEY, 5, memoryview(bytearray(10)))
+    await store.get_many(["run/x", "run/absent"], size_max=10)
+    listed = [one.key for one in await store.list()]
+    await store.delete([*listed, "run/absent"])
+    await store.close()
+
+
+async def test_policy_allows_exactly_what_a_store_and_the_doctor_ask_for(served: Bucket) -> None:
+    await use_everything(served)
+    used = {one.operation for one in served.seen}
+    assert used == set(NEEDED), "an operation is used that tierd/s3/actions.py does not have, or not used any more"
+    cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url)
+    store = S3Store(cold.url, endpoint_url=served.url)
+    await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+    await store.close()
+    probed = {one.operation for one in served.seen} - used
+    assert probed == set(LOOKED_AT)
+    assert set(allowed()) == set(ACTIONS.values())
+
+
+async def test_doctor_tries_every_operation_that_a_store_needs(served: Bucket) -> None:
+    cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url)
+    store = S3Store(cold.url, endpoint_url=served.url)
+    await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+    await store.close()
+    assert {one.operation for one in served.seen} == set(ACTIONS)
+
+
+def test_objects_are_allowed_below_the_prefix_only() -> None:
+    for action, resource in allowed().items():
+        is_of_objects = bool(re.search(r"Object$|Parts$|Upload$", action))
+        assert resource == "arn:aws:s3:::BUCKET" + ("/PREFIX/*" if is_of_objects else ""), action
+    assert not any("*" in action for action in allowed())
+
+
+async def test_every_key_that_is_asked_for_lies_below_the_prefix(served: Bucket) -> None:
+    await use_everything(served)
+    assert {one.key for one in served.seen if one.key and not one.key.startswith("deep/")} == set()

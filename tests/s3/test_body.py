@@ -1,0 +1,97 @@
+"""A body is read piece by piece, summed on the way, and never ends when a byte of it is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+
+import pytest
+
+from tests.support.store_contract import BytesSource, FailingSource, content, entry_of
+from tierd.errors import Corrupt
+from tierd.s3.body import PIECE_BYTES, SEND_BYTES, Body
+from tierd.tiers.store import Source
+
+CHUNK_BYTES = PIECE_BYTES + 4096
+SIZE_BYTES = 2 * CHUNK_BYTES + 5
+DATA = content(SIZE_BYTES)
+ENTRY = entry_of(DATA, chunk_bytes=CHUNK_BYTES)
+
+
+def body(source: memoryview | Source, offset: int = 0, length: int = SIZE_BYTES) -> Body:
+    return Body(source, ENTRY, offset, length, buffer=memoryview(bytearray(PIECE_BYTES)), doing="write x")
+
+
+def read_all(found: Body) -> bytes:
+    """As boto3 does: in a thread, until nothing comes."""
+    sent: list[bytes] = []
+    while piece := found.read(16384):
+        assert len(piece) <= SEND_BYTES, "one send has to go within the timeout of its socket"
+        sent.append(bytes(piece))
+    return b"".join(sent)
+
+
+@pytest.mark.parametrize("from_memory", [True, False], ids=["memory", "source"])
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, SIZE_BYTES), (0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, 5)]
+)
+async def test_bytes_of_a_part_come_as_they_are_and_again_after_a_rewind(
+    from_memory: bool, offset: int, length: int
+) -> None:
+    found = body(memoryview(DATA) if from_memory else BytesSource(DATA), offset, length)
+    assert (found.seek(0, os.SEEK_END), found.tell(), found.seek(0)) == (length, length, 0)
+    for _ in range(2):
+        assert await asyncio.to_thread(read_all, found) == DATA[offset : offset + length]
+        found.seek(0)
+    await asyncio.to_thread(found.read)  # an attempt that ended in the middle
+    found.seek(0)
+    assert await asyncio.to_thread(read_all, found) == DATA[offset : offset + length]
+
+
+@pytest.mark.parametrize("flipped", [0, CHUNK_BYTES - 1, SIZE_BYTES - 1])
+async def test_last_piece_is_held_back_when_any_byte_is_wrong(flipped: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[flipped] ^= 1
+    found = body(BytesSource(bytes(damaged)))
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        while piece := found.read():
+            sent += len(piece)
+
+    with pytest.raises(Corrupt, match=f"write x: chunk {flipped // CHUNK_BYTES} of 3"):
+        await asyncio.to_thread(send)
+    assert sent < SIZE_BYTES
+    assert isinstance(found.damage, Corrupt)
+
+
+async def test_what_the_source_raises_is_kept_for_the_caller() -> None:
+    """boto3 wraps it in an error of its own."""
+    found = body(FailingSource(DATA))
+    with pytest.raises(Corrupt, match="ends early"):
+        await asyncio.to_thread(read_all, found)
+    assert "ends early" in str(found.damage)
+
+
+async def test_cut_while_it_waits_for_its_source_it_ends_when_nobody_writes_into_its_buffer() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Endless:
+        async def fill(self, offset: int, buffer: memoryview) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    found = body(Endless())
+    reading = asyncio.ensure_future(asyncio.to_thread(found.read))
+    await begun.wait()
+    found.cut()
+    with pytest.raises((concurrent.futures.CancelledError, asyncio.CancelledError)):
+        await reading
+    assert ended.is_set()
+    with pytest.raises((concurrent.futures.CancelledError, asyncio.CancelledError)):
+        await asyncio.to_thread(found.read)

@@ -1,0 +1,84 @@
+"""The contract of a store on Ceph, in the clear and over TLS: a real server that keeps no checksum of ours."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from uuid import uuid4
+
+import pytest
+
+from tests.support.ceph import ceph_server
+from tests.support.s3 import BUCKET, self_signed
+from tests.support.store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
+from tierd.errors import TierUnreachable
+from tierd.s3.store import S3Store
+
+pytestmark = pytest.mark.long
+
+CHUNK_BYTES = 5 << 20
+SIZE_BYTES = 5 * CHUNK_BYTES + 77
+ENTRY = entry_of(content(SIZE_BYTES), chunk_bytes=CHUNK_BYTES)
+
+
+@pytest.fixture(scope="module", params=["http", "https"])
+def ceph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        tls = None
+        if request.param == "https":
+            tls = self_signed(tmp_path_factory.mktemp("tls"))
+            patch.setenv("AWS_CA_BUNDLE", str(tls[0]))
+        with ceph_server(tls) as url:
+            yield url
+
+
+class Requests(list[str]):
+    """The operations that on_request was told."""
+
+    def __call__(self, operation: str, outcome: str) -> None:
+        self.append(operation)
+
+
+class TestCeph(StoreContract):
+    is_atomic = True
+
+    @pytest.fixture
+    async def store(self, ceph: str) -> AsyncIterator[S3Store]:
+        found = S3Store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=ceph)
+        yield found
+        await found.close()
+
+
+class Ending(BytesSource):
+    """Out of reach from the fourth part on."""
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        if offset >= 3 * CHUNK_BYTES:
+            raise TierUnreachable("read hot: out of reach")
+        await super().fill(offset, buffer)
+
+
+async def test_interrupted_upload_goes_on_and_what_is_whole_is_not_sent_again(ceph: str) -> None:
+    """Proven by MD5, for Ceph gives back nothing else."""
+    requests = Requests()
+    store = S3Store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph, parts_in_flight=1, on_request=requests)
+
+    async def put(source: BytesSource) -> list[str]:
+        requests.clear()
+        await store.put(KEY, source, size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=ENTRY)
+        return list(requests)
+
+    with pytest.raises(TierUnreachable, match="out of reach"):
+        await put(Ending(content(SIZE_BYTES)))
+    assert (await put(BytesSource(content(SIZE_BYTES)))).count("upload_part") == 3
+    assert await put(BytesSource(content(SIZE_BYTES))) == ["head_object"]
+    assert await read_whole(store, KEY, SIZE_BYTES) == content(SIZE_BYTES)
+    await store.close()
+
+
+async def test_abandoned_upload_is_aborted_by_the_servers_clock(ceph: str) -> None:
+    store = S3Store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph)
+    await store.request("create_multipart_upload", "begin", Key=store.object_key(KEY))
+    assert await store.abort_uploads(lambda key: key == KEY, grace_s=3600.0) == 0
+    assert await store.abort_uploads(lambda key: key == KEY, grace_s=-3600.0) == 1
+    assert await store.abort_uploads(lambda key: True, grace_s=-3600.0) == 0
+    await store.close()

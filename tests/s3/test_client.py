@@ -1,0 +1,292 @@
+"""Requests that would never end are cut, and credentials that have expired are read afresh."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from tests.support.bucket import Bucket, bucket_server
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, self_signed
+from tests.support.store_contract import KEY, BytesSource, content, entry_of
+from tierd.errors import TierUnreachable
+from tierd.s3 import store as s3
+from tierd.s3.errors import retry_after_s
+from tierd.s3.store import S3Store
+
+CHUNK_BYTES = 16 << 10
+SIZE_BYTES = 4 * CHUNK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "SLOWEST_BYTES_PER_S", 1 << 30)
+
+
+@pytest.fixture(params=["http", "https"])
+def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    tls = None
+    if request.param == "https":
+        tls = self_signed(tmp_path)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tls[0]))
+    with bucket_server(tls, part_bytes_min=1024) as found:
+        yield found
+
+
+def store_at(served: Bucket, **options: Any) -> S3Store:
+    return S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
+
+
+async def put(store: S3Store) -> None:
+    data = content(SIZE_BYTES)
+    entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+    await store.put(KEY, BytesSource(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
+
+
+async def test_answer_that_drips_is_cut_at_its_deadline(served: Bucket) -> None:
+    """A byte now and then is no silence: no timeout of a socket ever ends it."""
+    patient, store = store_at(served), store_at(served, request_timeout_s=0.1)
+    await patient.put_bytes("run/x", content(4096))
+    served.script = lambda operation, key: "drip"
+    for attempt in (
+        store.list(),
+        store.get_bytes("run/x", size_max=4096),
+        store.read("run/x", 0, memoryview(bytearray(4096))),
+    ):
+        began = time.monotonic()
+        with pytest.raises(TierUnreachable, match="did not end within the deadline"):
+            await attempt
+        assert time.monotonic() - began < 30
+    await store.close()
+    await patient.close()
+
+
+async def test_request_after_one_that_was_cut_has_a_connection_of_its_own(served: Bucket) -> None:
+    patient, store = store_at(served), store_at(served, request_timeout_s=2)
+    await patient.put_bytes("run/x", content(4096))
+    served.script = lambda operation, key: "drip" if served.count("get_object") == 0 else ""
+    assert await store.get_bytes("run/x", size_max=4096) == content(4096)
+    assert served.count("get_object") == 2
+    await store.close()
+    await patient.close()
+
+
+@pytest.mark.parametrize("operation", ["list_objects_v2", "upload_part", "complete_multipart_upload", "get_object"])
+async def test_server_that_is_half_gone_costs_a_bounded_time(served: Bucket, operation: str) -> None:
+    patient, store = store_at(served), store_at(served, request_timeout_s=0.2)
+    await patient.put_bytes("run/x", b"x")
+    served.script = lambda found, key: "silence" if found == operation else ""
+    began = time.monotonic()
+    attempt = {"list_objects_v2": store.list, "get_object": lambda: store.get_bytes("run/x", size_max=1)}
+    with pytest.raises(TierUnreachable, match="within the deadline"):
+        await attempt.get(operation, lambda: put(store))()
+    assert time.monotonic() - began < 30
+    served.script = lambda found, key: ""
+    await put(patient)
+    await store.close()
+    await patient.close()
+
+
+async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket) -> None:
+    """What was cut is this attempt, not the next; and a file with a part left out is never asked to be put together."""
+
+    class SlowOnce(BytesSource):
+        begun = 0
+
+        async def fill(self, offset: int, buffer: memoryview) -> None:
+            self.begun += 1
+            if self.begun == 2:
+                await asyncio.sleep(60)
+            await super().fill(offset, buffer)
+
+    store = store_at(served, request_timeout_s=2)
+    data = content(SIZE_BYTES)
+    entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+    await store.put(KEY, SlowOnce(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
+    assert served.count("complete_multipart_upload") == 1
+    assert await store.get_bytes(KEY, size_max=SIZE_BYTES) == data
+    await store.close()
+
+
+async def test_request_of_a_caller_that_is_cancelled_ends_at_once(served: Bucket) -> None:
+    """A daemon that stops waits for no part of 64 MiB."""
+    store = store_at(served, request_timeout_s=60, parts_in_flight=2)
+    served.script = lambda operation, key: "silence" if operation == "upload_part" else ""
+    upload = asyncio.ensure_future(put(store))
+    while served.count("upload_part") < 2:
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    upload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    assert time.monotonic() - began < 30
+    assert len(served.uploads) == 1, "the next daemon goes on with it"
+    await store.close()
+
+
+def write_credentials(path: Path, access_key: str) -> None:
+    path.write_text(f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {SECRET_KEY}\n")
+
+
+async def test_expired_credentials_are_read_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an upload, which goes on; four parts at once that are refused read them once."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    write_credentials(tmp_path / "credentials", ACCESS_KEY)
+    with bucket_server(part_bytes_min=1024) as served:
+        store = store_at(served, parts_in_flight=1)
+
+        def expire(operation: str, key: str) -> str:
+            if operation == "upload_part" and served.count("upload_part") == 2:
+                write_credentials(tmp_path / "credentials", "fresh")
+                served.access_keys = {"fresh"}
+            return ""
+
+        served.script = expire
+        await put(store)
+        assert served.count("upload_part") == 5
+        assert served.count("create_multipart_upload") == 1
+
+        served.access_keys = {"another"}
+        for _ in range(2):
+            with pytest.raises(TierUnreachable, match=r"does not know this access key.*check what boto3 finds"):
+                await store.list()
+        write_credentials(tmp_path / "credentials", "another")
+        assert len(await store.list()) == 1, "put right outside, and the daemon goes on"
+        await store.close()
+
+
+async def test_expired_token_is_tried_once_more_and_then_told() -> None:
+    with bucket_server() as served:
+        store = store_at(served)
+        served.script = lambda operation, key: "ExpiredToken"
+        with pytest.raises(TierUnreachable, match="the credentials have expired"):
+            await store.list()
+        assert served.count("list_objects_v2") == 2
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("RequestTimeTooSkewed", "this machine's clock is wrong"),
+        ("AccessDenied", "access denied"),
+        ("PermanentRedirect", "the bucket is in another region"),
+        ("NoSuchBucket", "there is no such bucket"),
+    ],
+)
+async def test_what_a_person_must_change_is_told_at_the_first_request(code: str, sentence: str) -> None:
+    with bucket_server() as served:
+        store = store_at(served)
+        served.script = lambda operation, key: code
+        with pytest.raises(TierUnreachable, match=sentence):
+            await store.list()
+        # boto3 itself asks a bucket that is elsewhere once more, there.
+        assert served.count("list_objects_v2") == (2 if code == "PermanentRedirect" else 1)
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("PermanentRedirect", r"the bucket is in another region, eu-west-1 \(PermanentRedirect\)"),
+        ("AuthorizationHeaderMalformed", r"the bucket is in another region, eu-west-1 \(Auth"),
+        ("AccessDenied", r"access denied, s3:ListBucket \(AccessDenied\)"),
+        ("SignatureDoesNotMatch", r"the secret key does not belong to the access key \(Sig"),
+    ],
+)
+async def test_what_the_answer_says_beyond_its_code_is_told(code: str, sentence: str) -> None:
+    with bucket_server() as served:
+        store = store_at(served)
+        served.script = lambda operation, key: code
+        with pytest.raises(TierUnreachable, match=sentence):
+            await store.list()
+        await store.close()
+
+
+async def test_server_that_asks_for_a_pause_gets_it() -> None:
+    with bucket_server(headers={"Retry-After": "1"}) as served:
+        store = store_at(served)
+        served.script = lambda operation, key: "" if served.seen else "SlowDown"
+        began = time.monotonic()
+        assert await store.list() == []
+        assert time.monotonic() - began >= 1
+        assert served.count("list_objects_v2") == 2
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": "Sat, 01 Nov 2025 10:00:30 GMT", "date": "Sat, 01 Nov 2025 10:00:00 GMT"}, 30),
+        ({"retry-after": "soon", "date": "Sat, 01 Nov 2025 10:00:00 GMT"}, 0),
+        ({"retry-after": "Sat, 01 Nov 2025 10:00:30 GMT"}, 0),
+        ({}, 0),
+    ],
+)
+def test_pause_that_a_server_asks_for_is_seconds_or_a_time_by_its_own_clock(
+    headers: dict[str, str], seconds: float
+) -> None:
+    error = ClientError({"ResponseMetadata": {"HTTPHeaders": headers}}, "PutObject")  # type: ignore[typeddict-item]
+    assert retry_after_s(error) == seconds
+    assert retry_after_s(ValueError()) == 0
+
+
+async def test_certificate_is_checked_against_the_configured_authority(tmp_path: Path) -> None:
+    """There is no way to switch that off."""
+    tls = self_signed(tmp_path)
+    with bucket_server(tls) as served:
+        store = store_at(served)
+        with pytest.raises(TierUnreachable, match=r"no trusted TLS connection.*ca_bundle"):
+            await store.list()
+        await store.close()
+        store = store_at(served, ca_bundle=str(tls[0]))
+        assert await store.list() == []
+        await store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [100, SIZE_BYTES], ids=["put", "multipart"])
+@pytest.mark.parametrize("keeps_checksums", [True, False])
+async def test_encryption_is_asked_for_and_etags_that_are_no_md5_deceive_nobody(
+    size_bytes: int, keeps_checksums: bool
+) -> None:
+    with bucket_server(part_bytes_min=1024, keeps_checksums=keeps_checksums) as served:
+        store = store_at(served, sse="aws:kms", sse_kms_key_id="alias/tierd")
+        data = content(size_bytes)
+        entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
+        for _ in range(2):
+            await store.put(KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=entry)
+        await store.put_bytes("run/x", b"x", if_absent=True)
+        assert {(one.encryption, one.kms_key_id) for one in served.objects.values()} == {("aws:kms", "alias/tierd")}
+        written = sum(count for (key, _), count in served.written.items() if key.endswith(KEY))
+        assert written == (1 if keeps_checksums else 2), "known to be there by its checksum, or sent again"
+        await store.close()
+
+
+async def test_nothing_goes_by_the_transfer_manager_on_the_machines_that_boto3_optimises_for(
+    served: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its other client takes over by itself, which forgets the endpoint, and 24 GiB for buffers."""
+    monkeypatch.setattr("awscrt.s3.is_optimized_for_system", lambda: True)
+    store = store_at(served)
+    await put(store)
+    assert served.count("upload_part") == SIZE_BYTES // CHUNK_BYTES
+    assert await store.get_bytes(KEY, size_max=SIZE_BYTES) == content(SIZE_BYTES)
+    await store.close()
+
+
+async def test_every_body_is_protected_and_none_goes_in_a_trailer(served: Bucket) -> None:
+    """Our server refuses both a trailer, and an unsigned body without a checksum."""
+    store = store_at(served)
+    await put(store)
+    await store.put_bytes("run/x", b"x", if_absent=True)
+    await store.delete(["run/x", KEY, "run/y"])
+    assert {one.status for one in served.seen} <= {200, 204, 404}
+    await store.close()

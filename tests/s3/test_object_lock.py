@@ -1,0 +1,182 @@
+"""What a bucket retains: told as such, asked for again when it may go, and never in the way of anything else."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+
+from tests.support.bucket import Bucket
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.store_contract import KEY, content
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.errors import Retained, TierUnreachable
+from tierd.format import layout
+from tierd.format.ids import checkpoint_id
+from tierd.s3.store import S3Store
+from tierd.tiers.tier import Tier
+from tierd.workers import retention
+from tierd.workers.reaper import Reaper
+
+LATER = datetime.now(UTC) + timedelta(days=30)
+
+
+def store_at(url: str) -> S3Store:
+    return S3Store(f"s3://{BUCKET}", endpoint_url=url, part_bytes_min=1024, retry_min_s=0.001)
+
+
+# ── the store ──
+
+
+@pytest.mark.parametrize(
+    ("until", "said"),
+    [(LATER, f"until {LATER:%Y-%m-%d %H:%M} UTC"), (None, "as long as its legal hold")],
+)
+@pytest.mark.parametrize("keys", [["run/a"], ["run/b", "run/a", "run/c"]], ids=["one", "in a batch"])
+async def test_what_is_locked_is_told_as_retained(
+    served: Bucket, until: datetime | None, said: str, keys: list[str]
+) -> None:
+    store = store_at(served.url)
+    for key in keys:
+        await store.put_bytes(key, b"x")
+    served.locked["run/a"] = until
+    with pytest.raises(Retained, match="retained by Object Lock") as told:
+        await store.delete(keys)
+    assert said in told.value.message
+    assert "run/a" in told.value.message
+    remaining_s = (until - datetime.now(UTC)).total_seconds() if until else float("inf")
+    assert told.value.remaining_s == pytest.approx(remaining_s, abs=600)
+    assert list(served.objects) == ["run/a"], "what is not locked is gone"
+    await store.close()
+
+
+async def test_without_a_lock_access_denied_is_no_retention(served: Bucket) -> None:
+    store = store_at(served.url)
+    await store.put_bytes("run/a", b"x")
+    served.script = lambda operation, key: "AccessDenied" if operation == "delete_object" else ""
+    with pytest.raises(TierUnreachable, match="access denied"):
+        await store.delete(["run/a"])
+    served.script = lambda operation, key: "AccessDenied"  # not even a HEAD
+    with pytest.raises(TierUnreachable, match="access denied"):
+        await store.delete(["run/a"])
+    await store.close()
+
+
+async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_that_was_deleted(moto: str) -> None:
+    """There a delete without a version only adds a marker: nothing is refused, and nothing is freed."""
+    session = boto3.session.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
+    client: Any = session.client("s3", endpoint_url=moto, region_name="us-east-1")
+    client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+    client.put_object_lock_configuration(
+        Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+    )
+    store = S3Store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
+    data = content(6 << 20)  # in two parts
+    # No single PUT: moto wants x-amz-sdk-checksum-algorithm with it, where AWS is content with x-amz-checksum-.
+    for _ in range(2):
+        for key in (KEY, KEY + "-2"):
+            await store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=5 << 20)
+        await store.delete([KEY, KEY + "-2"])
+        assert await store.list() == []
+    await store.delete([KEY, KEY + "-2"])
+    assert len(client.list_object_versions(Bucket="locked")["Versions"]) == 4
+    client.close()
+    await store.close()
+
+
+# ── the workers ──
+
+
+class House:
+    """Rooms whose cold tier is a bucket."""
+
+    def __init__(self, rooms: Rooms, served: Bucket) -> None:
+        self.rooms, self.served = rooms, served
+        rooms.cold["cold"] = rooms.tiers["cold"] = Tier("cold", store_at(served.url))
+        self.reaper = Reaper(
+            rooms.catalog,
+            rooms.memory,
+            rooms.tiers,
+            rooms.config,
+            incidents=rooms.incidents,
+            on_freed=lambda: None,
+            on_forgotten=lambda run: None,
+            on_lost=lambda tier: None,
+        )
+
+    def key(self, step: int, name: str) -> str:
+        return layout.file_key(checkpoint_id(RUN, step, 1), name)
+
+    def steps(self) -> list[int]:
+        return sorted(int(key.split("/")[1][:12]) for key in self.served.objects if key.endswith("/manifest.json"))
+
+    def told(self) -> list[tuple[str, str, int]]:
+        return [(one["stage"], one["kind"], one["step"]) for one in self.rooms.incidents.recent()]
+
+
+@pytest.fixture
+async def house(tmp_path: Path, served: Bucket) -> Any:
+    """Five checkpoints in hot and in the bucket; cold keeps the newest."""
+    keep_one = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=0))
+    async with rooms_at(tmp_path, lifecycle=keep_one) as rooms:
+        found = House(rooms, served)
+        for number in range(1, 6):
+            await rooms.commit("hot", "cold", step=number * 100, sequence=number)
+        await rooms.look()
+        yield found
+
+
+async def test_retained_checkpoint_holds_up_no_other_and_is_not_asked_for_again_and_again(house: House) -> None:
+    house.served.locked[house.key(100, layout.MANIFEST)] = LATER
+    assert await house.reaper.run_once()
+    assert house.steps() == [100, 500], "the oldest, which comes first, stays; the others go"
+    assert house.told() == [("reap", "retained", 100)]
+    names = [key for key in house.served.objects if "000000000100" in key]
+    assert len(names) == 3, "refused at its manifest, it is still whole"
+    house.served.seen.clear()
+    for number in (6, 7):
+        await house.rooms.commit("hot", "cold", step=number * 100, sequence=number)
+        await house.rooms.look()
+        assert await house.reaper.run_once()
+    assert house.steps() == [100, 700]
+    assert [
+        one.key for one in house.served.seen if one.operation == "delete_object" and "000000000100" in one.key
+    ] == []
+    assert len(house.told()) == 1
+
+
+async def test_retained_checkpoint_goes_once_its_time_has_come(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing else to wake the reaper: a run that is done, in a bucket that nobody writes to."""
+    monkeypatch.setattr(retention, "ASK_S_MAX", 0.0)
+    house.served.locked[house.key(100, layout.MANIFEST)] = LATER
+    assert await house.reaper.run_once()
+    assert house.steps() == [100, 500]
+    house.served.now = lambda: LATER
+    assert await house.reaper.run_once()
+    assert house.steps() == [500]
+
+
+async def test_leftovers_that_are_retained_do_not_stop_replication(house: House) -> None:
+    """The manifest went, a marker is locked a little longer: the leftover waits, and new checkpoints are copied."""
+    rooms = house.rooms
+    await rooms.cold["cold"].mark_milestone(checkpoint_id(RUN, 100, 1), "best", "now")
+    house.served.locked[house.key(100, "milestone-best.json")] = LATER
+    with pytest.raises(Retained):
+        await rooms.cold["cold"].delete(checkpoint_id(RUN, 100, 1))
+    await rooms.commit("hot", step=600, sequence=6)
+    await rooms.hot.delete(checkpoint_id(RUN, 100, 1))
+    await rooms.look()
+    replicator = rooms.replicator()
+    assert await replicator.run_once()
+    assert 600 in house.steps()
+    assert house.told() == [("replicate", "retained", 100)]
+    assert [key for key in house.served.objects if "000000000100" in key] == [house.key(100, "milestone-best.json")]
+    await rooms.commit("hot", step=700, sequence=7)
+    await rooms.look()
+    assert await replicator.run_once()
+    assert len(house.told()) == 1

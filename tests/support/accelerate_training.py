@@ -1,0 +1,101 @@
+"""A training with Accelerate as its user writes it, run by `Forks("accelerate_training", …)`.
+
+Two models, two optimizers and a scheduler, dropout, shuffled data that is masked at random, gradients accumulated
+over batches, a registered object, and an evaluation in the middle. Each batch's loss is a line in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from typing import Any
+
+import tierd_client
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from tierd_client.frameworks.accelerate import training_state
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.forks import serve, write
+
+
+class Average:
+    """An object of the user's, registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def masked(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
+    batch = torch.stack([sample[0] for sample in samples])
+    return batch.masked_fill(torch.rand(batch.shape) < 0.2, 0)
+
+
+def main(options: dict[str, Any]) -> None:
+    set_seed(options.get("seed", 1))
+    lines = options["lines"]
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(
+            use_stateful_dataloader=options.get("stateful", True), use_seedable_sampler=options.get("seedable", True)
+        ),
+    )
+    encoder = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU())
+    decoder = nn.Linear(16, 8)
+    first = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
+    second = torch.optim.SGD(decoder.parameters(), lr=1e-2, momentum=0.9)
+    rows = torch.randn(53, 8, generator=torch.Generator().manual_seed(5))
+    loader: Any = DataLoader(TensorDataset(rows), batch_size=4, shuffle=True, collate_fn=masked)
+    unseen: Any = DataLoader(TensorDataset(rows[:8]), batch_size=4, collate_fn=masked)
+    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(first, 100)
+    encoder, decoder, first, second, loader, unseen, scheduler = accelerator.prepare(
+        encoder, decoder, first, second, loader, unseen, scheduler
+    )
+    average = Average()
+    accelerator.register_for_checkpointing(average)
+
+    progress = {"step": 0, **dict.fromkeys(options.get("names", []), 0)}
+    client = None
+    if options["socket"]:
+        client = tierd_client.connect("accelerate", socket=options["socket"], every_steps=options["every"])
+        state = training_state(accelerator, extra=progress)
+        found = client.restore(state)
+        write(lines, resumed=found.step if found else 0, batches=accelerator.step)
+    with client or nullcontext():
+        for _ in range(loader.iteration, options.get("epochs", 4)):
+            for batch in loader:
+                with accelerator.accumulate(encoder, decoder):
+                    loss = (decoder(encoder(batch)) - batch).square().mean()
+                    accelerator.backward(loss)
+                    for optimizer in (first, second):
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    scheduler.step()
+                write(lines, step=progress["step"] + 1, loss=loss.item(), rate=scheduler.get_last_lr())
+                average.value = 0.9 * average.value + 0.1 * loss.item()
+                if accelerator.sync_gradients or options.get("every_batch"):
+                    progress["step"] += 1
+                    if progress["step"] == options.get("kill_at"):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if progress["step"] % 5 == 0:
+                        with torch.no_grad():
+                            evaluated = sum(decoder(encoder(batch)).mean().item() for batch in unseen)
+                        write(lines, step=progress["step"], evaluated=evaluated)
+                    if client and client.due(progress["step"]):
+                        client.snapshot(progress["step"], state)
+    write(lines, average=average.value)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    serve(main)

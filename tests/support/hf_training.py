@@ -1,0 +1,158 @@
+"""A Hugging Face training as its user writes it, run by `Forks("hf_training", …)`.
+
+A tiny GPT-2 with dropout, shuffled data that masks tokens at random, gradient accumulation, evaluation and early
+stopping. Each step's loss is a line in a file, written before the next step begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tierd_client.frameworks.transformers import TierdCallback
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_callback import ExportableState
+
+from tests.support.forks import serve, write
+
+TOKENS = 32
+KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # all but how long it took
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int, first: int) -> None:
+        generator = torch.Generator().manual_seed(first)
+        self._tokens = torch.randint(1, TOKENS, (count, 8), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same without a length, and in one order."""
+
+    def __init__(self, sentences: Sentences) -> None:
+        self._sentences = sentences
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self._sentences[index] for index in range(len(self._sentences)))
+
+
+def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator that draws random numbers, as those of masked language models do."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    hidden = torch.rand(batch["input_ids"].shape) < 0.2
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
+
+
+class Losses(Trainer):
+    """Writes down each micro-batch's loss, and each evaluation's."""
+
+    lines: str
+
+    def training_step(self, *arguments: Any, **more: Any) -> torch.Tensor:
+        loss = super().training_step(*arguments, **more)
+        write(self.lines, step=self.state.global_step + 1, loss=loss.item())
+        return loss
+
+
+class Watching(TrainerCallback, ExportableState):
+    """Writes down what Trainer logs, and does to this process, or to the daemon, what the test says."""
+
+    def __init__(self, lines: str = "", options: Any = None, notes: Any = None) -> None:
+        self._lines = lines
+        self._options = options
+        self._notes = notes
+        self.evaluations = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"evaluations": self.evaluations}}
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.evaluations += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._notes["steps"] += 1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        write(self._lines, resumed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        write(self._lines, step=state.global_step, logs={name: logs[name] for name in KEPT if name in logs})
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """In the middle of the step after `global_step`."""
+        for step, number, pid in self._options.get("signals", []):
+            if step == state.global_step:
+                os.kill(pid or os.getpid(), getattr(signal, number))
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.use_deterministic_algorithms(True)
+    lines = options["lines"]
+    set_seed(options.get("seed", 1))
+    config = GPT2Config(
+        vocab_size=TOKENS,
+        n_positions=8,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    more = {"save_strategy": "no"} | options.get("args", {})
+    args = TrainingArguments(
+        output_dir=options["output"], report_to=[], disable_tqdm=True, use_cpu=True, num_train_epochs=4,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=3, eval_strategy="steps",
+        eval_steps=4, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5, metric_for_best_model="eval_loss",
+        greater_is_better=False, **more,
+    )  # fmt: skip
+    early = EarlyStoppingCallback(early_stopping_patience=50)
+    notes = {"steps": 0}  # more state, of the user's own
+    callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
+    ours = [callback] if options["socket"] else []
+    streams = options.get("streams", False)
+    sentences = Sentences(options.get("samples", 77), 1)
+    watching = Watching(lines, options, notes)
+    trainer = Losses(
+        model=GPT2LMHeadModel(config),
+        args=args,
+        train_dataset=Stream(sentences) if streams else sentences,
+        eval_dataset=Sentences(12, 2),
+        data_collator=default_data_collator if streams else masked,
+        callbacks=[early, *ours, watching],
+    )
+    trainer.lines = lines
+    point = callback.resume_point(trainer, **options.get("which", {})) if ours and options.get("asks", True) else None
+    result = trainer.train(resume_from_checkpoint=point if options.get("listens", True) else None)
+    write(
+        lines,
+        stopped=callback.stopped,
+        end=trainer.state.global_step,
+        train_loss=result.training_loss,
+        best=trainer.state.best_metric,
+        notes=notes,
+        evaluations=watching.evaluations,
+        patience=early.early_stopping_patience_counter,
+        history=[{name: one[name] for name in KEPT if name in one} for one in trainer.state.log_history],
+    )
+
+
+if __name__ == "__main__":
+    serve(main)

@@ -1,0 +1,175 @@
+"""The rooms between the doors and the tiers, real ones, for tests of a single worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.cli import content, make_manifest
+from tests.support.daemon import make_config, make_memfd, make_sealed
+from tierd.catalog import Catalog
+from tierd.config import Config
+from tierd.format import layout, wire
+from tierd.format.checksum import CHUNK_BYTES
+from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
+from tierd.format.manifest import Manifest
+from tierd.incidents import Incidents
+from tierd.memory.slot import MappedSlot
+from tierd.memory.slot_states import SlotEvent
+from tierd.memory.tier import MemoryTier, SnapshotSet
+from tierd.metrics import Metrics
+from tierd.throttle import WriteThrottle
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier
+from tierd.workers.persister import Persister
+from tierd.workers.recovery import refresh
+from tierd.workers.replicator import Replicator
+
+RUN = Run("run42")
+
+
+class Rooms:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        names = [cold.name for cold in config.cold]
+        self.catalog = Catalog(["hot", *names])
+        self.memory = MemoryTier()
+        self.metrics = Metrics(tiers=["hot", *names])
+        self.incidents = Incidents(self.metrics, lambda: "now")
+        self.hot_store = DirectoryStore(config.hot_path)
+        self.hot = Tier("hot", self.hot_store)
+        self.cold = {
+            cold.name: Tier(cold.name, DirectoryStore(Path(cold.url.removeprefix("file://")))) for cold in config.cold
+        }
+        self.tiers = {"hot": self.hot, **self.cold}
+        self.neighbour = WriteThrottle(
+            ["hot", *names], config.daemon, metrics=self.metrics, on_limit=lambda tier: None, now_s=time.monotonic
+        )
+        self.told: list[wire.ToClient] = []
+        self.settled: list[Run] = []
+
+    def persister(self) -> Persister:
+        def settle(run: Run) -> None:
+            self.settled.append(run)
+            list(self.memory.release(run))
+
+        return Persister(
+            self.memory,
+            self.hot,
+            self.catalog,
+            metrics=self.metrics,
+            incidents=self.incidents,
+            neighbour=self.neighbour,
+            tell=lambda run, message: self.told.append(message),
+            on_settled=settle,
+        )
+
+    def replicator(self, tier: str = "cold") -> Replicator:
+        return Replicator(
+            self.catalog,
+            self.hot,
+            self.cold[tier],
+            self.config,
+            metrics=self.metrics,
+            incidents=self.incidents,
+            neighbour=self.neighbour,
+            tell=lambda run, message: self.told.append(message),
+            on_committed=lambda: self.settled.append(RUN),
+            now=lambda: "now",
+        )
+
+    def seal(
+        self,
+        step: int,
+        contents: Iterable[bytes] = (b"state",),
+        *,
+        run: str = RUN,
+        generation: int = 1,
+        **fields: Any,
+    ) -> SnapshotSet:
+        """A whole set: one rank for each of the contents, each in a new slot."""
+        shards = list(contents)
+        found = None
+        for number, shard in enumerate(shards):
+            rank, of = Rank(number), (Run(run), Generation(generation), Rank(number))
+            if self.memory.generation(of[0]) != generation or rank not in self.memory.present(of[0]):
+                self.memory.enter(*of, len(shards))
+            index = step % 16
+            capacity_bytes = -(-len(shard) // 4096) * 4096
+            descriptor = make_memfd(capacity_bytes)
+            os.pwrite(descriptor, shard, 0)
+            self.memory.attach(of[0], rank, index, MappedSlot(descriptor, capacity_bytes))
+            if not fields.get("resent"):
+                self.memory.fill(*of, index)
+            sealed = make_sealed(step, len(shard), slot=index, **fields)
+            found = self.memory.seal(*of, sealed, now_s=float(step))
+        assert found is not None
+        return found
+
+    async def commit(
+        self,
+        *tiers: str,
+        step: int = 100,
+        generation: int = 1,
+        sequence: int = 1,
+        size_bytes: int = 20_000,
+        **more: Any,
+    ) -> Manifest:
+        """The same checkpoint of two ranks in each of the tiers, which nobody has looked at yet."""
+        checkpoint = checkpoint_id(more.pop("run", RUN), step, generation)
+        milestones: tuple[str, ...] = more.pop("milestones", ())
+        for name in tiers:
+            tier = self.tiers[name]
+            entries = []
+            for rank in (0, 1):
+                shard = content(checkpoint, rank, size_bytes)
+                key = layout.file_key(checkpoint, layout.shard_name(Rank(rank), 2))
+                entries.append(
+                    await tier.store.put(key, memoryview(shard), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+                )
+            for milestone in milestones:
+                await tier.mark_milestone(checkpoint, milestone, "now")
+            manifest = make_manifest(checkpoint, entries, sequence=sequence)
+            await tier.commit(manifest)
+        return manifest
+
+    async def look(self) -> None:
+        for tier in self.tiers.values():
+            await refresh(self.catalog, tier)
+
+    def folder(self, tier: str, checkpoint: CheckpointId) -> Path:
+        store = self.tiers[tier].store
+        assert isinstance(store, DirectoryStore)
+        return store.root / checkpoint.run / checkpoint.name
+
+    def steps(self, tier: str, run: str = RUN) -> list[int]:
+        """Of the committed checkpoints on the disk, newest first."""
+        folder = self.folder(tier, checkpoint_id(run, 0, 1)).parent
+        return sorted((int(one.parent.name[:12]) for one in folder.glob("*/manifest.json")), reverse=True)
+
+    def count(self, metric: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(metric, labels)
+
+    async def close(self) -> None:
+        for tier in self.tiers.values():
+            await tier.store.close()
+        for run in self.memory.runs():
+            for rank in self.memory.present(run):
+                self.memory.leave(run, rank, now_s=0.0)
+        for one in self.memory.pending():
+            one.move(SlotEvent.PERSIST)
+            one.move(SlotEvent.PERSISTED)
+        self.memory.forget_departed(now_s=1e12, grace_s=0.0)
+
+
+@asynccontextmanager
+async def rooms_at(root: Path, **sections: Any) -> AsyncIterator[Rooms]:
+    rooms = Rooms(make_config(root, **sections))
+    try:
+        yield rooms
+    finally:
+        await rooms.close()

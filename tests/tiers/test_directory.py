@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
+from tierd.errors import BadRequest, Corrupt, Full, LockHeld, NotFound, TierUnreachable
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.lock import lock
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
+    found = DirectoryStore(tmp_path / "above" / "root")
+    yield found
+    await found.close()
+
+
+class TestContract(StoreContract):
+    is_atomic = True
+
+
+def mounted(kind: str, options: str, at: Path) -> Iterator[Path]:
+    at.mkdir()
+    done = subprocess.run(["mount", "-t", kind, "-o", options, kind, str(at)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"mounting {kind} takes root: {done.stderr.strip()}")
+    yield at
+    subprocess.run(["umount", str(at)], check=True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    yield from mounted("tmpfs", "size=8m", tmp_path / "tiny")
+
+
+@pytest.fixture
+def buffered_disk(tmp_path: Path) -> Iterator[Path]:
+    """ramfs refuses O_DIRECT, and has no fallocate."""
+    yield from mounted("ramfs", "mode=755", tmp_path / "buffered")
+
+
+def partials(root: Path) -> list[str]:
+    return [path.name for path in root.rglob("*.partial")]
+
+
+def open_flags_of_partials() -> list[int]:
+    """The open flags of every unfinished file that this process is writing."""
+    found: list[int] = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(".partial"):
+                found.append(fcntl.fcntl(int(fd), fcntl.F_GETFL))
+        except OSError:
+            continue  # listdir's own descriptor
+    return found
+
+
+class WatchingSource(BytesSource):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.flags: list[int] = []
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        self.flags += open_flags_of_partials()
+        await super().fill(offset, buffer)
+
+
+# ── writing ──
+
+
+async def test_writes_are_direct_where_the_filesystem_allows(store: DirectoryStore) -> None:
+    store.root.mkdir(parents=True)
+    probe = os.open(store.root / "probe", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
+    except OSError:
+        pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
+    finally:
+        os.close(probe)
+    source = WatchingSource(content((64 << 20) + 12345))
+    await store.put(KEY, source, size_bytes=(64 << 20) + 12345, chunk_bytes=CHUNK_BYTES)
+    assert len(source.flags) == 5
+    assert all(flags & os.O_DIRECT for flags in source.flags)
+
+
+async def test_where_direct_writes_are_refused_buffered_ones_serve(buffered_disk: Path) -> None:
+    store = DirectoryStore(buffered_disk)
+    source = WatchingSource(content((16 << 20) + 1))
+    entry = await store.put(KEY, source, size_bytes=(16 << 20) + 1, chunk_bytes=CHUNK_BYTES)
+    assert source.flags
+    assert not any(flags & os.O_DIRECT for flags in source.flags)
+    assert entry == entry_of(content((16 << 20) + 1))
+    assert await read_whole(store, KEY, (16 << 20) + 1) == content((16 << 20) + 1)
+    await store.close()
+
+
+@pytest.mark.parametrize("shift", [1, 512, 4096])
+async def test_a_buffer_at_any_address_is_written_right(store: DirectoryStore, shift: int) -> None:
+    data = content((16 << 20) + 1)
+    view = memoryview(bytes(shift) + data)[shift:]
+    assert await store.put(KEY, view, size_bytes=len(data), chunk_bytes=CHUNK_BYTES) == entry_of(data)
+    assert await read_whole(store, KEY, len(data)) == data
+
+
+async def test_slack_behind_the_buffer_is_never_in_the_file(store: DirectoryStore) -> None:
+    data = content(4097)
+    view = memoryview(data + b"slack" * 2000)
+    assert await store.put(KEY, view, size_bytes=4097, chunk_bytes=CHUNK_BYTES) == entry_of(data)
+    assert store.path(KEY).read_bytes() == data
+
+
+async def test_the_file_is_synced_before_its_name_and_the_name_before_the_answer(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(fd: int) -> None:
+        events.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+        fsync(fd)
+
+    def watched_rename(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        events.append(("rename", new))
+        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    await store.put("run/a/x", memoryview(b"bytes"), size_bytes=5, chunk_bytes=CHUNK_BYTES)
+    folders, (file, named, last) = events[:-3], events[-3:]
+    above = [("fsync", name) for name in (store.root.parent.parent.name, "above", "root", "run")]
+    assert folders == above  # every folder that was made is entered durably in the one above it
+    assert file[0] == "fsync"
+    assert file[1].endswith(".partial")
+    assert (named, last) == (("rename", "x"), ("fsync", "a"))
+
+
+async def test_the_manifest_is_durably_gone_before_a_shard_goes(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, unlink = os.fsync, os.unlink
+    for name in ("manifest.json", "shard-1", "shard-2"):
+        await store.put_bytes(f"run/a/{name}", b"x")
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(os, "unlink", lambda name, *, dir_fd: (events.append(name), unlink(name, dir_fd=dir_fd))[1])
+    await store.delete(["run/a/manifest.json", "run/a/shard-1", "run/a/shard-2"])
+    assert events[:2] == ["manifest.json", "fsync"]
+    assert events[2:4] == ["shard-1", "shard-2"]
+    assert "fsync" in events[4:]
+    assert not (store.root / "run" / "a").exists()
+    assert (store.root / "run").exists()
+
+
+# ── a full, broken or missing disk ──
+
+
+async def test_a_full_disk_is_full_and_what_was_there_stays(tiny_disk: Path) -> None:
+    store = DirectoryStore(tiny_disk)
+    await store.put_bytes("run/kept", b"kept")
+    with pytest.raises(Full, match="No space left"):
+        await store.put(KEY, memoryview(content((16 << 20) + 1)), size_bytes=(16 << 20) + 1, chunk_bytes=CHUNK_BYTES)
+    with pytest.raises(Full):
+        await store.put_bytes("run/big", bytes(9 << 20))
+    assert partials(tiny_disk) == []
+    assert [one.key for one in await store.list()] == ["run/kept"]
+    free = await store.free_bytes()
+    assert free is not None
+    assert 7 << 20 < free <= 8 << 20
+    await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
+    await store.close()
+
+
+async def test_a_root_that_vanishes_is_unreachable_and_not_empty(store: DirectoryStore) -> None:
+    await store.put_bytes("run/x", b"x")
+    store.root.rename(store.root.with_name("unmounted"))
+    for attempt in (store.list(), store.get_bytes("run/x", size_max=1), store.put_bytes("run/y", b"y")):
+        with pytest.raises(TierUnreachable, match="no such directory"):
+            await attempt
+    assert not store.root.exists()
+
+
+async def test_looking_makes_no_directory(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "absent")
+    assert await store.list() == []
+    assert await store.free_bytes()
+    await store.delete(["run/x"])
+    with pytest.raises(NotFound):
+        await store.get_bytes("run/x", size_max=1)
+    assert os.listdir(tmp_path) == []
+    strict = DirectoryStore(tmp_path / "absent", create=False)
+    with pytest.raises(TierUnreachable):
+        await strict.list()
+    with pytest.raises(TierUnreachable):
+        await strict.put_bytes("run/x", b"")
+    await store.close()
+    await strict.close()
+
+
+async def test_root_that_many_writers_need_at_once_is_made_for_all_of_them(tmp_path: Path) -> None:
+    for attempt in range(50):
+        store = DirectoryStore(tmp_path / str(attempt) / "deep")
+        await asyncio.gather(*(store.put_bytes(f"run/x{number}", b"x") for number in range(6)))
+        assert len(await store.list()) == 6
+        await store.close()
+
+
+async def test_partials_of_the_dead_are_swept_and_those_of_the_living_stay(store: DirectoryStore) -> None:
+    await store.put_bytes("run/a/x", b"x")
+    (store.root / "run" / "b").mkdir()
+    (store.root / "run" / "b" / "shard.0000.partial").write_bytes(b"half")
+    (store.root / "run" / "a" / "shard.0000.partial").write_bytes(b"half")
+    swept: list[int] = []
+
+    class Sweeping(BytesSource):
+        async def fill(self, offset: int, buffer: memoryview) -> None:
+            swept.append(await store.sweep_partials())
+            await super().fill(offset, buffer)
+
+    assert len(await store.list()) == 1
+    await store.put("run/a/y", Sweeping(b"living"), size_bytes=6, chunk_bytes=CHUNK_BYTES)
+    assert swept == [2]
+    assert sorted(one.key for one in await store.list()) == ["run/a/x", "run/a/y"]
+    assert not (store.root / "run" / "b").exists()
+
+
+async def test_foreign_files_are_passed_by(store: DirectoryStore) -> None:
+    await store.put_bytes("run/x", b"x")
+    (store.root / ".tierd.lock").touch()
+    (store.root / "lost+found").mkdir(mode=0)
+    (store.root / "run" / "né").touch()
+    (store.root / "run" / "link").symlink_to("/etc/passwd")
+    (store.root / "away").symlink_to("/etc")
+    os.mkfifo(store.root / "run" / "pipe")
+    assert [one.key for one in await store.list()] == ["run/x"]
+
+
+# ── harmless input ──
+
+
+async def test_no_link_leads_out_of_the_root(store: DirectoryStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "x").write_bytes(b"secret")
+    await store.put_bytes("run/x", b"x")
+    (store.root / "away").symlink_to(outside)
+    (store.root / "run" / "link").symlink_to(outside / "x")
+    for key in ("away/x", "run/link"):
+        for attempt in (store.get_bytes(key, size_max=10), store.read(key, 0, memoryview(bytearray(1)))):
+            with pytest.raises(BadRequest, match="not followed"):
+                await attempt
+        with pytest.raises(BadRequest):
+            store.open_fd(key)
+    for attempt in (store.put_bytes("away/new", b""), store.delete(["away/x"])):
+        with pytest.raises(BadRequest):
+            await attempt
+    assert await store.list("away/") == []
+    await store.put_bytes("run/link", b"replaced")  # the name is ours; what it pointed at is not
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"x": b"secret"}
+
+
+async def test_a_pipe_in_place_of_a_file_hangs_nobody(store: DirectoryStore) -> None:
+    await store.put_bytes("run/x", b"x")
+    os.mkfifo(store.root / "run" / "pipe")
+    with pytest.raises(BadRequest, match="no regular file"):
+        await store.get_bytes("run/pipe", size_max=1)
+
+
+async def test_a_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: DirectoryStore) -> None:
+    await store.put_bytes("run/x", b"bytes")
+    fd = store.open_fd("run/x")
+    try:
+        assert os.pread(fd, 10, 0) == b"bytes"
+        assert not os.get_inheritable(fd)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(fd, b"x")
+    finally:
+        os.close(fd)
+    with pytest.raises(NotFound):
+        store.open_fd("run/absent")
+
+
+async def test_a_truncated_file_is_corrupt(store: DirectoryStore) -> None:
+    await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
+    os.truncate(store.path(KEY), 4095)
+    with pytest.raises(Corrupt, match="ends at byte 4095"):
+        await read_whole(store, KEY, 4096)
+
+
+# ── the lock ──
+
+HOLD = """
+import sys
+from pathlib import Path
+from tierd.tiers.lock import lock
+held = lock(Path(sys.argv[1]), {"node": "node-7"})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_by_one_process_and_free_once_it_is_killed(tmp_path: Path) -> None:
+    root = tmp_path / "hot"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LockHeld, match=f"pid {holder.pid}, node node-7"):
+            lock(root)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with lock(root), pytest.raises(LockHeld, match=f"pid {os.getpid()}"):
+        lock(root)
+    lock(root).release()
+
+
+def test_a_lock_says_no_more_than_it_knows(tmp_path: Path) -> None:
+    with lock(tmp_path):
+        (tmp_path / ".tierd.lock").write_bytes(b"\x00garbage")
+        with pytest.raises(LockHeld, match="another process"):
+            lock(tmp_path)
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".tierd.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TierUnreachable):
+        lock(tmp_path)
+
+
+async def test_cap_on_writes_is_kept_and_one_that_is_raised_holds_for_a_write_under_way(tmp_path: Path) -> None:
+    """The second of its three pieces would be written in hours."""
+    store = DirectoryStore(tmp_path / "root", max_write_mib_s=0.001)
+    shard, told = memoryview(bytes(40 << 20)), asyncio.Event()
+    putting = asyncio.ensure_future(
+        store.put(KEY, shard, size_bytes=len(shard), chunk_bytes=CHUNK_BYTES, progress=lambda _: told.set())
+    )
+    async with asyncio.timeout(60):
+        await told.wait()
+        assert not putting.done()
+        store.limit_writes(0.0)
+        await putting
+    assert (await store.list())[0].size_bytes == len(shard)
+    await store.close()

@@ -1,0 +1,109 @@
+"""As many parts at once as the server takes: half after a complaint, one more after each round that went well."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.tiers.rate_limit import BACKOFF_S_MAX, Bandwidth, Window, backoff_s
+
+
+async def test_no_more_parts_are_in_flight_than_the_window_has_room_for() -> None:
+    window = Window(3)
+    in_flight = most = 0
+
+    async def part() -> None:
+        nonlocal in_flight, most
+        async with window.part():
+            in_flight += 1
+            most = max(most, in_flight)
+            await asyncio.sleep(0)
+            in_flight -= 1
+
+    await asyncio.gather(*(part() for _ in range(50)))
+    assert most == 3
+    window.slow_down()
+    most = 0
+    await asyncio.gather(*(part() for _ in range(50)))
+    assert most == 1
+
+
+async def test_complaints_about_one_round_halve_it_once() -> None:
+    window = Window(8)
+    async with AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(window.part())
+        for _ in range(8):
+            window.slow_down()
+        assert window.limit == 4
+    window.slow_down()
+    assert window.limit == 2
+
+
+async def test_it_grows_by_one_a_round_up_to_its_limit_and_never_ends_below_one() -> None:
+    window = Window(8)
+    for _ in range(10):
+        window.slow_down()
+    assert window.limit == 1
+    grown = [window.limit]
+    for _ in range(100):
+        window.went_well()
+        grown.append(window.limit)
+    assert grown == sorted(grown)
+    assert set(grown) == set(range(1, 9))
+
+
+async def test_one_who_waits_and_is_cancelled_holds_up_no_other() -> None:
+    window = Window(1)
+    async with window.part():
+        waiting = [asyncio.ensure_future(window.part().__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    async with asyncio.timeout(5):
+        await waiting[1]
+
+
+@given(attempt=st.integers(1, 10_000), least_s=st.floats(0.001, 10))
+def test_pauses_double_with_jitter_up_to_a_limit(attempt: int, least_s: float) -> None:
+    ceiling = min(BACKOFF_S_MAX, least_s * 2.0 ** min(attempt - 1, 16))
+    assert ceiling / 2 <= backoff_s(attempt, least_s) <= ceiling
+
+
+@given(asked_s=st.floats(0, 1e9))
+def test_server_that_asks_for_time_gets_it_up_to_the_limit(asked_s: float) -> None:
+    assert min(asked_s, BACKOFF_S_MAX) <= backoff_s(1, 0.2, asked_s=asked_s) <= BACKOFF_S_MAX
+
+
+async def test_cap_is_kept() -> None:
+    bandwidth = Bandwidth(1000.0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(bandwidth.take(100) for _ in range(4)))
+    assert loop.time() - began >= 0.29, "the fourth begins when the three before it have had their time"
+
+
+@pytest.mark.parametrize("cap", [0.0, 1e12])
+async def test_cap_that_is_raised_lets_those_go_that_wait_already(cap: float) -> None:
+    bandwidth = Bandwidth(1.0)
+    await bandwidth.take(1 << 30)
+    waiting = asyncio.gather(*(bandwidth.take(1 << 30) for _ in range(3)))
+    await asyncio.sleep(0)
+    bandwidth.limit(cap)
+    async with asyncio.timeout(20):
+        await waiting
+
+
+async def test_cap_that_is_lowered_holds_for_those_that_come_after() -> None:
+    bandwidth = Bandwidth(0.0)
+    await bandwidth.take(1 << 30)
+    bandwidth.limit(1.0)
+    await bandwidth.take(100)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await bandwidth.take(1)

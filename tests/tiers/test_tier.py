@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from tests.support.kill import kill_when_stalled
+from tests.support.s3 import BUCKET, faulty_proxy
+from tests.support.store_contract import content, entry_of
+from tierd.cold_tier import open_cold_tier
+from tierd.config import ColdConfig, LimitsConfig
+from tierd.errors import Corrupt, NewerFormat, NotFound
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.transfer.verify import verify_files
+
+CHUNK_BYTES = 5 << 20
+SHARDS = [content((5 << 20) + 4097), content(12345)]
+ID = checkpoint_id("run42", 18000, 3)
+
+
+def manifest(checkpoint: CheckpointId = ID, **changes: object) -> Manifest:
+    files = [
+        entry_of(data, f"rank-{rank:05d}-of-{len(SHARDS):05d}.safetensors", CHUNK_BYTES)
+        for rank, data in enumerate(SHARDS)
+    ]
+    found = Manifest(
+        format_version=FORMAT_VERSION,
+        run=checkpoint.run,
+        step=checkpoint.step,
+        generation=checkpoint.generation,
+        sequence=1,
+        parent=None,
+        world_size=len(SHARDS),
+        created_at="2026-01-01T00:00:00Z",
+        kind="snapshot",
+        metrics={"loss": 0.5},
+        architecture_hash="0" * 16,
+        versions={"tierd": "0"},
+        files=files,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+async def persist(tier: Tier, made: Manifest) -> None:
+    for entry, data in zip(made.files, SHARDS, strict=True):
+        await tier.store.put(
+            layout.file_key(made.id, entry.name),
+            memoryview(data),
+            size_bytes=len(data),
+            chunk_bytes=CHUNK_BYTES,
+            expect=entry,
+        )
+    await tier.commit(made)
+
+
+@pytest.fixture
+async def hot(tmp_path: Path) -> AsyncIterator[Tier]:
+    tier = Tier("hot", DirectoryStore(tmp_path / "hot"))
+    yield tier
+    await tier.store.close()
+
+
+@pytest.fixture(params=["file", "s3"])
+async def cold(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Tier]:
+    if request.param == "file":
+        tier = open_cold_tier(ColdConfig(url=f"file://{tmp_path / 'cold'}"), LimitsConfig())
+    else:
+        endpoint_url: str = request.getfixturevalue("moto")
+        config = ColdConfig(url=f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=endpoint_url)
+        tier = open_cold_tier(config, LimitsConfig())
+    yield tier
+    await tier.store.close()
+
+
+# ── the commit protocol ──
+
+
+async def test_a_checkpoint_is_listed_once_its_manifest_is_there(cold: Tier) -> None:
+    made = manifest()
+    for entry, data in zip(made.files, SHARDS, strict=True):
+        key = layout.file_key(ID, entry.name)
+        await cold.store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+    before = await cold.listing()
+    assert (before.committed, before.partial) == (set(), {ID})
+    with pytest.raises(NotFound):
+        await cold.manifest(ID)
+    await cold.commit(made)
+    after = await cold.listing()
+    assert (after.committed, after.partial) == ({ID}, set())
+    assert after.files[ID] == {entry.name: entry.size_bytes for entry in made.files} | {
+        "manifest.json": len(made.encode())
+    }
+    assert await cold.manifest(ID) == made
+
+
+async def test_to_commit_again_is_harmless_and_to_commit_another_one_is_corrupt(cold: Tier) -> None:
+    await cold.commit(manifest())
+    await cold.commit(manifest())
+    with pytest.raises(Corrupt, match="another checkpoint is committed"):
+        await cold.commit(manifest(created_at="2026-01-01T00:00:01Z"))
+    assert await cold.manifest(ID) == manifest()
+
+
+async def test_of_two_checkpoints_under_one_name_one_is_committed(hot: Tier) -> None:
+    rivals = [manifest(created_at=f"2026-01-01T00:00:{second:02d}Z") for second in range(16)]
+    results = await asyncio.gather(*(hot.commit(rival) for rival in rivals), return_exceptions=True)
+    assert [type(result) for result in results].count(Corrupt) == 15
+    assert await hot.manifest(ID) == rivals[results.index(None)]
+
+
+async def test_delete_leaves_nothing_and_may_be_repeated(cold: Tier) -> None:
+    await persist(cold, manifest())
+    await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
+    await cold.delete(ID)
+    assert await cold.store.list() == []
+    await cold.delete(ID)
+
+
+async def test_listing_tells_milestones_generations_and_passes_foreign_objects_by(cold: Tier) -> None:
+    run, other = Run("run42"), Run("other")
+    await persist(cold, manifest())
+    await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
+    await cold.mark_milestone(ID, "v1.0", "2026-01-01T00:00:00Z")
+    await cold.mark_milestone(ID, "best", "2026-01-01T00:00:09Z")
+    assert await cold.claim_generation(run, Generation(4), {"node": "a"})
+    assert not await cold.claim_generation(run, Generation(4), {"node": "b"})
+    assert await cold.claim_generation(run, Generation(2), {"node": "a"})
+    assert await cold.claim_generation(other, Generation(1), {"node": "a"})
+    for key in ("README", "run42/notes.txt", "run42/000000000001-g1/x", "run42/000000018000-g0003/deeper/x"):
+        await cold.store.put_bytes(key, b"foreign")
+    found = await cold.listing()
+    assert found.committed == {ID}
+    assert found.partial == set()
+    assert found.milestones(ID) == {"best", "v1.0"}
+    assert found.milestones(checkpoint_id("run42", 1, 1)) == frozenset()
+    assert found.generations == {run: 4, other: 1}
+
+
+async def test_a_checkpoint_of_a_later_generation_counts_as_a_claim(hot: Tier) -> None:
+    await hot.commit(manifest(checkpoint_id("run42", 1, 7)))
+    assert (await hot.listing()).generations == {"run42": 7}
+
+
+async def test_an_unreadable_manifest_is_named_with_its_tier(hot: Tier) -> None:
+    key = layout.manifest_key(ID)
+    await hot.store.put_bytes(key, b"{}")
+    with pytest.raises(Corrupt, match=r"run42/000000018000-g0003 in hot"):
+        await hot.manifest(ID)
+    await hot.store.put_bytes(key, b'{"format_version": 99}')
+    with pytest.raises(NewerFormat):
+        await hot.manifest(ID)
+    assert (await hot.listing()).committed == {ID}
+
+
+# ── copying ──
+
+
+async def test_a_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tmp_path: Path) -> None:
+    made = manifest()
+    await persist(hot, made)
+    told: list[int] = []
+    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=told.append)
+    assert sum(told) == made.size_bytes
+    assert (await cold.listing()).milestones(ID) == {"best"}
+
+    back = Tier("back", DirectoryStore(tmp_path / "back"))
+    await copy_checkpoint(made, cold, back)
+    for name in [*(entry.name for entry in made.files), "manifest.json"]:
+        key = layout.file_key(ID, name)
+        assert (tmp_path / "hot" / key).read_bytes() == (tmp_path / "back" / key).read_bytes()
+    assert (await verify_files(back, made)).sentences == []
+    await back.store.close()
+
+
+async def test_a_copy_may_be_repeated_and_brings_new_milestones(hot: Tier, cold: Tier) -> None:
+    made = manifest()
+    await persist(hot, made)
+    await copy_checkpoint(made, hot, cold)
+    told: list[int] = []
+    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=told.append)
+    assert told == []
+    assert (await cold.listing()).milestones(ID) == {"best"}
+
+
+async def test_the_manifest_keeps_its_very_bytes(hot: Tier, cold: Tier) -> None:
+    """A later minor version may add a field that this one does not know: it must survive the copy."""
+    made = manifest()
+    await persist(hot, made)
+    raw = made.encode().replace(b'"run":', b'"added_later": 1,\n "run":')
+    await hot.store.put_bytes(layout.manifest_key(ID), raw)
+    await copy_checkpoint(made, hot, cold)
+    assert await cold.store.get_bytes(layout.manifest_key(ID), size_max=1 << 20) == raw
+
+
+@pytest.mark.parametrize(("shard", "at"), [(0, 0), (0, (5 << 20) + 1), (1, 0)])
+async def test_a_damaged_shard_is_never_copied(hot: Tier, cold: Tier, shard: int, at: int) -> None:
+    """The error is raised alone, whatever the other shards on their way were at; nothing is marked."""
+    made = manifest()
+    await persist(hot, made)
+    damaged = made.files[shard]
+    flip(hot, damaged.name, at)
+    with pytest.raises(Corrupt, match=f"chunk {at // CHUNK_BYTES} of {len(damaged.chunks)}"):
+        await copy_checkpoint(made, hot, cold, milestones=["best"])
+    found = await cold.listing()
+    assert found.committed == set()
+    assert found.milestones(ID) == frozenset()
+    assert damaged.name not in found.files.get(ID, {})
+    flip(hot, damaged.name, at)
+    await copy_checkpoint(made, hot, cold)
+    assert (await verify_files(cold, made)).sentences == []
+
+
+class Watched(DirectoryStore):
+    """Notes what it has written, in this order; its first shard ends after its second."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+        self._second = asyncio.Event()
+
+    async def put(self, key: str, *args: Any, **kwargs: Any) -> FileEntry:
+        if "rank-00000" in key:
+            await self._second.wait()
+        entry = await super().put(key, *args, **kwargs)
+        self.written.append(entry.name)
+        if "rank-00001" in key:
+            self._second.set()
+        return entry
+
+    async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
+        self.written.append(key.rpartition("/")[2])
+        return await super().put_bytes(key, content, if_absent=if_absent)
+
+
+async def test_shards_go_side_by_side_then_the_markers_and_last_the_manifest(hot: Tier, tmp_path: Path) -> None:
+    made = manifest()
+    await persist(hot, made)
+    store = Watched(tmp_path / "watched")
+    async with asyncio.timeout(60):
+        await copy_checkpoint(made, hot, Tier("cold", store), milestones=["best"], is_healthy=True)
+    markers = [layout.milestone_key(ID, "best"), layout.diagnosis_key(ID, is_healthy=True)]
+    assert store.written == [
+        *(entry.name for entry in reversed(made.files)),
+        *(key.rpartition("/")[2] for key in markers),
+        layout.MANIFEST,
+    ]
+    await store.close()
+
+
+async def test_a_copy_never_replaces_another_checkpoint(hot: Tier, cold: Tier) -> None:
+    await persist(hot, manifest())
+    foreign = manifest(created_at="2025-01-01T00:00:00Z")
+    await cold.commit(foreign)
+    with pytest.raises(Corrupt, match="another checkpoint"):
+        await copy_checkpoint(manifest(), hot, cold)
+    assert await cold.manifest(ID) == foreign
+    with pytest.raises(Corrupt, match="another checkpoint"):
+        await copy_checkpoint(foreign, hot, cold)
+
+
+COPY = """
+import asyncio, sys
+from pathlib import Path
+from tierd.format.ids import checkpoint_id
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier, copy_checkpoint
+
+async def stall():
+    print("stalled", flush=True)
+    await asyncio.Event().wait()
+
+class Stalling(DirectoryStore):
+    async def put(self, key, *args, **kwargs):
+        if sys.argv[3] == "between shards" and "rank-00001" in key:
+            while not [one for one in await self.list() if "rank-00000" in one.key]:
+                await asyncio.sleep(0.01)
+            await stall()
+        return await super().put(key, *args, **kwargs)
+    async def put_bytes(self, key, *args, **kwargs):
+        if sys.argv[3] == "manifest" and key.endswith("manifest.json"):
+            await stall()
+        return await super().put_bytes(key, *args, **kwargs)
+
+class StallingSource(DirectoryStore):
+    shards = set()
+    async def read(self, key, offset, buffer):
+        if sys.argv[3] == "within both shards":
+            self.shards.add(key)
+            if len(self.shards) == 2:
+                await stall()
+            await asyncio.Event().wait()
+        await super().read(key, offset, buffer)
+
+async def main():
+    hot, cold = Tier("hot", StallingSource(Path(sys.argv[1]))), Tier("cold", Stalling(Path(sys.argv[2])))
+    made = await hot.manifest(checkpoint_id("run42", 18000, 3))
+    await copy_checkpoint(made, hot, cold)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("instant", ["within both shards", "between shards", "manifest"])
+async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, tmp_path: Path, instant: str) -> None:
+    made = manifest()
+    await persist(hot, made)
+    target = tmp_path / "target"
+    kill_when_stalled(COPY, str(tmp_path / "hot"), str(target), instant)
+    store = DirectoryStore(target)
+    cold = Tier("cold", store)
+    left = await cold.listing()
+    assert left.committed == set()
+    assert left.partial == (set() if instant == "within both shards" else {ID})
+    # And the next attempt ends well.
+    await copy_checkpoint(made, hot, cold)
+    assert (await cold.listing()).committed == {ID}
+    assert (await verify_files(cold, made)).sentences == []
+    assert await store.sweep_partials() == (2 if instant == "within both shards" else 0)
+    await store.close()
+
+
+async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(moto: str, hot: Tier, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/{uuid4().hex}"
+    made = manifest()
+    await persist(hot, made)
+    cold = open_cold_tier(ColdConfig(url=url, endpoint_url=moto), LimitsConfig())
+    await copy_checkpoint(made, hot, cold)
+    back = Tier("back", DirectoryStore(tmp_path / "back"))
+    with faulty_proxy(moto, lambda method, path: "flip" if method == "GET" and "rank-" in path else "") as proxy:
+        flipping = open_cold_tier(ColdConfig(url=url, endpoint_url=proxy), LimitsConfig())
+        with pytest.raises(Corrupt, match="crc64nvme"):
+            await copy_checkpoint(made, flipping, back)
+        assert len((await verify_files(flipping, made)).sentences) == 2  # the first byte of each file
+        await flipping.store.close()
+    assert await back.store.list() == []
+    await back.store.close()
+    await cold.store.close()
+
+
+# ── many ──
+
+
+async def test_cost_of_a_listing_grows_with_its_length_at_most(hot: Tier, tmp_path: Path) -> None:
+    """Ten times the checkpoints, some ten times the processor: nothing looks at all of them for each."""
+    root = tmp_path / "hot"
+    seconds: dict[int, float] = {}
+    for count in (1_000, 10_000):
+        for step in range(len(seconds) * 1_000, count):
+            folder = root / "run" / checkpoint_id("run", step, 1).name
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").touch()
+            (folder / "rank-00000-of-00001.safetensors").touch()
+        tries: list[float] = []
+        for _ in range(5):  # the best: other tests share the machine
+            begin = time.process_time()
+            found = await hot.listing()
+            tries.append(time.process_time() - begin)
+            assert len(found.committed) == count
+        seconds[count] = min(tries)
+    assert seconds[10_000] < 30 * seconds[1_000]
+
+
+def path(tier: Tier, name: str) -> Path:
+    assert isinstance(tier.store, DirectoryStore)
+    return tier.store.path(layout.file_key(ID, name))
+
+
+def flip(tier: Tier, name: str, at: int) -> None:
+    with path(tier, name).open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)
+        file.seek(at)
+        file.write(bytes([old[0] ^ 1]))

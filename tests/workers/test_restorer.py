@@ -1,0 +1,519 @@
+"""Finds what a trainer asks for: the right checkpoint, the nearest sound replica, and the honest answer when none."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.cli import content, flip_a_bit
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.errors import (
+    BadRequest,
+    Corrupt,
+    Full,
+    NewerFormat,
+    NotFound,
+    TierdError,
+    TierUnreachable,
+    Transient,
+    Unhealthy,
+)
+from tierd.format import checksum, layout, wire
+from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
+from tierd.format.manifest import Manifest
+from tierd.memory.slot_states import SlotEvent
+from tierd.workers import restorer as restorer_module
+from tierd.workers.restorer import Handover, Judge, Restorer, close_all
+
+SHARD = layout.shard_name(Rank(1), 2)
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as found:
+        yield found
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
+
+
+def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None, judge: Judge | None = None) -> Restorer:
+    async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
+        return None
+
+    return Restorer(
+        rooms.memory,
+        rooms.catalog,
+        rooms.hot,
+        rooms.hot_store,
+        rooms.cold,
+        looks or [],
+        metrics=rooms.metrics,
+        incidents=rooms.incidents,
+        judge=judge or nobody_knows,
+    )
+
+
+async def ask(rooms: Rooms, worker: Restorer | None = None, **fields: Any) -> tuple[str, Manifest, list[bytes]]:
+    """(tier, manifest, what the files hold); every descriptor is closed again."""
+    found = await handover(worker or restorer(rooms), **fields)
+    shards = [
+        os.pread(descriptor, entry.size_bytes, 0)
+        for descriptor, entry in zip(found.descriptors, found.manifest.files, strict=True)
+    ]
+    close_all(found.descriptors)
+    return found.tier, found.manifest, shards
+
+
+async def handover(worker: Restorer, **fields: Any) -> Handover:
+    on_progress = fields.pop("on_progress", lambda done, total: None)
+    plain = {"request": 1, "step": None, "generation": None, "milestone": None, "tier": "auto", "exclude": []}
+    return await worker.find(RUN, wire.Find(**plain | fields), on_progress)
+
+
+async def where(rooms: Rooms, **fields: Any) -> tuple[int, str]:
+    return await where_of(rooms, None, **fields)
+
+
+async def where_of(rooms: Rooms, worker: Restorer | None, **fields: Any) -> tuple[int, str]:
+    tier, manifest, shards = await ask(rooms, worker, **fields)
+    for entry, shard in zip(manifest.files, shards, strict=True):
+        assert checksum.encode(checksum.crc64nvme(shard)) == entry.crc64nvme
+    return manifest.step, tier
+
+
+# ── which one ──
+
+
+async def test_trainer_is_told_why_a_newer_checkpoint_was_passed_over(rooms: Rooms) -> None:
+    """To go on from an older step costs work: that is never done in silence."""
+    await rooms.commit("hot", step=100)
+    newer = await rooms.commit("hot", step=200)
+    (rooms.folder("hot", newer.id) / "manifest.json").write_text("{")
+    await rooms.look()
+    found = await handover(restorer(rooms))
+    close_all(found.descriptors)
+    assert found.manifest.step == 100
+    assert [str(newer.id) in why for why in found.passed_over] == [True]
+    found = await handover(restorer(rooms), step=100)
+    close_all(found.descriptors)
+    assert found.passed_over == []
+
+
+def of_a_later_tierd(rooms: Rooms, tier: str, one: Manifest) -> None:
+    """The manifest says so."""
+    (rooms.folder(tier, one.id) / "manifest.json").write_bytes(msgspec.structs.replace(one, format_version=2).encode())
+
+
+async def test_newest_checkpoint_of_a_later_tierd_is_not_passed_over_unless_a_step_is_named(rooms: Rooms) -> None:
+    """To lose work by going back to an older tierd is for a person to decide."""
+    await rooms.commit("hot", step=100)
+    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=200))
+    await rooms.look()
+    with pytest.raises(NewerFormat, match="format version 2") as caught:
+        await ask(rooms)
+    assert "resume=" in caught.value.hint
+    assert await where(rooms, step=100) == (100, "hot")
+
+
+async def test_older_checkpoint_of_a_later_tierd_is_no_matter(rooms: Rooms) -> None:
+    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=100))
+    await rooms.commit("cold", step=200)
+    await rooms.look()
+    assert await where(rooms) == (200, "cold")
+
+
+@pytest.mark.parametrize(("content", "error"), [("{", Corrupt), ('{"format_version": 2}', NewerFormat)])
+async def test_run_whose_only_manifest_cannot_be_read_is_never_answered_with_not_found(
+    rooms: Rooms, content: str, error: type[TierdError]
+) -> None:
+    """Not found means that a trainer may start from scratch."""
+    one = await rooms.commit("hot")
+    (rooms.folder("hot", one.id) / "manifest.json").write_text(content)
+    await rooms.look()
+    with pytest.raises(error):
+        await ask(rooms)
+    with pytest.raises(NotFound):
+        await ask(rooms, step=one.step + 1)
+
+
+async def test_newest_of_a_run_is_known_wherever_it_is_and_whether_or_not_it_can_be_read(rooms: Rooms) -> None:
+    worker = restorer(rooms)
+    assert worker.newest(RUN) is None
+    cold = await rooms.commit("cold", step=100)
+    await rooms.look()
+    assert worker.newest(RUN) == cold.id
+    torn = await rooms.commit("hot", step=200)
+    (rooms.folder("hot", torn.id) / "manifest.json").write_text("{")
+    await rooms.look()
+    assert worker.newest(RUN) == torn.id
+    sealed = rooms.seal(300, [b"one"])
+    assert worker.newest(RUN) == sealed.id
+    assert worker.newest(Run("other")) is None
+    assert worker.unseen() == []
+    rooms.catalog.lost_tier("cold", "no such bucket")
+    assert worker.unseen() == ["cold (no such bucket)"]
+
+
+async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
+    rooms.seal(100, [content(checkpoint_id(RUN, 100, 1), rank, 20_000) for rank in (0, 1)])
+    await rooms.persister().run_once()
+    await rooms.look()
+    (manifest,) = rooms.catalog.held("hot")
+    raw = manifest.encode()
+    for tier in rooms.cold.values():
+        for rank, entry in enumerate(manifest.files):
+            shard = content(manifest.id, rank, 20_000)
+            await tier.store.put(
+                layout.file_key(manifest.id, entry.name), memoryview(shard), size_bytes=20_000, chunk_bytes=1 << 26
+            )
+        await tier.commit(manifest, raw=raw)
+    await rooms.look()
+    assert await where(rooms) == (100, "memory")
+    for tier in ("memory", "hot", "cold", "dr"):
+        assert await where(rooms, tier=tier) == (100, tier)
+    assert await where(rooms, exclude=[f"{manifest.id.name}@memory"]) == (100, "hot")
+
+
+async def test_newest_step_of_the_newest_generation_unless_asked_otherwise(rooms: Rooms) -> None:
+    await rooms.commit("hot", step=900, milestones=("best",))
+    await rooms.commit("hot", step=500, generation=2)
+    await rooms.commit("hot", step=600, generation=2, run="another")
+    await rooms.look()
+    assert await where(rooms) == (500, "hot")
+    assert await where(rooms, step=900) == (900, "hot")
+    assert await where(rooms, generation=1) == (900, "hot")
+    assert await where(rooms, milestone="best") == (900, "hot")
+    for wanted in ({"step": 600}, {"generation": 3}, {"milestone": "worst"}, {"step": 500, "generation": 1}):
+        with pytest.raises(NotFound):
+            await ask(rooms, **wanted)
+
+
+async def test_unhealthy_one_is_passed_by_unless_asked_for(rooms: Rooms) -> None:
+    await rooms.commit("hot", step=100)
+    await rooms.commit("hot", step=200)
+    await rooms.look()
+    rooms.catalog.diagnosed(checkpoint_id(RUN, 200, 1), "hot", is_healthy=False)
+    assert await where(rooms) == (100, "hot")
+    with pytest.raises(Unhealthy, match="000000000200"):
+        await ask(rooms, step=200)
+    assert await where(rooms, step=200, allow_unhealthy=True) == (200, "hot")
+    assert await where(rooms, allow_unhealthy=True) == (200, "hot")
+    rooms.catalog.diagnosed(checkpoint_id(RUN, 100, 1), "hot", is_healthy=False)
+    with pytest.raises(Unhealthy):  # and no NotFound: that would be a start from scratch
+        await ask(rooms)
+
+
+async def test_what_nobody_has_examined_is_judged_before_it_is_handed_over(rooms: Rooms) -> None:
+    await rooms.commit("hot", "cold", step=100)
+    await rooms.commit("cold", step=150, sequence=2)
+    rooms.seal(200)
+    await rooms.look()
+    asked: list[int] = []
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        asked.append(checkpoint.step)
+        return checkpoint.step != 200
+
+    worker = restorer(rooms, judge=judge)
+    found = await handover(worker)
+    close_all(found.descriptors)
+    assert (found.manifest.step, found.tier) == (150, "cold")
+    assert "not finite" in found.passed_over[0]
+    assert asked == [200, 150]
+
+
+async def test_snapshot_that_memory_let_go_of_while_it_was_judged_is_handed_over_from_hot(rooms: Rooms) -> None:
+    rooms.seal(100)
+    await rooms.look()
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        if rooms.memory.find(checkpoint):
+            await rooms.persister().run_once()
+            rooms.seal(200)
+            list(rooms.memory.release(RUN))
+        return True
+
+    found = await handover(restorer(rooms, judge=judge), step=100)
+    close_all(found.descriptors)
+    assert (found.manifest.step, found.tier) == (100, "hot")
+
+
+async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Rooms) -> None:
+    with pytest.raises(BadRequest, match="'colder'"):
+        await ask(rooms, tier="colder")
+
+
+# ── nothing there, and nothing to be seen ──
+
+
+async def test_absent_only_when_every_tier_was_seen(rooms: Rooms) -> None:
+    with pytest.raises(TierUnreachable, match="not looked at yet"):
+        await ask(rooms)
+    await rooms.look()
+    with pytest.raises(NotFound):
+        await ask(rooms)
+    rooms.catalog.lost_tier("dr", "503")
+    for wanted in ("auto", "dr"):
+        with pytest.raises(TierUnreachable, match=r"dr .503."):
+            await ask(rooms, tier=wanted)
+    for wanted in ("memory", "hot", "cold"):
+        with pytest.raises(NotFound):
+            await ask(rooms, tier=wanted)
+
+
+async def test_first_looks_are_waited_for_where_they_matter(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rooms.commit("hot", step=100)
+    await rooms.commit("cold", step=200, sequence=2)
+    looked = asyncio.Event()
+    worker = restorer(rooms, [looked])
+    await rooms.look()
+    rooms.catalog.drop(checkpoint_id(RUN, 200, 1), "cold")
+    assert (await ask(rooms, worker, tier="hot"))[1].step == 100, "no reason to wait"
+    asking = asyncio.ensure_future(ask(rooms, worker))
+    await asyncio.sleep(0)
+    assert not asking.done()
+    await rooms.look()
+    looked.set()
+    assert (await asking)[1].step == 200
+    monkeypatch.setattr(restorer_module, "FIRST_LOOK_TIMEOUT_S", 0.01)
+    assert (await ask(rooms, restorer(rooms, [asyncio.Event()])))[1].step == 200, "but not for ever"
+
+
+async def test_checkpoint_with_a_file_missing_is_damaged_not_absent(rooms: Rooms) -> None:
+    """Absent would let the trainer start from scratch, over the head of what can be mended."""
+    one = await rooms.commit("hot")
+    await rooms.look()
+    (rooms.folder("hot", one.id) / SHARD).unlink()
+    with pytest.raises(Corrupt):
+        await ask(rooms)
+    assert rooms.incidents.recent()[0]["stage"] == "restore"
+
+
+async def test_every_replica_found_damaged_is_told_as_damage(rooms: Rooms) -> None:
+    one = await rooms.commit("hot")
+    await rooms.look()
+    with pytest.raises(Corrupt, match="every replica in reach"):
+        await ask(rooms, exclude=[f"{one.id.name}@hot"])
+
+
+# ── from cold ──
+
+
+async def test_cold_checkpoint_becomes_a_hot_one(rooms: Rooms) -> None:
+    one = await rooms.commit("cold", milestones=("best",))
+    await rooms.look()
+    told: list[tuple[int, int]] = []
+    assert await where(rooms, on_progress=lambda done, total: told.append((done, total))) == (100, "cold")
+    assert (told[0], told[-1]) == ((0, 40_000), (40_000, 40_000))
+    await rooms.look()
+    entry = rooms.catalog.get(one.id)
+    assert entry is not None
+    assert (entry.tiers, entry.milestones["hot"]) == ({"hot", "cold"}, {"best"})
+    assert await where(rooms) == (100, "hot")
+
+
+async def test_several_ranks_that_ask_at_once_fetch_once(rooms: Rooms) -> None:
+    await rooms.commit("cold", size_bytes=3_000_000)
+    await rooms.look()
+    worker = restorer(rooms)
+    answers = await asyncio.gather(*(ask(rooms, worker) for _ in range(8)))
+    assert {tier for tier, _, _ in answers} == {"cold"}
+    assert all(shards == answers[0][2] for _, _, shards in answers)
+    assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == 6_000_000
+
+
+async def test_damaged_cold_chunk_leads_to_the_next_tier_and_then_to_an_older_checkpoint(rooms: Rooms) -> None:
+    await rooms.commit("cold", step=100)
+    hurt = await rooms.commit("cold", "dr", step=200, sequence=2)
+    await rooms.look()
+    flip_a_bit(rooms.folder("cold", hurt.id) / SHARD)
+    assert await where(rooms) == (200, "dr")
+    assert [(one["stage"], one["kind"], one["step"]) for one in rooms.incidents.recent()] == [
+        ("restore", "corrupt", 200)
+    ]
+    assert rooms.count("tierd_verify_failures_total", tier="cold") == 1
+    await rooms.hot.delete(hurt.id)
+    rooms.catalog.drop(hurt.id, "hot")
+    flip_a_bit(rooms.folder("dr", hurt.id) / SHARD)
+    assert await where(rooms) == (100, "cold")
+    assert rooms.steps("hot") == [100]
+    assert not rooms.folder("hot", hurt.id).exists(), "what was fetched of it in vain takes no room"
+
+
+async def test_damaged_hot_replica_is_replaced_from_cold(rooms: Rooms) -> None:
+    one = await rooms.commit("hot", "cold")
+    await rooms.look()
+    flip_a_bit(rooms.folder("hot", one.id) / SHARD)
+    bad = [f"{one.id.name}@hot"]
+    assert await where(rooms, exclude=bad) == (100, "cold")
+    assert await where(rooms) == (100, "hot"), "mended"
+
+
+async def test_hot_replica_that_lost_a_file_is_replaced_from_cold_without_being_asked(rooms: Rooms) -> None:
+    one = await rooms.commit("hot", "cold")
+    await rooms.look()
+    (rooms.folder("hot", one.id) / SHARD).unlink()
+    assert await where(rooms) == (100, "cold")
+    assert await where(rooms) == (100, "hot")
+
+
+async def test_unreadable_hot_manifest_does_not_hide_the_cold_replica(rooms: Rooms) -> None:
+    one = await rooms.commit("hot", "cold")
+    (rooms.folder("hot", one.id) / "manifest.json").write_text("{")
+    (rooms.folder("hot", one.id) / SHARD).unlink()
+    await rooms.look()
+    assert await where(rooms) == (100, "cold")
+    assert (rooms.folder("hot", one.id) / "manifest.json").read_text() == "{", "a person must see it"
+    assert "hot" not in rooms.catalog.get(one.id).tiers  # type: ignore[union-attr]
+
+
+async def test_another_hot_checkpoint_of_the_same_name_is_not_overwritten(rooms: Rooms) -> None:
+    one = await rooms.commit("cold")
+    await rooms.look()
+    await rooms.commit("hot", size_bytes=77)
+    with pytest.raises(BadRequest, match="another checkpoint"):
+        await ask(rooms)
+    assert (rooms.folder("hot", one.id) / SHARD).stat().st_size == 77
+
+
+def arriving(rooms: Rooms) -> list[Path]:
+    return sorted(rooms.hot_store.root.rglob("*.partial"))
+
+
+async def begin_and_cancel(rooms: Rooms, worker: Restorer) -> None:
+    """The fetch of shards of 32 MB is broken off when the first has arrived."""
+    reached: list[int] = []
+    asking = asyncio.ensure_future(ask(rooms, worker, on_progress=lambda done, total: reached.append(done)))
+    while not any(reached):
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_fetch_that_is_cancelled_opens_nothing_and_the_next_one_goes_on(rooms: Rooms) -> None:
+    one = await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    await begin_and_cancel(rooms, restorer(rooms))
+    assert len(arriving(rooms)) == 2
+    assert rooms.steps("hot") == []
+    assert (await ask(rooms, restorer(rooms)))[0] == "cold"
+    read_bytes = rooms.count("tierd_bytes_total", tier="cold", direction="read")
+    assert read_bytes
+    assert read_bytes <= one.size_bytes, "nothing twice that had arrived"
+    assert arriving(rooms) == []
+
+
+async def test_what_one_cold_tier_gave_stays_when_the_next_gives_the_rest(rooms: Rooms) -> None:
+    one = await rooms.commit("cold", "dr", size_bytes=20_000)
+    await rooms.look()
+    flip_a_bit(rooms.folder("cold", one.id) / SHARD)
+    assert await where(rooms) == (100, "dr")
+    for tier in ("cold", "dr"):
+        assert rooms.count("tierd_bytes_total", tier=tier, direction="read") == 20_000
+
+
+async def test_leftovers_go_once_the_run_has_gone_on_from_elsewhere(rooms: Rooms) -> None:
+    await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    await begin_and_cancel(rooms, worker := restorer(rooms))
+    await rooms.commit("hot", step=200, sequence=2)
+    await rooms.look()
+    assert await where_of(rooms, worker) == (200, "hot")
+    assert arriving(rooms) == []
+
+
+async def test_cold_tier_that_goes_away_leaves_what_had_come_for_the_next_time(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await rooms.commit("cold", size_bytes=32 << 20)
+    await rooms.look()
+    read = rooms.cold["cold"].store.read
+
+    async def goes_away(key: str, offset: int, buffer: memoryview) -> None:
+        if key.endswith(SHARD):
+            raise TierUnreachable("gone")
+        await read(key, offset, buffer)
+
+    rooms.hot_store.pieces_in_flight = 1
+    monkeypatch.setattr(rooms.cold["cold"].store, "read", goes_away)
+    worker = restorer(rooms)
+    with pytest.raises(TierUnreachable, match="gone"):
+        await ask(rooms, worker)
+    assert len(arriving(rooms)) == 2
+    monkeypatch.undo()
+    assert await where_of(rooms, worker) == (100, "cold")
+    assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == one.size_bytes
+
+
+async def test_full_disk_does_not_stay_full_of_what_did_not_fit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = await rooms.commit("cold")
+    await rooms.look()
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(Full):
+        await ask(rooms)
+    assert arriving(rooms) == []
+    assert not rooms.folder("hot", one.id).exists()
+
+
+# ── from memory ──
+
+
+async def test_snapshot_that_is_not_written_yet_is_restored_from_memory_with_checksums(rooms: Rooms) -> None:
+    found = rooms.seal(7, [b"one", b"two"])
+    await rooms.look()
+    tier, manifest, shards = await ask(rooms)
+    assert (tier, shards) == ("memory", [b"one", b"two"])
+    assert [entry.crc64nvme for entry in manifest.files] == [
+        checksum.encode(checksum.crc64nvme(shard)) for shard in shards
+    ]
+    assert manifest.encode(), "it can travel"
+    assert all(one.entry is not None for one in found.snapshots.values()), "they are not computed twice"
+
+
+async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Rooms) -> None:
+    """Its slot may hold the next step by now, and the checksums would be right."""
+    size_bytes = 32 << 20
+    older = rooms.seal(7, [bytes(size_bytes)])
+    await rooms.look()
+    asking = asyncio.ensure_future(ask(rooms, tier="memory"))
+    await asyncio.sleep(0)
+    older.failures = 1
+    rooms.seal(8, [b"newer"])
+    list(rooms.memory.release(RUN))
+    with pytest.raises(Transient, match="took its place"):
+        await asking
+    assert await where(rooms) == (8, "memory")
+
+
+async def test_run_whose_memory_was_given_back_in_the_middle_is_no_bug(rooms: Rooms) -> None:
+    found = rooms.seal(7, [bytes(32 << 20)])
+    asking = asyncio.ensure_future(ask(rooms, tier="memory"))
+    await asyncio.sleep(0)
+    for event in (SlotEvent.PERSIST, SlotEvent.PERSISTED):
+        found.move(event)
+    rooms.memory.leave(RUN, Rank(0), now_s=0.0)
+    assert rooms.memory.forget_departed(now_s=1e9, grace_s=0.0) == [RUN]
+    with pytest.raises(TierdError):
+        await asking
+
+
+async def test_more_files_than_a_message_carries_is_told_by_name(rooms: Rooms) -> None:
+    rooms.seal(7, [b"x"] * wire.DESCRIPTORS_MAX)
+    await rooms.look()
+    with pytest.raises(TierdError, match="a message carries 252"):
+        await ask(rooms, tier="memory")

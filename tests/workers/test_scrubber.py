@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bucket import bucket_server
+from tests.support.daemon import serving, wait_until
+from tests.support.damage import cut, flip, lose, rot
+from tests.support.rooms import Rooms, rooms_at
+from tests.support.s3 import BUCKET
+from tierd.config import LimitsConfig, ScrubConfig
+from tierd.errors import TierUnreachable
+from tierd.format.manifest import Manifest
+from tierd.s3.store import S3Store
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.transfer.verify import verify_files
+from tierd.workers.reaper import deletions, halted
+from tierd.workers.recovery import refresh
+from tierd.workers.scrubber import Scrubber
+
+INTERVAL_S = 1000.0
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    async with rooms_at(tmp_path) as found:
+        yield found
+
+
+class Scrub:
+    """A scrubber of one tier, and its clock."""
+
+    def __init__(self, rooms: Rooms, tier: Tier, *others: Tier, **config: Any) -> None:
+        self.now_s = 0.0
+        self.mended = 0
+        self.tier = tier.name
+        self.rooms = rooms
+        tiers = {**rooms.tiers, tier.name: tier, **{one.name: one for one in others}}
+        self.worker = Scrubber(
+            rooms.catalog,
+            tier,
+            tiers,
+            ScrubConfig(**{"interval_s": INTERVAL_S, "deep_share": 0.0, "max_read_mib_s": 0.0} | config),
+            LimitsConfig(),
+            metrics=rooms.metrics,
+            incidents=rooms.incidents,
+            on_mended=self._on_mended,
+            now_s=lambda: self.now_s,
+        )
+
+    def _on_mended(self) -> None:
+        self.mended += 1
+
+    async def at(self, now_s: float) -> None:
+        self.now_s = now_s
+        assert await self.worker.run_once()
+
+    def count(self, proof: str) -> float | None:
+        return self.rooms.count("tierd_scrubbed_checkpoints_total", tier=self.tier, proof=proof)
+
+    def damaged(self) -> list[int]:
+        return [one.step for one in self.rooms.catalog.tiers[self.tier].damaged]
+
+
+async def is_whole(tier: Tier, manifest: Manifest) -> bool:
+    return not (await verify_files(tier, manifest)).problems
+
+
+# ── pace ──
+
+
+async def test_every_replica_has_its_turn_once_in_an_interval_evenly_spread(rooms: Rooms) -> None:
+    for step in range(1, 5):
+        await rooms.commit("hot", step=step, sequence=step)
+    scrub = Scrub(rooms, rooms.hot)
+    await scrub.at(0.0)
+    assert scrub.count("size") == 0  # nobody has listed the tier
+    await rooms.look()
+    seen: list[float | None] = []
+    for now_s in (1.0, 1.0, 240.0, 252.0, 600.0, 752.0, 900.0, 1002.0, 1252.0):
+        await scrub.at(now_s)
+        seen.append(scrub.count("size"))
+    assert seen == [1, 1, 1, 2, 3, 4, 4, 5, 6]
+
+
+async def test_the_share_that_is_read_whole_is_read_and_counted(rooms: Rooms) -> None:
+    made = await rooms.commit("hot")
+    await rooms.look()
+    scrub = Scrub(rooms, rooms.hot, deep_share=1.0)
+    await scrub.at(0.0)
+    assert scrub.count("deep") == 1
+    assert rooms.count("tierd_bytes_total", tier="hot", direction="read") == made.size_bytes
+
+
+# ── what is found ──
+
+
+@pytest.mark.parametrize("tier", ["hot", "cold"])
+async def test_a_damaged_replica_is_told_mended_and_counts_again(rooms: Rooms, tmp_path: Path, tier: str) -> None:
+    made = await rooms.commit("hot", "cold", milestones=("best",))
+    await rooms.look()
+    flip(tmp_path / tier, made, made.files[0].name)
+    scrub = Scrub(rooms, rooms.tiers[tier], deep_share=1.0)
+    await scrub.at(0.0)
+    assert rooms.count("tierd_verify_failures_total", tier=tier) == 1
+    assert rooms.count("tierd_repaired_files_total", tier=tier) == 1
+    assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 1
+    assert "chunk 0 of 1" in rooms.incidents.recent()[0]["message"]
+    assert await is_whole(rooms.tiers[tier], made)
+    assert (scrub.damaged(), scrub.mended) == ([], 1)
+
+    await refresh(rooms.catalog, rooms.tiers[tier])
+    entry = rooms.catalog.get(made.id)
+    assert entry is not None
+    assert entry.tiers == {"hot", "cold"}
+    assert entry.milestones[tier] == {"best"}
+    assert halted(rooms.catalog) == []
+
+
+@pytest.mark.parametrize("way", [lose, cut])
+async def test_what_a_listing_shows_already_is_mended_at_the_next_pass(rooms: Rooms, tmp_path: Path, way: Any) -> None:
+    made = await rooms.commit("hot", "cold")
+    way(tmp_path / "cold", made, made.files[0].name)
+    await rooms.look()
+    assert "unreadable_manifest" in halted(rooms.catalog)[0]
+    scrub = Scrub(rooms, rooms.cold["cold"])
+    await scrub.at(0.0)
+    assert await is_whole(rooms.cold["cold"], made)
+    await rooms.look()
+    assert halted(rooms.catalog) == []
+
+
+async def test_a_replica_that_is_damaged_for_good_is_no_replica_and_halts_deletion(
+    rooms: Rooms, tmp_path: Path
+) -> None:
+    """last_replica: of five only two are kept in hot, but the cold ones are damaged."""
+    for step in range(1, 6):
+        made = await rooms.commit("hot", "cold", step=step, sequence=step * 10)
+        flip(tmp_path / "cold", made, made.files[0].name)
+    await rooms.look()
+    assert [one.tier for one in deletions(rooms.catalog, rooms.config)] == ["hot", "hot"]
+    scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0, repair=False)
+    await scrub.at(0.0)
+    (first,) = scrub.damaged()
+    assert deletions(rooms.catalog, rooms.config) == []
+    assert halted(rooms.catalog)[0].startswith("damaged_replica: run42/")
+    await scrub.at(INTERVAL_S - 1)
+    assert len(scrub.damaged()) == 5
+    assert rooms.count("tierd_verify_failures_total", tier="cold") == 5  # each told once
+    await rooms.look()  # a listing sees nothing wrong, and forgets nothing
+    assert len(scrub.damaged()) == 5
+    assert deletions(rooms.catalog, rooms.config) == []
+
+    await rooms.cold["cold"].delete(next(one for one in rooms.catalog.tiers["cold"].damaged if one.step == first))
+    await rooms.look()
+    assert len(scrub.damaged()) == 4
+
+
+async def test_a_file_that_is_whole_nowhere_is_tried_again_once_in_an_interval_and_later_mended(
+    rooms: Rooms, tmp_path: Path
+) -> None:
+    made = await rooms.commit("hot", "cold")
+    name = made.files[0].name
+    path = rooms.folder("hot", made.id) / name
+    whole = path.read_bytes()
+    for root in (tmp_path / "hot", tmp_path / "cold"):
+        flip(root, made, name)
+    await rooms.look()
+    scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0)
+    for now_s in (0.0, 10.0, INTERVAL_S - 1):
+        await scrub.at(now_s)
+    assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 2  # found, and not mended
+    assert scrub.damaged() == [100]
+    path.write_bytes(whole)
+    await scrub.at(INTERVAL_S)
+    assert scrub.damaged() == []
+    assert await is_whole(rooms.cold["cold"], made)
+
+
+async def test_a_source_that_was_away_is_asked_again_soon(rooms: Rooms, tmp_path: Path) -> None:
+    made = await rooms.commit("hot")
+    await rooms.look()
+    flip(tmp_path / "hot", made, made.files[0].name)
+    away = Tier("dr", DirectoryStore(tmp_path / "dr", create=False))
+    scrub = Scrub(rooms, rooms.hot, away, deep_share=1.0)
+    await scrub.at(0.0)
+    assert scrub.damaged() == [100]
+    there = Tier("dr", DirectoryStore(tmp_path / "dr"))
+    await rooms.commit("cold")
+    await copy_checkpoint(made, rooms.cold["cold"], there)
+    await rooms.cold["cold"].delete(made.id)
+    await scrub.at(LimitsConfig().retry_max_s)
+    assert scrub.damaged() == []
+    for tier in (away, there):
+        await tier.store.close()
+
+
+async def test_a_tier_that_goes_away_in_the_middle_is_asked_again_soon(rooms: Rooms, tmp_path: Path) -> None:
+    made = await rooms.commit("hot", "cold")
+    lose(tmp_path / "cold", made, made.files[0].name)
+    await rooms.look()
+
+    class Away(DirectoryStore):
+        is_away = True
+
+        async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+            if self.is_away:
+                raise TierUnreachable("away")
+            return await super().get_bytes(key, size_max=size_max)
+
+    store = Away(tmp_path / "cold")
+    scrub = Scrub(rooms, Tier("cold", store))
+    with pytest.raises(TierUnreachable):
+        await scrub.at(0.0)
+    store.is_away = False
+    await scrub.at(LimitsConfig().retry_max_s)
+    assert await is_whole(rooms.cold["cold"], made)
+    await store.close()
+
+
+async def test_what_someone_else_mended_counts_again(rooms: Rooms, tmp_path: Path) -> None:
+    made = await rooms.commit("hot")
+    await rooms.look()
+    flip(tmp_path / "hot", made, made.files[0].name)
+    scrub = Scrub(rooms, rooms.hot, deep_share=1.0)
+    await scrub.at(0.0)
+    assert scrub.damaged() == [100]
+    flip(tmp_path / "hot", made, made.files[0].name)  # the same bit again
+    await scrub.at(INTERVAL_S)
+    assert (scrub.damaged(), scrub.mended) == ([], 1)
+
+
+async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(rooms: Rooms) -> None:
+    with bucket_server() as served:
+        cold = Tier("cold", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
+        made = await rooms.commit("hot")
+        await copy_checkpoint(made, rooms.hot, cold)
+        for tier in (rooms.hot, cold):
+            await refresh(rooms.catalog, tier)
+        scrub = Scrub(rooms, cold)
+        await scrub.at(0.0)
+        assert scrub.count("checksum") == 1
+        rot(served, "deep", made, made.files[1].name, is_noticed=True)
+        await scrub.at(INTERVAL_S)
+        assert rooms.count("tierd_repaired_files_total", tier="cold") == 1
+        assert await is_whole(cold, made)
+        await cold.store.close()
+
+
+# ── in the daemon ──
+
+
+def test_the_daemon_mends_what_is_damaged_by_itself_and_says_so(tmp_path: Path) -> None:
+    from tests.support.cli import make_checkpoint
+
+    (tmp_path / "hot").mkdir()
+    made = make_checkpoint(tmp_path / "hot", tmp_path / "cold", run="gpt")
+    flip(tmp_path / "hot", made, made.files[0].name)
+    flip(tmp_path / "cold", made, made.files[1].name)
+    more = '[[cold]]\nname = "cold"\nurl = "file://cold"\n[health]\nexamine = false'
+    environ = {"TIERD_SCRUB_INTERVAL_S": "0.2", "TIERD_SCRUB_DEEP_SHARE": "1"}
+    with serving(tmp_path, more=more, environ=environ) as daemon:
+        for tier in ("hot", "cold"):
+            wait_until(lambda tier=tier: daemon.metric(f'tierd_repaired_files_total{{tier="{tier}"}}') == 1, tier)
+        wait_until(lambda: daemon.status()["halted"] == [], "the replicas to count again")
+        assert daemon.checkpoints("gpt", "hot") == daemon.checkpoints("gpt", "cold") == [100]
+        assert {one["stage"] for one in daemon.status()["failures"]} == {"scrub"}
+        assert daemon.metric('tierd_damaged_checkpoints{tier="hot"}') == 0

@@ -1,0 +1,1 @@
+"""Finds checkpoints with NaN, Inf, or weights that do not change."""

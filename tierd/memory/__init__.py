@@ -1,0 +1,1 @@
+"""The memory tier: the slots of trainers and the snapshots in them."""

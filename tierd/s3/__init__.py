@@ -1,0 +1,1 @@
+"""A bucket as a store: requests, retries, multipart uploads, what each server supports."""
