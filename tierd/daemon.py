@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config, differences
+from tierd.context import DaemonContext
 from tierd.errors import BadConfig, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
@@ -89,130 +89,70 @@ class _Daemon:
         self._config = config
         self._notify_socket = notify_socket
         self._read_config = read_config
-        limits = config.limits
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
-        self._incidents = Incidents(self._metrics, _timestamp)
-        self._catalog = Catalog(names)
         self._memory = MemoryTier()
-        self._hot_store = DirectoryStore(config.hot_path)
-        self._hot = Tier(HOT, self._hot_store)
-        self._cold = {one.name: self._open_cold(one) for one in config.cold}
-        self._tiers = {HOT: self._hot, **self._cold}
+        self._throttle = WriteThrottle(
+            names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
+        )
+        hot_store = DirectoryStore(config.hot_path)
+        context = self._context = DaemonContext(
+            config=config,
+            catalog=Catalog(names),
+            memory=self._memory,
+            hot=Tier(HOT, hot_store),
+            hot_store=hot_store,
+            cold={cold.name: self._open_cold(cold) for cold in config.cold},
+            metrics=self._metrics,
+            incidents=Incidents(self._metrics, lambda: context.timestamp()),
+            throttle=self._throttle,
+            notify=self,
+        )
         self._wakes: dict[str, Wake] = {}
         self._group: asyncio.TaskGroup | None = None
         self._conversations: set[asyncio.Task[None]] = set()
-        self._settled = Wake()
-
-        self._neighbour = WriteThrottle(
-            names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
-        )
-        self._persister = Persister(
-            self._memory,
-            self._hot,
-            self._catalog,
-            metrics=self._metrics,
-            incidents=self._incidents,
-            neighbour=self._neighbour,
-            tell=self._tell,
-            on_settled=self._on_settled,
-        )
-        self._listers = {name: Lister(self._catalog, tier, self._look_interval_s(name))
-                         for name, tier in self._tiers.items()}  # fmt: skip
-        self._replicators = {
-            name: Replicator(
-                self._catalog,
-                self._hot,
-                tier,
-                config,
-                metrics=self._metrics,
-                incidents=self._incidents,
-                neighbour=self._neighbour,
-                tell=self._tell,
-                on_committed=lambda: self._wake("reap"),
-                now=_timestamp,
-            )
-            for name, tier in self._cold.items()
+        self._persist_ended = Wake()
+        self._listers = {
+            name: Lister(context.catalog, tier, self._list_interval_s(name)) for name, tier in context.tiers.items()
         }
-        self._reaper = Reaper(
-            self._catalog,
-            self._memory,
-            self._tiers,
-            config,
-            incidents=self._incidents,
-            on_freed=lambda: self._wake("persist"),
-            on_lost=lambda name: self._wake(f"list {name}"),
-            on_forgotten=lambda run: self._door.forget(run),
-        )
-        self._examiner = Examiner(
-            self._memory,
-            self._catalog,
-            self._hot,
-            self._hot_store,
-            interval_s=limits.reconcile_interval_s,
-            metrics=self._metrics,
-            incidents=self._incidents,
-            now=_timestamp,
-            on_judged=self._on_judged,
-        )
-        self._scrubbers = {
-            name: Scrubber(
-                self._catalog,
-                tier,
-                self._tiers,
-                config.scrub,
-                limits,
-                metrics=self._metrics,
-                incidents=self._incidents,
-                on_mended=lambda name=name: self._wake(f"list {name}"),
-                now_s=time.monotonic,
-            )
-            for name, tier in self._tiers.items()
-        }
-        self._driller = Driller(
-            self._catalog,
-            self._tiers,
-            config,
-            metrics=self._metrics,
-            incidents=self._incidents,
-            now_s=time.monotonic,
-            timestamp_s=lambda: datetime.now(UTC).timestamp(),
-        )
+        self._examiner = Examiner(context)
+        self._workers = self._make_workers()
         restorer = Restorer(
             self._memory,
-            self._catalog,
-            self._hot,
-            self._hot_store,
-            self._cold,
-            [self._listers[name].has_looked for name in self._cold],
+            context.catalog,
+            context.hot,
+            hot_store,
+            context.cold,
+            [self._listers[name].has_looked for name in context.cold],
             metrics=self._metrics,
-            incidents=self._incidents,
+            incidents=context.incidents,
             judge=self._judge,
         )
-        self._door = TrainerDoor(
-            self._memory,
-            self._catalog,
-            self._hot,
-            restorer,
-            config,
-            metrics=self._metrics,
-            incidents=self._incidents,
-            neighbour=self._neighbour,
-            on_whole=self._on_whole,
-            spawn=self._spawn,
-            now=lambda: datetime.now(UTC),
-        )
+        self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         self._operator = Operator(
             config,
-            self._catalog,
+            context.catalog,
             self._memory,
-            self._tiers,
-            self._incidents,
+            context.tiers,
+            context.incidents,
             self._metrics,
-            now=lambda: datetime.now(UTC),
+            now=context.now,
             pid=os.getpid(),
         )
-        self._limits = limits
+
+    def _make_workers(self) -> dict[str, Worker]:
+        """By the name that wakes it; the kind comes first."""
+        context, config = self._context, self._config
+        workers: dict[str, Worker] = {"persist": Persister(context), "reap": Reaper(context)}
+        if config.health.examine:
+            workers["examine"] = self._examiner
+        if config.scrub.interval_s:
+            workers |= {f"scrub {name}": Scrubber(context, tier) for name, tier in context.tiers.items()}
+        if config.drill.interval_s:
+            workers["drill"] = Driller(context)
+        workers |= {f"list {name}": lister for name, lister in self._listers.items()}
+        workers |= {f"replicate {name}": Replicator(context, tier) for name, tier in context.cold.items()}
+        return workers
 
     # ── running ──
 
@@ -220,7 +160,8 @@ class _Daemon:
         """`describe` and `ready` are told the HTTP door's address: before and after all doors are open."""
         stop = self._catch_signals()
         missing: list[CheckpointId] = []
-        await recover(self._catalog, self._hot, self._hot_store, now_s=datetime.now(UTC).timestamp())
+        context = self._context
+        await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         listener = open_listener(self._config.daemon.socket)
         runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)
         try:
@@ -246,7 +187,7 @@ class _Daemon:
                 os.unlink(self._config.daemon.socket)
             listener.close()
             await runner.cleanup()
-            for tier in self._tiers.values():
+            for tier in self._context.tiers.values():
                 await tier.store.close()
         if missing:
             raise Transient(
@@ -256,19 +197,11 @@ class _Daemon:
             )
 
     def _start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        workers: dict[str, Worker] = {"persist": self._persister, "reap": self._reaper}
-        if self._config.health.examine:
-            workers["examine"] = self._examiner
-        if self._config.scrub.interval_s:
-            workers |= {f"scrub {name}": scrubber for name, scrubber in self._scrubbers.items()}
-        if self._config.drill.interval_s:
-            workers["drill"] = self._driller
-        workers |= {f"list {name}": lister for name, lister in self._listers.items()}
-        workers |= {f"replicate {name}": replicator for name, replicator in self._replicators.items()}
-        self._wakes = {name: Wake() for name in workers}
+        self._wakes = {name: Wake() for name in self._workers}
+        limits, record = self._config.limits, self._context.incidents.record
         return [
-            group.create_task(run_forever(worker, self._wakes[name], self._limits, self._incidents.record))
-            for name, worker in workers.items()
+            group.create_task(run_forever(worker, self._wakes[name], limits, record))
+            for name, worker in self._workers.items()
         ]
 
     async def _open_http(self, runner: web.AppRunner) -> str:
@@ -287,12 +220,12 @@ class _Daemon:
     async def _drain(self) -> list[CheckpointId]:
         """Wait until every sealed snapshot is in the hot tier, within the time that the config gives. Returns
         those that are not."""
-        self._neighbour.hurry(self)
+        self._throttle.hurry(self)
         log.info("draining: %d checkpoints on their way to the hot tier", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
             self._wake("persist")  # this is the last chance: no backoff
-            await self._settled.wait(DRAIN_LOOK_S)
+            await self._persist_ended.wait(DRAIN_LOOK_S)
         return [one.id for one in self._memory.pending()]
 
     def _notify_systemd(self, state: str) -> None:
@@ -355,10 +288,10 @@ class _Daemon:
     def _limit_writes(self, tier: str) -> None:
         """The least of what the config allows and what the trainers beside leave."""
         caps = [one.max_upload_mib_s for one in self._config.cold if one.name == tier and one.max_upload_mib_s > 0]
-        limit_mib_s = min([*caps, self._neighbour.limit(tier) / (1 << 20)])
-        self._tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
+        limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
+        self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
-    def _look_interval_s(self, tier: str) -> float:
+    def _list_interval_s(self, tier: str) -> float:
         limits = self._config.limits
         return limits.reconcile_interval_s if tier == HOT else limits.cold_list_interval_s
 
@@ -366,28 +299,41 @@ class _Daemon:
         if worker in self._wakes:
             self._wakes[worker]()
 
-    def _tell(self, run: Run, message: wire.ToClient) -> None:
-        self._door.tell(run, message)
+    # ── Notifier ──
 
-    def _on_whole(self) -> None:
-        """All ranks have sealed a snapshot."""
-        self._neighbour.queued(len(self._memory.pending()))
+    def send(self, run: Run, message: wire.ToClient) -> None:
+        self._door.send(run, message)
+
+    def snapshot_sealed(self) -> None:
+        self._throttle.queued(len(self._memory.pending()))
         self._wake("persist")
         self._wake("examine")
 
-    def _on_settled(self, run: Run) -> None:
-        """A checkpoint was persisted, or could not be."""
-        self._neighbour.queued(len(self._memory.pending()))
-        self._door.settle(run)
-        self._settled()
-        self._on_judged()
+    def persist_ended(self, run: Run) -> None:
+        self._throttle.queued(len(self._memory.pending()))
+        self._door.release_slots(run)
+        self._persist_ended()
+        self.examined()
         self._wake("examine")
 
-    def _on_judged(self) -> None:
-        """What the lifecycle decides may be something else now."""
+    def replicated(self) -> None:
+        self._wake("reap")
+
+    def examined(self) -> None:
         for name in self._wakes:
             if name == "reap" or name.startswith("replicate"):
                 self._wake(name)
+
+    def space_freed(self) -> None:
+        self._wake("persist")
+
+    def relist(self, tier: str) -> None:
+        self._wake(f"list {tier}")
+
+    def run_forgotten(self, run: Run) -> None:
+        self._door.forget(run)
+
+    # ── for the doors ──
 
     async def _judge(self, checkpoint: CheckpointId) -> bool | None:
         health = self._config.health
@@ -400,10 +346,6 @@ class _Daemon:
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)
         return task
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:

@@ -1,10 +1,9 @@
-"""How fast tiers may be written while trainers work beside: a closed loop on the step times that they report.
+"""Slows down writes to the tiers while training steps are slower than usual: a closed loop on reported step times.
 
-What is written while steps take longer than with the daemon at rest gets half of its rate; while they do not, a little
-more with each report, until nothing holds it back. Never so slow that a snapshot would not be durable in half the time
-until the next; and not at all while someone waits for one, while two wait to be persisted, or where no trainer is.
-Plain bookkeeping: no I/O, and the clock is given.
-"""
+While steps take longer than with an idle daemon, the write rate of the busy tiers is halved at each report; while they
+do not, it grows by 10 % at each report until there is no limit. The rate never falls below what makes a snapshot
+durable in half the time until the next one. There is no limit while a peer waits for a snapshot, while two snapshots
+wait to be persisted, or when no trainer is connected. No I/O; the clock is injected. """
 
 from __future__ import annotations
 
@@ -20,43 +19,44 @@ from tierd.format.ids import Run
 from tierd.lifecycle.policy import HOT
 from tierd.metrics import Metrics
 
-REPORT_S = 1.0  # how often a trainer is to say how long its steps take
-REPORTS_REMEMBERED = 64  # of times when nothing was written: a minute of steps is what is usual
-REPORTS_MIN = 5  # before that many of them nothing is judged
-USUAL_SPREAD = 0.9  # as slow as one report in ten is with the daemon at rest is no news
+REPORT_S = 1.0  # how often a trainer reports how long its steps take
+REPORTS_REMEMBERED = 64  # step times while nothing was written: the last minute is the baseline
+REPORTS_MIN = 5  # no limit changes before the baseline has so many reports
+IDLE_QUANTILE = 0.9  # ignore step times below the p90 of those with an idle daemon
 CUT, RECOVERY = 0.5, 1.1
-LOOSE = 4.0  # a limit that is so many times the rate holds nothing back
-HEADROOM = 2.0  # a checkpoint is written in half the time between two
+LOOSE = 4.0  # a limit of so many times the rate has no effect and is removed
+HEADROOM = 2.0  # a checkpoint must be written in half the time between two snapshots
 
 
 @dataclass(slots=True)
 class _Traffic:
-    """Of one tier. `limit` in bytes per second. `begun`: when what is under way began, and what had been written."""
+    """Writes to one tier. `limit`: bytes per second. `started`: the time and `written_bytes` when the current
+    checkpoint began to be written."""
 
     limit: float = math.inf
     written_bytes: int = 0
-    begun: tuple[float, int] | None = None
+    started: tuple[float, int] | None = None
 
     def rate(self, moved_bytes: int, elapsed_s: float, now_s: float) -> float:
-        """Of the time since the last report; where a piece takes longer than that, since the beginning."""
-        if not moved_bytes and self.begun is not None:
-            moved_bytes, elapsed_s = self.written_bytes - self.begun[1], now_s - self.begun[0]
+        """Bytes per second since the last report, or, where no piece has ended since, since the checkpoint began."""
+        if not moved_bytes and self.started is not None:
+            moved_bytes, elapsed_s = self.written_bytes - self.started[1], now_s - self.started[0]
         return moved_bytes / elapsed_s if elapsed_s > 0 else 0.0
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """`usual_s`: step times while nothing was written. `seen`: what each tier had been written by the last report."""
+    """`idle_steps_s`: step times while nothing was written. `written_bytes`: per tier, until the last report."""
 
-    heard_s: float
-    seen: dict[str, int]
-    usual_s: deque[float] = field(default_factory=lambda: deque(maxlen=REPORTS_REMEMBERED))
+    reported_at_s: float
+    written_bytes: dict[str, int]
+    idle_steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=REPORTS_REMEMBERED))
     sealed_at_s: float | None = None
     size_bytes: int = 0
-    interval_s: float = 0.0  # between its last two snapshots; 0: not known yet
+    interval_s: float = 0.0  # between its last two snapshots; 0: there was only one
 
     @property
-    def need(self) -> float:
+    def rate_min(self) -> float:
         """Bytes per second that keep up with its snapshots."""
         if self.sealed_at_s is None:
             return 0.0
@@ -64,7 +64,7 @@ class _Trainer:
 
 
 class WriteThrottle:
-    """`on_limit` is told a tier's name whenever `limit` says something else of it."""
+    """`on_limit` is called with the name of a tier whose `limit` has changed."""
 
     def __init__(
         self,
@@ -78,119 +78,121 @@ class WriteThrottle:
         self.report_s = REPORT_S if config.slowdown_max > 0 else 0.0
         """How often trainers are to report; 0: never."""
         self._slowdown_max = config.slowdown_max
-        self._least = config.write_min_mib_s * (1 << 20)
+        self._rate_min = config.write_min_mib_s * (1 << 20)
         self._traffic = {tier: _Traffic() for tier in tiers}
         self._trainers: dict[Run, _Trainer] = {}
-        self._hurried_until_s: dict[Hashable, float] = {}
-        self._waiting = 0
+        self._unlimited_until_s: dict[Hashable, float] = {}
+        self._queued = 0
         self._metrics = metrics
         self._on_limit = on_limit
         self._now_s = now_s
-        self._told = dict.fromkeys(self._traffic, math.inf)
+        self._limits = dict.fromkeys(self._traffic, math.inf)
 
     def limit(self, tier: str) -> float:
-        """Bytes per second that may be written to it now; infinite when nothing holds it back."""
-        return self._told[tier]
+        """Bytes per second that may be written to the tier now; infinite without a limit."""
+        return self._limits[tier]
 
-    # ── what workers write ──
+    # ── from workers ──
 
     @contextmanager
     def writing(self, tier: str) -> Generator[Callable[[int], None]]:
-        """While a checkpoint is written to the tier. What it yields is told the size of each piece."""
+        """Use around writing a checkpoint to the tier. Yields a function to call with the size of each written
+        piece."""
         traffic = self._traffic[tier]
 
-        def wrote(size_bytes: int) -> None:
+        def count_written(size_bytes: int) -> None:
             traffic.written_bytes += size_bytes
 
-        traffic.begun = self._now_s(), traffic.written_bytes
+        traffic.started = self._now_s(), traffic.written_bytes
         try:
-            yield wrote
+            yield count_written
         finally:
-            traffic.begun = None
+            traffic.started = None
 
     def sealed(self, run: Run, size_bytes: int, at_s: float) -> None:
-        """A snapshot of the run is to be persisted, whole since `at_s`. Of one that is tried again, nothing new."""
+        """A snapshot of the run will be persisted; all ranks had sealed it at `at_s`. Repeating it changes nothing."""
         trainer = self._trainers.get(run)
         if trainer is None:
             return
         if trainer.sealed_at_s is not None and at_s > trainer.sealed_at_s:
             trainer.interval_s = at_s - trainer.sealed_at_s
         trainer.sealed_at_s, trainer.size_bytes = at_s, size_bytes
-        self._settle()
+        self._update_limits()
 
     def queued(self, count: int) -> None:
-        """So many whole snapshots are not persisted yet."""
-        self._waiting = count
-        self._settle()
+        """`count` complete snapshots are not persisted yet."""
+        self._queued = count
+        self._update_limits()
 
-    # ── what trainers say ──
+    # ── from trainers ──
 
-    def heard(self, run: Run, step_s: float) -> None:
-        """The run's steps take so long of late."""
+    def report_step(self, run: Run, step_s: float) -> None:
+        """The run's last steps took `step_s` seconds each."""
         now_s = self._now_s()
         written = {tier: traffic.written_bytes for tier, traffic in self._traffic.items()}
         trainer = self._trainers.get(run)
-        if trainer is None:  # nobody knows what was written during these first steps
+        if trainer is None:  # what was written during these first steps is not known
             self._trainers[run] = _Trainer(now_s, written)
             return
-        moved = {tier: written[tier] - trainer.seen[tier] for tier in written}
-        busy = [tier for tier, traffic in self._traffic.items() if traffic.begun or moved[tier]]
-        elapsed_s, trainer.heard_s, trainer.seen = now_s - trainer.heard_s, now_s, written
+        moved = {tier: written[tier] - trainer.written_bytes[tier] for tier in written}
+        busy = [tier for tier, traffic in self._traffic.items() if traffic.started or moved[tier]]
+        elapsed_s = now_s - trainer.reported_at_s
+        trainer.reported_at_s, trainer.written_bytes = now_s, written
         if not busy:
-            trainer.usual_s.append(step_s)
-        if len(trainer.usual_s) >= REPORTS_MIN:
-            usual_s = statistics.median(trainer.usual_s)
-            self._metrics.step_slowdown_ratio.labels(run).set(step_s / usual_s - 1)
-            slow_s = sorted(trainer.usual_s)[int(USUAL_SPREAD * (len(trainer.usual_s) - 1))]
-            is_slowed = step_s > max(usual_s * (1 + self._slowdown_max), slow_s)
+            trainer.idle_steps_s.append(step_s)
+        if len(trainer.idle_steps_s) >= REPORTS_MIN:
+            idle_s = statistics.median(trainer.idle_steps_s)
+            self._metrics.step_slowdown_ratio.labels(run).set(step_s / idle_s - 1)
+            idle_p90_s = sorted(trainer.idle_steps_s)[int(IDLE_QUANTILE * (len(trainer.idle_steps_s) - 1))]
+            is_slowed = step_s > max(idle_s * (1 + self._slowdown_max), idle_p90_s)
             for tier in busy:
                 traffic = self._traffic[tier]
-                self._judge(traffic, traffic.rate(moved[tier], elapsed_s, now_s), is_slowed)
-        self._settle()
+                self._adjust(traffic, traffic.rate(moved[tier], elapsed_s, now_s), is_slowed)
+        self._update_limits()
 
     def left(self, run: Run) -> None:
-        """Its trainer is gone, and is disturbed by nothing any more."""
+        """The run's trainer has left."""
         if self._trainers.pop(run, None) is not None:
-            self._metrics.step_slowdown_ratio.clear()  # of other runs it is set again with their next report
-            self._settle()
+            self._metrics.step_slowdown_ratio.clear()  # other runs set it again with their next report
+            self._update_limits()
 
-    def hurry(self, who: Hashable, for_s: float = math.inf) -> None:
-        """Somebody waits for a snapshot: nothing is held back for so long, or until `calm`."""
-        self._hurried_until_s[who] = self._now_s() + for_s
-        self._settle()
+    def hurry(self, peer: Hashable, for_s: float = math.inf) -> None:
+        """The peer waits for a snapshot: remove all limits for `for_s` seconds, or until `calm`."""
+        self._unlimited_until_s[peer] = self._now_s() + for_s
+        self._update_limits()
 
-    def calm(self, who: Hashable) -> None:
-        if self._hurried_until_s.pop(who, None) is not None:
-            self._settle()
+    def calm(self, peer: Hashable) -> None:
+        if self._unlimited_until_s.pop(peer, None) is not None:
+            self._update_limits()
 
     # ── the loop ──
 
-    def _judge(self, traffic: _Traffic, rate: float, is_slowed: bool) -> None:
-        """A rate of 0 is one that is not known before the first piece has come through."""
+    def _adjust(self, traffic: _Traffic, rate: float, is_slowed: bool) -> None:
+        """`rate`: bytes per second; 0 before the first piece was written."""
         if is_slowed:
-            known = min(traffic.limit, rate or math.inf)
-            traffic.limit = max(self._floor(), known * CUT)
+            current = min(traffic.limit, rate or math.inf)
+            traffic.limit = max(self._floor(), current * CUT)
         else:
             traffic.limit *= RECOVERY
             if rate > 0 and traffic.limit > LOOSE * rate:
                 traffic.limit = math.inf
 
     def _floor(self) -> float:
-        return max(self._least, sum(trainer.need for trainer in self._trainers.values()))
+        return max(self._rate_min, sum(trainer.rate_min for trainer in self._trainers.values()))
 
-    def _settle(self) -> None:
+    def _update_limits(self) -> None:
         now_s, floor = self._now_s(), self._floor()
-        is_free = not self._trainers or any(until_s > now_s for until_s in self._hurried_until_s.values())
-        found = {
-            tier: math.inf if is_free or (tier == HOT and self._waiting > 1) else max(traffic.limit, floor)
+        is_free = not self._trainers or any(until_s > now_s for until_s in self._unlimited_until_s.values())
+        limits = {
+            tier: math.inf if is_free or (tier == HOT and self._queued > 1) else max(traffic.limit, floor)
             for tier, traffic in self._traffic.items()
         }
-        changed = [tier for tier in found if found[tier] != self._told[tier]]
-        self._told = found
+        changed = [tier for tier in limits if limits[tier] != self._limits[tier]]
+        self._limits = limits
         if changed:
             gauge = self._metrics.write_limit_bytes_per_second
             gauge.clear()
-            for tier, limit in found.items():
+            for tier, limit in limits.items():
                 if limit < math.inf:
                     gauge.labels(tier).set(limit)
         for tier in changed:

@@ -11,20 +11,15 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from tierd.catalog import Catalog
+from tierd.context import DaemonContext
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
 from tierd.format.health import Diagnosis, Examined
 from tierd.format.ids import CheckpointId
-from tierd.incidents import Incidents
-from tierd.memory.tier import MemoryTier
-from tierd.metrics import Metrics
-from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_files
 
 log = logging.getLogger("tierd")
@@ -38,28 +33,13 @@ class Examiner:
     name = "examine"
     is_urgent = True
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        catalog: Catalog,
-        hot: Tier,
-        hot_store: DirectoryStore,
-        *,
-        interval_s: float,
-        metrics: Metrics,
-        incidents: Incidents,
-        now: Callable[[], str],
-        on_judged: Callable[[], None],
-    ) -> None:
-        self.interval_s = interval_s
-        self._memory = memory
-        self._catalog = catalog
-        self._hot = hot
-        self._hot_store = hot_store
-        self._metrics = metrics
-        self._incidents = incidents
-        self._now = now
-        self._on_judged = on_judged
+    def __init__(self, context: DaemonContext) -> None:
+        self.interval_s = context.config.limits.reconcile_interval_s
+        self._context = context
+        self._memory = context.memory
+        self._catalog = context.catalog
+        self._hot = context.hot
+        self._metrics = context.metrics
         self._looking = asyncio.Lock()
         self._done_at = -1  # the catalog's moment when the last pass that did all there was began
         self._hopeless: set[CheckpointId] = set()
@@ -79,7 +59,7 @@ class Examiner:
                 await self.judge(checkpoint)
                 await self._mark(checkpoint)
             except TierdError as error:
-                self._incidents.record(self.name, error, checkpoint)
+                self._context.incidents.record(self.name, error, checkpoint)
                 is_well = False
         if is_well:
             self._done_at = began_at  # unless something has changed since: then the next pass looks again
@@ -107,11 +87,11 @@ class Examiner:
                     raise
                 self._hopeless.add(checkpoint)
                 self._metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
-                self._incidents.record(self.name, error, checkpoint)
+                self._context.incidents.record(self.name, error, checkpoint)
                 return None
         diagnosis = Diagnosis(
             healthy=not found.tensors,
-            examined_at=self._now(),
+            examined_at=self._context.timestamp(),
             tensors=found.tensors,
             not_finite=found.not_finite,
             digest="" if found.tensors else found.digest,  # NaN everywhere is the same weights, and no news
@@ -121,7 +101,7 @@ class Examiner:
             held.diagnosis = diagnosis
         self._tell(checkpoint, diagnosis)
         await self._mark(checkpoint, diagnosis)
-        self._on_judged()
+        self._context.notify.examined()
         return diagnosis
 
     async def is_healthy(self, checkpoint: CheckpointId, wait_s: float) -> bool | None:
@@ -155,7 +135,7 @@ class Examiner:
                 f"{checkpoint} is unhealthy: {diagnosis}",
                 hint="it is not restored unless asked for; docs/RUNBOOK.md#unhealthy-checkpoint",
             )
-            self._incidents.record(self.name, error, checkpoint)
+            self._context.incidents.record(self.name, error, checkpoint)
         self._check_stale(checkpoint, diagnosis.digest)
 
     def _check_stale(self, checkpoint: CheckpointId, digest: str) -> None:
@@ -171,7 +151,7 @@ class Examiner:
                     f"{checkpoint.run}: steps {older} and {newer} have the same weights, bit for bit",
                     hint="does the state hold the model that is trained? docs/RUNBOOK.md#stale-snapshots",
                 )
-                self._incidents.record(self.name, error, checkpoint)
+                self._context.incidents.record(self.name, error, checkpoint)
                 break
         self._digests[checkpoint] = digest
         while len(self._digests) > DIGESTS_KEPT:
@@ -194,7 +174,7 @@ class Examiner:
         with contextlib.ExitStack() as opened:
             files = []
             for file in entry.manifest.files:
-                descriptor = self._hot_store.open_fd(layout.file_key(checkpoint, file.name))
+                descriptor = self._context.hot_store.open_fd(layout.file_key(checkpoint, file.name))
                 opened.callback(os.close, descriptor)
                 files.append((descriptor, file.size_bytes))
             found = await _examine(checkpoint, files)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from tierd.catalog import Catalog, Entry
-from tierd.config import Config
+from tierd.catalog import Entry
+from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
 from tierd.format.ids import CheckpointId, Run
-from tierd.incidents import Incidents
-from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier
 from tierd.transfer.drill import clear, drill
 from tierd.workers.recovery import is_listed
@@ -31,33 +29,20 @@ class Driller:
     name = "drill"
     is_urgent = False
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        tiers: Mapping[str, Tier],
-        config: Config,
-        *,
-        metrics: Metrics,
-        incidents: Incidents,
-        now_s: Callable[[], float],
-        timestamp_s: Callable[[], float],
-    ) -> None:
-        """`now_s`: a clock that never goes back. `timestamp_s`: Unix time."""
-        self.interval_s = config.limits.reconcile_interval_s
-        self._catalog = catalog
-        self._tiers = tiers
-        self._every_s = config.drill.interval_s
-        self._scratch = config.drill_path
-        self._metrics = metrics
-        self._incidents = incidents
-        self._now_s = now_s
-        self._timestamp_s = timestamp_s
+    def __init__(self, context: DaemonContext) -> None:
+        self.interval_s = context.config.limits.reconcile_interval_s
+        self._context = context
+        self._catalog = context.catalog
+        self._metrics = context.metrics
+        self._every_s = context.config.drill.interval_s
+        self._scratch = context.config.drill_path
+        self._now_s = context.monotonic_s
         self._due_at_s: dict[str, float] = {}
         self._proven: dict[tuple[Run, str], CheckpointId] = {}  # the newest of each run in each tier
 
     async def run_once(self) -> bool:
         """Every tier whose time has come. One that fails holds up no other, and is tried again sooner."""
-        for name, tier in self._tiers.items():
+        for name, tier in self._context.tiers.items():
             if name not in self._due_at_s:
                 self._due_at_s[name] = self._now_s() + random.uniform(0.0, SOON) * self._every_s
                 await asyncio.to_thread(clear, name, self._scratch)
@@ -79,10 +64,10 @@ class Driller:
                 return True  # deleted meanwhile
             if isinstance(error, Full):  # nothing that matters is short of room
                 error = Transient(error.message, hint="drill.scratch may be on another disk")
-            self._incidents.record(self.name, error, entry.id)
+            self._context.incidents.record(self.name, error, entry.id)
             return False
         self._metrics.drill_restore_seconds.labels(tier=tier.name).set(done.seconds)
-        self._metrics.drill_last_success_timestamp_seconds.labels(tier=tier.name).set(self._timestamp_s())
+        self._metrics.drill_last_success_timestamp_seconds.labels(tier=tier.name).set(self._context.now().timestamp())
         self._prove(entry.id, tier.name)
         log.info("drill: %s was restored from %s in %.2f s and verified", entry.id, tier.name, done.seconds)
         return True

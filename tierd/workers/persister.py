@@ -1,28 +1,22 @@
-"""Writes whole snapshot sets from their slots to the hot tier, manifest last. Slot to hot: the first durable copy.
+"""Writes complete snapshots from their slots to the hot tier, manifest last: the first durable copy.
 
-durable: `persisted` is said only after fsync of file and directory and rename. A set that cannot be written is
-tried again until a newer one has made it needless; the trainer is told each time.
+durable: `Persisted` is sent only after fsync of file and directory and rename. A snapshot that cannot be written is
+tried again until a newer one replaces it; the trainer gets a message about each failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
 
-from tierd.catalog import Catalog
+from tierd.context import DaemonContext
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
-from tierd.incidents import Incidents
 from tierd.memory.slot_states import SlotEvent
-from tierd.memory.tier import MemoryTier, Snapshot, SnapshotSet
-from tierd.metrics import Metrics
-from tierd.throttle import WriteThrottle
+from tierd.memory.tier import Snapshot, SnapshotSet
 from tierd.tiers.pool import each
 from tierd.tiers.store import Progress
-from tierd.tiers.tier import Tier
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
@@ -30,113 +24,108 @@ SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
 
 class Persister:
     name = "persist"
-    interval_s = 3600.0  # it is woken by every seal
+    interval_s = 3600.0  # every sealed snapshot wakes it
     is_urgent = True
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        hot: Tier,
-        catalog: Catalog,
-        *,
-        metrics: Metrics,
-        incidents: Incidents,
-        neighbour: WriteThrottle,
-        tell: Callable[[Run, wire.ToClient], None],
-        on_settled: Callable[[Run], None],
-    ) -> None:
-        self._memory = memory
-        self._hot = hot
-        self._catalog = catalog
-        self._metrics = metrics
-        self._incidents = incidents
-        self._neighbour = neighbour
-        self._tell = tell
-        self._on_settled = on_settled
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self._hot = context.hot
+        self._catalog = context.catalog
+        self._metrics = context.metrics
 
     async def run_once(self) -> bool:
-        """Every pending set once, those that have gone wrong before last. False when one is still to be written."""
+        """Try every pending snapshot once, those that failed before last. False when one could not be written."""
+        notify = self._context.notify
         tried: set[CheckpointId] = set()
-        is_well = True
-        while untried := [one for one in self._memory.pending() if one.id not in tried]:
-            one = untried[0]
-            tried.add(one.id)
+        is_complete = True
+        while untried := [pending for pending in self._context.memory.pending() if pending.id not in tried]:
+            snapshot_set = untried[0]
+            checkpoint = snapshot_set.id
+            tried.add(checkpoint)
             try:
-                await self._persist(one)
+                await self._persist(snapshot_set)
             except TierdError as error:
-                is_well = False
-                self._incidents.record(self.name, error, one.id)
-                self._tell(one.id.run, _failed(one, error))
+                is_complete = False
+                self._context.incidents.record(self.name, error, checkpoint)
+                notify.send(checkpoint.run, _failed(checkpoint, error))
             else:
-                seconds = time.monotonic() - one.sealed_at_s
-                self._tell(one.id.run, wire.Persisted(step=one.id.step, generation=one.id.generation, seconds=seconds))
-            self._on_settled(one.id.run)
-        return is_well
+                seconds = self._age_s(snapshot_set)
+                persisted = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
+                notify.send(checkpoint.run, persisted)
+            notify.persist_ended(checkpoint.run)
+        return is_complete
 
-    async def _persist(self, one: SnapshotSet) -> None:
-        one.move(SlotEvent.PERSIST)
+    def _age_s(self, snapshot_set: SnapshotSet) -> float:
+        """Seconds since all ranks had sealed it."""
+        return self._context.monotonic_s() - snapshot_set.sealed_at_s
+
+    async def _persist(self, snapshot_set: SnapshotSet) -> None:
+        snapshot_set.move(SlotEvent.PERSIST)
         try:
-            one.manifest = await self._committed_before(one.id) or await self._write(one)
+            snapshot_set.manifest = await self._committed_before(snapshot_set.id) or await self._write(snapshot_set)
         except BaseException:
-            one.failures += 1
-            one.move(SlotEvent.PERSIST_FAILED)
+            snapshot_set.failures += 1
+            snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
-        one.move(SlotEvent.PERSISTED)
+        snapshot_set.move(SlotEvent.PERSISTED)
 
     async def _committed_before(self, checkpoint: CheckpointId) -> Manifest | None:
-        """A trainer sends again what a killed daemon did not acknowledge: it may have been committed, or even have
-        gone on to a cold tier."""
-        known = self._catalog.get(checkpoint)
-        if known is None:
+        """The manifest of a checkpoint that an earlier daemon committed to hot or to a cold tier, and that its trainer
+        sends again because that daemon was killed before it answered."""
+        entry = self._catalog.get(checkpoint)
+        if entry is None:
             return None
-        if self._hot.name in known.tiers:
-            # Whoever wrote it may have been killed before the last fsync, and committing again makes up for that.
-            await self._hot.commit(known.manifest, raw=await self._hot.manifest_bytes(known.manifest))
-        return known.manifest
+        if self._hot.name in entry.tiers:
+            # The earlier daemon may have been killed before its last fsync. Committing again repeats it.
+            await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
+        return entry.manifest
 
-    async def _write(self, one: SnapshotSet) -> Manifest:
+    async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
+        checkpoint = snapshot_set.id
         # Sorted by rank: the manifest lists them so, and the same set gives the same manifest.
-        snapshots = [snapshot for _, snapshot in sorted(one.snapshots.items())]
+        snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
         entries: dict[int, FileEntry] = {}
 
-        if await is_listed(self._hot, one.id):
-            # Not by us, or we would know it: its shards have the names of ours.
+        if await is_listed(self._hot, checkpoint):
+            # The catalog does not have it, so it is not ours; its shards have the same names as ours.
             raise Corrupt(
-                f"write {one.id} in {self._hot.name}: a manifest lies there that is not ours, or cannot be read",
+                f"write {checkpoint} in {self._hot.name}: it holds a manifest that is unreadable or not of this daemon",
                 hint="nothing was overwritten; see docs/RUNBOOK.md#unreadable-manifest",
             )
-        self._neighbour.sealed(one.id.run, sum(snapshot.sealed.size_bytes for snapshot in snapshots), one.sealed_at_s)
+        throttle = self._context.throttle
+        size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshots)
+        throttle.sealed(checkpoint.run, size_bytes, snapshot_set.sealed_at_s)
         try:
-            with self._neighbour.writing(self._hot.name) as wrote:
+            with throttle.writing(self._hot.name) as count_written:
 
                 async def put(snapshot: Snapshot) -> None:
-                    entries[snapshot.rank] = await self._put(one, snapshot, wrote)
+                    entries[snapshot.rank] = await self._put(snapshot_set, snapshot, count_written)
 
                 await each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = await self._commit(one, [entries[snapshot.rank] for snapshot in snapshots])
+            manifest = await self._commit(snapshot_set, [entries[snapshot.rank] for snapshot in snapshots])
         except TierdError:
-            with contextlib.suppress(TierdError):  # what went wrong first is what must be told
-                await clear_uncommitted(self._hot, one.id)
+            with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
+                await clear_uncommitted(self._hot, checkpoint)
             raise
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
-        self._metrics.persist_seconds.observe(time.monotonic() - one.sealed_at_s)
-        self._metrics.snapshots_total.labels(run=one.id.run, outcome="persisted").inc()
+        self._metrics.persist_seconds.observe(self._age_s(snapshot_set))
+        self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
 
-    async def _commit(self, one: SnapshotSet, files: list[FileEntry]) -> Manifest:
-        manifest = manifest_of(one, files, sequence=self._catalog.sequence_max(one.id.run) + 1)
-        # The marker goes before the commit: a milestone that is committed is never without it.
-        milestone = one.head.milestone
+    async def _commit(self, snapshot_set: SnapshotSet, files: list[FileEntry]) -> Manifest:
+        manifest = manifest_of(snapshot_set, files, sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
+        # The marker is written before the commit, so a committed milestone always has it.
+        milestone = snapshot_set.head.milestone
         if milestone is not None:
-            await self._hot.mark_milestone(one.id, milestone, manifest.created_at)
+            await self._hot.mark_milestone(snapshot_set.id, milestone, manifest.created_at)
         await self._hot.commit(manifest)
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest
 
-    async def _put(self, one: SnapshotSet, snapshot: Snapshot, progress: Progress) -> FileEntry:
-        name = layout.shard_name(snapshot.rank, one.world_size)
+    async def _put(self, snapshot_set: SnapshotSet, snapshot: Snapshot, progress: Progress) -> FileEntry:
+        name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
         snapshot.entry = await self._hot.store.put(
-            layout.file_key(one.id, name),
+            layout.file_key(snapshot_set.id, name),
             snapshot.slot.view,
             size_bytes=snapshot.sealed.size_bytes,
             chunk_bytes=checksum.CHUNK_BYTES,
@@ -146,17 +135,17 @@ class Persister:
         return snapshot.entry
 
 
-def manifest_of(one: SnapshotSet, files: list[FileEntry], *, sequence: int) -> Manifest:
-    """The manifest of a whole set, from what rank 0 said when it sealed."""
-    head = one.head
+def manifest_of(snapshot_set: SnapshotSet, files: list[FileEntry], *, sequence: int) -> Manifest:
+    """The manifest of a complete set, from rank 0's `Sealed` message."""
+    head = snapshot_set.head
     return Manifest(
         format_version=FORMAT_VERSION,
-        run=one.id.run,
-        step=one.id.step,
-        generation=one.id.generation,
+        run=snapshot_set.id.run,
+        step=snapshot_set.id.step,
+        generation=snapshot_set.id.generation,
         sequence=sequence,
         parent=head.parent,
-        world_size=one.world_size,
+        world_size=snapshot_set.world_size,
         created_at=head.created_at,
         kind="snapshot",
         metrics=plain_metrics(head.metrics),
@@ -166,10 +155,10 @@ def manifest_of(one: SnapshotSet, files: list[FileEntry], *, sequence: int) -> M
     )
 
 
-def _failed(one: SnapshotSet, error: TierdError) -> wire.Failed:
+def _failed(checkpoint: CheckpointId, error: TierdError) -> wire.Failed:
     return wire.Failed(
-        step=one.id.step,
-        generation=one.id.generation,
+        step=checkpoint.step,
+        generation=checkpoint.generation,
         stage="persist",
         kind=error.kind,
         message=error.message,

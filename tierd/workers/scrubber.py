@@ -8,15 +8,11 @@ in another order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tierd.catalog import Catalog
-from tierd.config import LimitsConfig, ScrubConfig
+from tierd.context import DaemonContext
 from tierd.errors import Corrupt, NewerFormat
 from tierd.format.ids import CheckpointId
-from tierd.incidents import Incidents
-from tierd.metrics import Metrics
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import repair_replica
@@ -39,31 +35,16 @@ class Scrubber:
     name = "scrub"
     is_urgent = False
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        tier: Tier,
-        tiers: Mapping[str, Tier],
-        config: ScrubConfig,
-        limits: LimitsConfig,
-        *,
-        metrics: Metrics,
-        incidents: Incidents,
-        on_mended: Callable[[], None],
-        now_s: Callable[[], float],
-    ) -> None:
-        """`on_mended`: the tier is worth another look. `now_s`: a clock that never goes back."""
-        self.interval_s = limits.reconcile_interval_s
-        self._catalog = catalog
+    def __init__(self, context: DaemonContext, tier: Tier) -> None:
+        self.interval_s = context.config.limits.reconcile_interval_s
+        self._context = context
+        self._catalog = context.catalog
+        self._metrics = context.metrics
         self._tier = tier
-        self._tiers = tiers
-        self._config = config
-        self._retry_s = limits.retry_max_s
-        self._metrics = metrics
-        self._incidents = incidents
-        self._on_mended = on_mended
-        self._now_s = now_s
-        self._bandwidth = Bandwidth(config.max_read_mib_s * (1 << 20))
+        self._config = context.config.scrub
+        self._retry_s = context.config.limits.retry_max_s
+        self._now_s = context.monotonic_s
+        self._bandwidth = Bandwidth(self._config.max_read_mib_s * (1 << 20))
         self._left: list[CheckpointId] = []  # of this round, in random order
         self._count = 0  # of this round
         self._round_began_s = float("-inf")
@@ -130,17 +111,17 @@ class Scrubber:
             self._catalog.damaged(checkpoint, self._tier.name, found.sentences[0])
         if not known.is_told:
             self._metrics.verify_failures_total.labels(tier=self._tier.name).inc(len(found.problems))
-            self._incidents.record(self.name, Corrupt("; ".join(found.sentences[:3]), hint=_HINT), checkpoint)
+            self._context.incidents.record(self.name, Corrupt("; ".join(found.sentences[:3]), hint=_HINT), checkpoint)
             known.is_told = True
         if not self._config.repair:
             known.again_at_s = self._now_s() + self._config.interval_s
             return
-        repair = await repair_replica(self._tier, checkpoint, found, list(self._tiers.values()))
+        repair = await repair_replica(self._tier, checkpoint, found, list(self._context.tiers.values()))
         self._metrics.repaired_files_total.labels(tier=self._tier.name).inc(len(repair.repaired))
         if not repair.refused:
             self._mended(checkpoint)
             return
-        self._incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
+        self._context.incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
         if not repair.is_for_later:
             known.again_at_s = self._now_s() + self._config.interval_s
 
@@ -148,4 +129,4 @@ class Scrubber:
         """It counts again from the next look at the tier on, which sees its markers too."""
         self._catalog.mended(checkpoint, self._tier.name)
         self._known.pop(checkpoint, None)
-        self._on_mended()
+        self._context.notify.relist(self._tier.name)

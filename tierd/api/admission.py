@@ -1,0 +1,204 @@
+"""Admits a peer to the trainers' socket: checks its user and protocol, claims a generation, hands back its slots.
+
+harmless input: a peer of another user is refused. fenced: a trainer of a newer generation closes the sessions of the
+older one. A slot is handed to a new process only when the process that had it mapped is certainly dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+
+import tierd
+from tierd.api.packets import PacketConnection
+from tierd.api.session import FIRST, NO_RANK, TrainerSession, Writer
+from tierd.context import DaemonContext
+from tierd.errors import BadRequest, Stale, TierUnreachable
+from tierd.format import wire
+from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.manifest import CheckpointRef
+from tierd.memory.slot import MappedSlot
+from tierd.memory.slot_states import SlotState
+from tierd.workers.restorer import Restorer, close_all, duplicates
+
+log = logging.getLogger("tierd")
+
+UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # bounds of the tiers named in one Welcome
+
+
+class Admission:
+    """`sessions`: the sessions of all trainers that are connected now; admitting a rank adds to it."""
+
+    def __init__(
+        self, context: DaemonContext, restorer: Restorer, sessions: dict[tuple[Run, Rank], TrainerSession]
+    ) -> None:
+        self._context = context
+        self._memory = context.memory
+        self._catalog = context.catalog
+        self._restorer = restorer
+        self._sessions = sessions
+        self._writers: dict[tuple[Run, Rank], Writer] = {}  # the process that may have a rank's slots mapped
+        self._claiming = asyncio.Lock()
+        self._boot = uuid.uuid4().hex
+
+    async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
+        """The session of a peer that has sent Hello, and the slots that it may adopt. Raises BadRequest, Stale,
+        TierUnreachable, or ConnectionResetError when it has gone."""
+        _check_user(connection)
+        hello = await self._receive_hello(connection)
+        run = check_run(hello.run)
+        if hello.rank is None:
+            return TrainerSession(connection, run, NO_RANK, Generation(0)), {}
+        return await self._enter(connection, hello, run, Rank(hello.rank))
+
+    def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
+        """Queue the answer to Hello, with the descriptors of the slots."""
+        session.post(self._welcome(session, slots), duplicates([slot.fd for slot in slots.values()]))
+
+    def forget_writers(self, run: Run) -> None:
+        """The run's slots were given back: no process can write into them any more."""
+        for key in [key for key in self._writers if key[0] == run and key not in self._sessions]:
+            self._writers.pop(key).close()
+
+    def left(self, session: TrainerSession) -> None:
+        """A rank has left. Its process matters only while there are slots that it may have mapped."""
+        if not self._memory.slots(session.run, session.rank):
+            self._writers.pop((session.run, session.rank)).close()
+
+    async def _receive_hello(self, connection: PacketConnection) -> wire.Hello:
+        try:
+            async with asyncio.timeout(self._context.config.limits.hello_timeout_s):
+                raw, descriptors = await connection.receive()
+        except TimeoutError:
+            raise BadRequest("wait for Hello: the peer sent nothing") from None
+        close_all(descriptors)
+        if not raw:
+            raise ConnectionResetError
+        hello = wire.decode_to_daemon(raw)
+        if not isinstance(hello, wire.Hello):
+            raise BadRequest(f"wait for Hello: the peer sent {type(hello).__name__}")
+        if hello.protocol != wire.PROTOCOL_VERSION:
+            raise BadRequest(
+                f"greet a client {hello.version[:80]}: it speaks protocol {hello.protocol}, this daemon "
+                f"({tierd.__version__}) speaks {wire.PROTOCOL_VERSION}",
+                hint="install the same tierd version in the trainer and the daemon",
+            )
+        return hello
+
+    async def _enter(
+        self, connection: PacketConnection, hello: wire.Hello, run: Run, rank: Rank
+    ) -> tuple[TrainerSession, dict[int, MappedSlot]]:
+        """The session of a trainer's rank, and the slots that it may adopt."""
+        if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
+            raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
+        requested = hello.generation
+        generation = await self._claim(run, rank, hello) if requested is None else Generation(requested)
+        newest = max(self._catalog.generation_max(run), self._memory.generation(run))
+        if not 1 <= generation <= GENERATION_MAX:
+            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_MAX}")
+        if generation < newest:
+            raise Stale(
+                f"join run {run} as generation {generation}: generation {newest} has taken over",
+                hint="another trainer of this run was started later; stop this one",
+            )
+        previous = self._memory.generation(run)
+        self._memory.enter(run, generation, rank, hello.world_size)
+        self._catalog.saw_generation(run, generation)
+        if previous and generation > previous:
+            self._fence(run, generation)
+        key = (run, rank)
+        if key in self._sessions:
+            self._sessions[key].finish()
+        session = self._sessions[key] = TrainerSession(connection, run, rank, generation)
+        slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
+        log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
+        return session, slots
+
+    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> Generation:
+        """A new generation, durably claimed: no daemon that starts later on this directory gives it again."""
+        if rank != 0:
+            raise BadRequest(
+                f"claim a generation of {run} as rank {rank}: only rank 0 does",
+                hint="rank 0 connects first and gives its generation to the others",
+            )
+        await self._restorer.wait_first_looks()
+        unseen = self._restorer.unseen()
+        least = 1
+        if unseen and not self._catalog.generation_max(run) and not self._memory.generation(run):
+            if not hello.starts_anew:
+                raise TierUnreachable(
+                    f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unseen)}",
+                    hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
+                    "with TIERD_RESUME=scratch in the trainer's environment",
+                )
+            # Minutes since 1970, more than any count of starts: generations in the tiers that could not be listed stay
+            # older than this one.
+            least = int(self._context.now().timestamp() / 60)
+        async with self._claiming:
+            generation = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
+            claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
+            while not await self._context.hot.claim_generation(run, Generation(generation), claim):
+                generation += 1
+            self._catalog.saw_generation(run, generation)
+        return Generation(generation)
+
+    def _fence(self, run: Run, generation: Generation) -> None:
+        for key, session in list(self._sessions.items()):
+            if session.run == run and session.generation < generation:
+                session.post(wire.Fenced(generation=generation))
+                session.finish()
+                del self._sessions[key]
+
+    def _take_over_slots(
+        self, session: TrainerSession, pid: int, *, is_same_generation: bool
+    ) -> dict[int, MappedSlot]:
+        """The rank's slots that the process `pid` may adopt, and from now on the process that has them mapped."""
+        run, rank = session.run, session.rank
+        writer, former = Writer.open(pid), self._writers.get((run, rank))
+        is_same_process = former is not None and former.pid == writer.pid and not former.is_dead
+        slots = {}
+        if not (is_same_generation and is_same_process):  # else it only lost its connection and has them mapped
+            slots = self._memory.slots(run, rank)
+            if slots and not (former is not None and former.is_dead):
+                log.warning("%s rank %d: its former trainer may still live; it gets new slots", run, rank)
+                self._memory.detach(run, rank)
+                slots = {}
+        if former is not None:
+            former.close()
+        self._writers[run, rank] = writer
+        return slots
+
+    def _welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> wire.Welcome:
+        config = self._context.config
+        newest = self._restorer.newest(session.run)
+        return wire.Welcome(
+            protocol=wire.PROTOCOL_VERSION,
+            version=tierd.__version__,
+            node=config.daemon.node,
+            boot=self._boot,
+            generation=session.generation,
+            slots=[
+                wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
+                for index, slot in slots.items()
+            ],
+            every_steps=config.snapshot.every_steps,
+            every_s=config.snapshot.every_s,
+            slots_per_rank=config.snapshot.slots,
+            slot_wait_s=config.snapshot.slot_wait_s,
+            when_busy=config.snapshot.when_busy,
+            staging=config.snapshot.staging,
+            stop_grace_s=config.snapshot.stop_grace_s,
+            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
+            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unseen()[:UNSEEN_MAX]],
+            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+        )
+
+
+def _check_user(connection: PacketConnection) -> None:
+    if connection.peer_uid not in (0, os.geteuid()):
+        raise BadRequest(
+            f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, the daemon as {os.geteuid()}",
+            hint="run the daemon and the trainer as the same user",
+        )

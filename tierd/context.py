@@ -1,0 +1,87 @@
+"""What the workers and doors of one daemon share: its config, tiers, catalog, metrics and clocks, and whom to notify.
+
+The daemon builds it once. Clocks are injected, so that tests decide what time it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from tierd.catalog import Catalog
+from tierd.config import Config
+from tierd.format import wire
+from tierd.format.ids import Run
+from tierd.incidents import Incidents
+from tierd.lifecycle.policy import HOT
+from tierd.memory.tier import MemoryTier
+from tierd.metrics import Metrics
+from tierd.throttle import WriteThrottle
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tier import Tier
+
+
+class Notifier(Protocol):
+    """What has happened, for the other workers and the trainers. Every call returns at once."""
+
+    def send(self, run: Run, message: wire.ToClient) -> None:
+        """Send a message to every rank of the run's current generation."""
+        ...
+
+    def snapshot_sealed(self) -> None:
+        """All ranks have sealed a snapshot: it can be persisted and examined."""
+        ...
+
+    def persist_ended(self, run: Run) -> None:
+        """A snapshot was persisted, or an attempt to persist it failed."""
+        ...
+
+    def replicated(self) -> None:
+        """A cold tier has one more replica: hot may evict its own."""
+        ...
+
+    def examined(self) -> None:
+        """A checkpoint has a health verdict: the plan may be different now."""
+        ...
+
+    def space_freed(self) -> None:
+        """A replica was deleted: its tier has room again."""
+        ...
+
+    def relist(self, tier: str) -> None:
+        """What is known of the tier may be wrong: list it again."""
+        ...
+
+    def run_forgotten(self, run: Run) -> None:
+        """The run's slots were given back to the system."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonContext:
+    """`now` is the wall clock, in UTC; `monotonic_s` a clock that never goes back, in seconds."""
+
+    config: Config
+    catalog: Catalog
+    memory: MemoryTier
+    hot: Tier
+    hot_store: DirectoryStore
+    cold: Mapping[str, Tier]
+    metrics: Metrics
+    incidents: Incidents
+    throttle: WriteThrottle
+    notify: Notifier
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    monotonic_s: Callable[[], float] = time.monotonic
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """The tiers with a store, by name: hot first, then the cold ones in the order of the config."""
+        return {HOT: self.hot, **self.cold}
+
+    def timestamp(self) -> str:
+        """The time as ISO 8601 in UTC, to the millisecond."""
+        return self.now().isoformat(timespec="milliseconds")
