@@ -172,7 +172,7 @@ NEVER = {
 }
 
 
-EXCEPT = {"client/tierd_client/export.py": "torch.save"}  # a file for other tools, on somebody's word: decision 30
+EXCEPT = {"client/tierd_client/export.py": "torch.save"}  # for other tools, requested by name: decision 30
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""StopRequests a run at a step that all ranks agree on, and records how it ended."""
+"""Stops a run at a step that all ranks agree on, and records how it ended."""
