@@ -116,7 +116,14 @@ def wait(is_true: Callable[[], object], what: str) -> None:
 
 
 def program(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--record", str(folder / f"{name}.json"), "--config", str(folder / "tierd.toml")]
+    command = [
+        sys.executable,
+        __file__,
+        "--record",
+        str(folder / f"{name}.json"),
+        "--config",
+        str(folder / "tierd.toml"),
+    ]
     with (folder / f"{name}.log").open("wb") as log:
         return subprocess.Popen([*command, *arguments], stderr=log, stdout=log)
 

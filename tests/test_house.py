@@ -129,7 +129,7 @@ DOORS = {
     "the wall clock": Door(
         names=frozenset({"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow"}),
         files={
-            "tierd/daemon.py": "hands `now` to the rooms",
+            "tierd/context.py": "the clock that workers are given",
             "tierd/cli/console.py": "ages, for people",
             "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
@@ -361,6 +361,7 @@ def test_rooms_are_two_levels_deep_at_most() -> None:
 
 TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/generation.py": "client/test_client.py",
+    "tierd/api/admission.py": "api/test_trainer.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     # The verbs are tested as people run them, in a process.
     "tierd/cli/selection.py": "cli/test_restore.py",

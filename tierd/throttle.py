@@ -3,7 +3,7 @@
 While steps take longer than with an idle daemon, the write rate of the busy tiers is halved at each report; while they
 do not, it grows by 10 % at each report until there is no limit. The rate never falls below what makes a snapshot
 durable in half the time until the next one. There is no limit while a peer waits for a snapshot, while two snapshots
-wait to be persisted, or when no trainer is connected. No I/O; the clock is injected. """
+wait to be persisted, or when no trainer is connected. No I/O; the clock is injected."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def test_first_message_must_be_a_hello(daemon: Daemon) -> None:
 
 def test_peer_that_says_nothing_is_dropped(daemon: Daemon) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
-        assert "said nothing" in refusal(peer).message
+        assert "sent nothing" in refusal(peer).message
 
 
 def test_peer_that_only_asks_may_only_ask(daemon: Daemon, run: str) -> None:

@@ -28,17 +28,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
 
 
 def examiner(rooms: Rooms) -> Examiner:
-    return Examiner(
-        rooms.memory,
-        rooms.catalog,
-        rooms.hot,
-        rooms.hot_store,
-        interval_s=1.0,
-        metrics=rooms.metrics,
-        incidents=rooms.incidents,
-        now=lambda: "now",
-        on_judged=lambda: rooms.settled.append(RUN),
-    )
+    return Examiner(rooms.context)
 
 
 def shard(weight: float, *, lr: float = 0.1) -> bytes:

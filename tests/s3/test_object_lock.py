@@ -98,16 +98,7 @@ class House:
     def __init__(self, rooms: Rooms, served: Bucket) -> None:
         self.rooms, self.served = rooms, served
         rooms.cold["cold"] = rooms.tiers["cold"] = Tier("cold", store_at(served.url))
-        self.reaper = Reaper(
-            rooms.catalog,
-            rooms.memory,
-            rooms.tiers,
-            rooms.config,
-            incidents=rooms.incidents,
-            on_freed=lambda: None,
-            on_forgotten=lambda run: None,
-            on_lost=lambda tier: None,
-        )
+        self.reaper = Reaper(rooms.context)
 
     def key(self, step: int, name: str) -> str:
         return layout.file_key(checkpoint_id(RUN, step, 1), name)

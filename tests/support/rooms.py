@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.cli import content, make_manifest
 from tests.support.daemon import make_config, make_memfd, make_sealed
 from tierd.catalog import Catalog
 from tierd.config import Config
+from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
@@ -33,8 +35,10 @@ RUN = Run("run42")
 
 
 class Rooms:
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    """A daemon's context over real directories. It records what workers report instead of acting on it: `sent` has the
+    messages to trainers, `events` the other calls of Notifier."""
+
+    def __init__(self, config: Config, **clocks: Any) -> None:
         names = [cold.name for cold in config.cold]
         self.catalog = Catalog(["hot", *names])
         self.memory = MemoryTier()
@@ -45,42 +49,68 @@ class Rooms:
         self.cold = {
             cold.name: Tier(cold.name, DirectoryStore(Path(cold.url.removeprefix("file://")))) for cold in config.cold
         }
-        self.tiers = {"hot": self.hot, **self.cold}
-        self.neighbour = WriteThrottle(
+        self.throttle = WriteThrottle(
             ["hot", *names], config.daemon, metrics=self.metrics, on_limit=lambda tier: None, now_s=time.monotonic
         )
-        self.told: list[wire.ToClient] = []
-        self.settled: list[Run] = []
+        self.sent: list[wire.ToClient] = []
+        self.events: list[tuple[str, ...]] = []
+        self.context = DaemonContext(
+            config=config,
+            catalog=self.catalog,
+            memory=self.memory,
+            hot=self.hot,
+            hot_store=self.hot_store,
+            cold=self.cold,
+            metrics=self.metrics,
+            incidents=self.incidents,
+            throttle=self.throttle,
+            notify=self,
+            **clocks,
+        )
+        self.tiers = self.context.tiers
+
+    @property
+    def config(self) -> Config:
+        return self.context.config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        self.context = replace(self.context, config=config)
+
+    # ── Notifier ──
+
+    def send(self, run: Run, message: wire.ToClient) -> None:
+        self.sent.append(message)
+
+    def snapshot_sealed(self) -> None:
+        self.events.append(("snapshot_sealed",))
+
+    def persist_ended(self, run: Run) -> None:
+        self.events.append(("persist_ended", run))
+        list(self.memory.release(run))
+
+    def replicated(self) -> None:
+        self.events.append(("replicated",))
+
+    def examined(self) -> None:
+        self.events.append(("examined",))
+
+    def space_freed(self) -> None:
+        self.events.append(("space_freed",))
+
+    def relist(self, tier: str) -> None:
+        self.events.append(("relist", tier))
+
+    def run_forgotten(self, run: Run) -> None:
+        self.events.append(("run_forgotten", run))
+
+    # ── workers ──
 
     def persister(self) -> Persister:
-        def settle(run: Run) -> None:
-            self.settled.append(run)
-            list(self.memory.release(run))
-
-        return Persister(
-            self.memory,
-            self.hot,
-            self.catalog,
-            metrics=self.metrics,
-            incidents=self.incidents,
-            neighbour=self.neighbour,
-            tell=lambda run, message: self.told.append(message),
-            on_settled=settle,
-        )
+        return Persister(self.context)
 
     def replicator(self, tier: str = "cold") -> Replicator:
-        return Replicator(
-            self.catalog,
-            self.hot,
-            self.cold[tier],
-            self.config,
-            metrics=self.metrics,
-            incidents=self.incidents,
-            neighbour=self.neighbour,
-            tell=lambda run, message: self.told.append(message),
-            on_committed=lambda: self.settled.append(RUN),
-            now=lambda: "now",
-        )
+        return Replicator(self.context, self.cold[tier])
 
     def seal(
         self,
@@ -167,8 +197,8 @@ class Rooms:
 
 
 @asynccontextmanager
-async def rooms_at(root: Path, **sections: Any) -> AsyncIterator[Rooms]:
-    rooms = Rooms(make_config(root, **sections))
+async def rooms_at(root: Path, *, clocks: dict[str, Any] | None = None, **sections: Any) -> AsyncIterator[Rooms]:
+    rooms = Rooms(make_config(root, **sections), **(clocks or {}))
     try:
         yield rooms
     finally:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -29,15 +31,12 @@ class Clocked:
     def __init__(self, rooms: Rooms) -> None:
         self.now_s = 0.0
         self.rooms = rooms
-        self.worker = Driller(
-            rooms.catalog,
-            rooms.tiers,
-            rooms.config,
-            metrics=rooms.metrics,
-            incidents=rooms.incidents,
-            now_s=lambda: self.now_s,
-            timestamp_s=lambda: 1e9 + self.now_s,
+        context = replace(
+            rooms.context,
+            monotonic_s=lambda: self.now_s,
+            now=lambda: datetime.fromtimestamp(1e9 + self.now_s, UTC),
         )
+        self.worker = Driller(context)
 
     async def at(self, now_s: float) -> None:
         self.now_s = now_s

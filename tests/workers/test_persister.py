@@ -48,7 +48,7 @@ async def test_set_is_written_byte_by_byte_and_committed_with_what_rank_0_said(r
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best"})
     assert found.is_persisted
-    assert [type(message) for message in rooms.told] == [wire.Persisted]
+    assert [type(message) for message in rooms.sent] == [wire.Persisted]
     assert rooms.count("tierd_snapshots_total", run=RUN, outcome="persisted") == 1
     assert rooms.count("tierd_bytes_total", tier="hot", direction="write") == sum(map(len, shards))
 
@@ -76,7 +76,7 @@ async def test_error_in_one_rank_cancels_the_other_and_leaves_nothing_behind(roo
     assert [path for path in rooms.hot_store.root.rglob("*") if path.is_file()] == []
     assert rooms.catalog.get(found.id) is None
     assert {one.slot.state for one in found.snapshots.values()} == {SlotState.SEALED}
-    (told,) = rooms.told
+    (told,) = rooms.sent
     assert isinstance(told, wire.Failed)
     assert (told.step, told.stage, told.is_final) == (7, "persist", False)
     assert rooms.incidents.recent()[0]["step"] == 7
@@ -98,7 +98,7 @@ async def test_set_that_failed_is_written_when_it_can_be(rooms: Rooms) -> None:
     shard_path(rooms, 7, 1, 2).rmdir()
     assert await persister.run_once()
     assert rooms.steps("hot") == [7]
-    assert [type(message) for message in rooms.told] == [wire.Failed, wire.Persisted]
+    assert [type(message) for message in rooms.sent] == [wire.Failed, wire.Persisted]
 
 
 async def test_failure_of_one_run_does_not_hold_up_another(rooms: Rooms) -> None:
@@ -107,7 +107,7 @@ async def test_failure_of_one_run_does_not_hold_up_another(rooms: Rooms) -> None
     rooms.seal(8, run="healthy")
     assert not await rooms.persister().run_once()
     assert rooms.steps("hot", "healthy") == [8]
-    assert rooms.settled == ["broken", "healthy"]
+    assert rooms.events == [("persist_ended", "broken"), ("persist_ended", "healthy")]
 
 
 async def test_newer_set_supersedes_one_that_cannot_be_written(rooms: Rooms) -> None:
@@ -131,7 +131,7 @@ async def test_snapshot_sent_again_after_its_commit_is_not_written_twice(rooms: 
         await restarted.look()
         restarted.seal(7, resent=True)
         assert await restarted.persister().run_once()
-        assert [type(message) for message in restarted.told] == [wire.Persisted]
+        assert [type(message) for message in restarted.sent] == [wire.Persisted]
         assert restarted.count("tierd_bytes_total", tier="hot", direction="write") == 0
         assert path.stat().st_ino == before
         restarted.seal(8)

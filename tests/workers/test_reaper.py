@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.errors import TierUnreachable
-from tierd.format.ids import CheckpointId, Generation, Rank, Run
+from tierd.format.ids import CheckpointId, Generation, Rank
 from tierd.lifecycle.policy import Verdict
 from tierd.workers.reaper import Reaper, decide, decisions, deletions, halted
 from tierd.workers.recovery import refresh
@@ -29,36 +29,15 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
         yield found
 
 
-class Told:
-    def __init__(self) -> None:
-        self.freed = 0
-        self.lost: list[str] = []
-        self.forgotten: list[Run] = []
-
-    def free(self) -> None:
-        self.freed += 1
-
-
-def reaper(rooms: Rooms, told: Told | None = None) -> Reaper:
-    told = told or Told()
-    return Reaper(
-        rooms.catalog,
-        rooms.memory,
-        rooms.tiers,
-        rooms.config,
-        incidents=rooms.incidents,
-        on_freed=told.free,
-        on_lost=told.lost.append,
-        on_forgotten=told.forgotten.append,
-    )
+def reaper(rooms: Rooms) -> Reaper:
+    return Reaper(rooms.context)
 
 
 async def test_what_no_policy_keeps_goes_from_every_tier(rooms: Rooms) -> None:
-    told = Told()
-    assert await reaper(rooms, told).run_once()
+    assert await reaper(rooms).run_once()
     assert rooms.steps("hot") == rooms.steps("cold") == [500, 400, 300]
     assert sorted(one.step for one in rooms.catalog.held("hot")) == [300, 400, 500]
-    assert told.freed == 4
+    assert rooms.events.count(("space_freed",)) == 4
 
 
 async def test_hot_replica_stays_until_its_selected_cold_copy_is_there(rooms: Rooms) -> None:
@@ -148,9 +127,8 @@ async def test_slots_of_trainers_that_stay_away_are_given_back(tmp_path: Path) -
     async with rooms_at(tmp_path) as rooms:
         rooms.memory.enter(RUN, Generation(1), Rank(0), 1)
         rooms.memory.leave(RUN, Rank(0), now_s=-1e9)
-        told = Told()
-        await reaper(rooms, told).run_once()
-        assert told.forgotten == [RUN]
+        await reaper(rooms).run_once()
+        assert ("run_forgotten", RUN) in rooms.events
         assert rooms.memory.runs() == []
 
 
@@ -174,8 +152,7 @@ async def test_hot_replica_stays_while_the_cold_tier_does_not_answer(rooms: Room
     await rooms.look()
     root = rooms.config.cold[0].url.removeprefix("file://")
     os.rename(root, root + "-unmounted")
-    told = Told()
-    assert not await reaper(rooms, told).run_once()
+    assert not await reaper(rooms).run_once()
     assert 600 in rooms.steps("hot")
     assert not rooms.catalog.tiers["cold"].is_known
-    assert told.lost == ["cold"], "else nothing would be copied there before the next listing, ten minutes later"
+    assert ("relist", "cold") in rooms.events, "or it would get no copy for ten minutes"

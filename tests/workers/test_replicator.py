@@ -31,7 +31,7 @@ async def test_selected_checkpoints_are_copied_newest_first_and_milestones_befor
         await rooms.commit("hot", step=step, milestones=("best",) if step == 100 else ())
     await rooms.look()
     assert await rooms.replicator().run_once()
-    assert [message.step for message in rooms.told if isinstance(message, wire.Replicated)] == [100, 500, 400, 300]
+    assert [message.step for message in rooms.sent if isinstance(message, wire.Replicated)] == [100, 500, 400, 300]
     assert rooms.steps("cold") == [500, 400, 300, 100]
     assert rooms.steps("dr") == []
     one = max(rooms.catalog.held("cold"), key=lambda manifest: manifest.step).id

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.bucket import bucket_server
@@ -36,24 +38,22 @@ class Scrub:
 
     def __init__(self, rooms: Rooms, tier: Tier, *others: Tier, **config: Any) -> None:
         self.now_s = 0.0
-        self.mended = 0
         self.tier = tier.name
         self.rooms = rooms
-        tiers = {**rooms.tiers, tier.name: tier, **{one.name: one for one in others}}
-        self.worker = Scrubber(
-            rooms.catalog,
-            tier,
-            tiers,
-            ScrubConfig(**{"interval_s": INTERVAL_S, "deep_share": 0.0, "max_read_mib_s": 0.0} | config),
-            LimitsConfig(),
-            metrics=rooms.metrics,
-            incidents=rooms.incidents,
-            on_mended=self._on_mended,
-            now_s=lambda: self.now_s,
+        tiers = {**rooms.tiers, tier.name: tier, **{other.name: other for other in others}}
+        scrub = ScrubConfig(**{"interval_s": INTERVAL_S, "deep_share": 0.0, "max_read_mib_s": 0.0} | config)
+        context = replace(
+            rooms.context,
+            config=msgspec.structs.replace(rooms.config, scrub=scrub, limits=LimitsConfig()),
+            hot=tiers.pop("hot"),
+            cold=tiers,
+            monotonic_s=lambda: self.now_s,
         )
+        self.worker = Scrubber(context, tier)
 
-    def _on_mended(self) -> None:
-        self.mended += 1
+    @property
+    def mended(self) -> int:
+        return self.rooms.events.count(("relist", self.tier))
 
     async def at(self, now_s: float) -> None:
         self.now_s = now_s

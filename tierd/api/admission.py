@@ -151,9 +151,7 @@ class Admission:
                 session.finish()
                 del self._sessions[key]
 
-    def _take_over_slots(
-        self, session: TrainerSession, pid: int, *, is_same_generation: bool
-    ) -> dict[int, MappedSlot]:
+    def _take_over_slots(self, session: TrainerSession, pid: int, *, is_same_generation: bool) -> dict[int, MappedSlot]:
         """The rank's slots that the process `pid` may adopt, and from now on the process that has them mapped."""
         run, rank = session.run, session.rank
         writer, former = Writer.open(pid), self._writers.get((run, rank))

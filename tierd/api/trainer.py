@@ -191,9 +191,7 @@ class TrainerDoor:
                 self._memory.abandon(run, generation, rank, message.slot)
             case wire.Sealed():
                 _check_sealed(message)
-                snapshot_set = self._memory.seal(
-                    run, generation, rank, message, now_s=self._context.monotonic_s()
-                )
+                snapshot_set = self._memory.seal(run, generation, rank, message, now_s=self._context.monotonic_s())
                 session.post(wire.Accepted(slot=message.slot, step=message.step))
                 if message.resent:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
