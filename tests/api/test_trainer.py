@@ -88,7 +88,7 @@ def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -
         first.send(wire.Stepped(seconds=0.1))
         first.send(wire.Stepped(seconds=math.nan))
         second.send(wire.Stepped(seconds=0.1))
-        assert "steps of nan s from rank 0" in refusal(first).message
+        assert "step time of nan s from rank 0" in refusal(first).message
         assert "from rank 1" in refusal(second).message
 
 
