@@ -1,10 +1,11 @@
 """Counts the path of the code through the source: how many functions a snapshot and two restores enter.
 
-For each of three walks, `client.snapshot()` until the checkpoint is committed in a bucket, `client.restore()` from the hot
-tier, and `tierd restore --tier cold`, prints the number of distinct functions of tierd that were entered, the number of
-files they are in, and how often the walk came back to a file that it had left: the file changes along the functions in
-the order in which they were first entered, minus the files. Fewer means less to read. Every process records its own
-calls (`sys.setprofile`), the daemon too; the threads of a process are recorded together, in the order of time.
+For each of three walks, `client.snapshot()` until the checkpoint is committed in a bucket, `client.restore()` from the
+hot tier, and `tierd restore --tier cold`, prints the number of distinct functions of tierd that were entered, the
+number of files they are in, and how often the walk came back to a file that it had left: the file changes along the
+functions in the order in which they were first entered, minus the files. Fewer means less to read. Every process
+records its own calls (`sys.setprofile`), the daemon too; the threads of a process are recorded together, in the order
+of time.
 
     python bench/walks.py [--json FILE]
 """
@@ -12,6 +13,7 @@ calls (`sys.setprofile`), the daemon too; the threads of a process are recorded 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import runpy
@@ -85,7 +87,7 @@ def record_program(output: str, arguments: list[str]) -> None:
 
 def summary(calls: list[Call]) -> dict[str, int]:
     files = [file for _, file, _ in sorted(calls)]
-    moves = sum(before != after for before, after in zip(files, files[1:], strict=False)) + 1
+    moves = sum(before != after for before, after in itertools.pairwise(files)) + 1
     return {"functions": len(files), "files": len(set(files)), "returns": moves - len(set(files))}
 
 

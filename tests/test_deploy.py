@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import yaml
 
-from tierd import config
+from tierd import config, config_file
 from tierd.errors import BadConfig, LockHeld
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def keys_of(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, obj
 
 def test_reference_configuration_is_exactly_the_defaults(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "tierd.toml", tmp_path / "given.toml")
-    assert config.load("given.toml", environ={}, cwd=tmp_path) == config.load(environ={}, cwd=tmp_path)
+    assert config_file.load("given.toml", environ={}, cwd=tmp_path) == config_file.load(environ={}, cwd=tmp_path)
 
 
 def test_reference_configuration_shows_every_key_at_its_default() -> None:
@@ -175,7 +175,7 @@ def test_image_runs_our_command_and_not_as_root() -> None:
 
 def test_environment_of_the_image_is_a_configuration_that_loads(tmp_path: Path) -> None:
     environ = dict(re.findall(r"(\w+)=(\S+)", dict(dockerfile())["ENV"]))
-    found = config.load(environ=environ, cwd=tmp_path)
+    found = config_file.load(environ=environ, cwd=tmp_path)
     assert found.listen_address[0] == "0.0.0.0", "else nothing outside the container reaches it"
     assert found.hot.path == environ["TIERD_HOT_PATH"]
     assert found.daemon.socket == environ["TIERD_DAEMON_SOCKET"]
@@ -204,7 +204,7 @@ def trainer() -> dict[str, Any]:
 
 def pod_config(tmp_path: Path) -> config.Config:
     (tmp_path / "tierd.toml").write_text(documents()["ConfigMap"]["data"]["tierd.toml"], encoding="utf-8")
-    return config.load(environ={}, cwd=tmp_path)
+    return config_file.load(environ={}, cwd=tmp_path)
 
 
 def test_every_document_is_what_the_kubernetes_schema_says() -> None:

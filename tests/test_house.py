@@ -66,7 +66,7 @@ DOORS = {
             "tierd/api/packets.py": "the trainers' socket",
             "tierd/api/trainer.py": "accepts on it",
             "tierd/api/operator_socket.py": "the CLI's side of it",
-            "tierd/config.py": "gethostname only",
+            "tierd/config_file.py": "gethostname only",
             "tierd/daemon.py": "sd_notify",
             "tierd/s3/client.py": "cuts a connection that makes no progress",
             "client/tierd_client/session.py": "the trainer's side",
@@ -121,7 +121,7 @@ DOORS = {
     "the environment": Door(
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
-            "tierd/config.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
+            "tierd/config_file.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
             "client/tierd_client/client.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
         },

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tierd.config import ColdConfig, LimitsConfig, cache_folder
+from tierd.config import ColdConfig, LimitsConfig
+from tierd.config_file import cache_folder
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier

@@ -29,7 +29,8 @@ from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, Config, differences
+from tierd.config import ColdConfig, Config
+from tierd.config_file import differences
 from tierd.context import DaemonContext
 from tierd.errors import BadConfig, Transient
 from tierd.format import wire

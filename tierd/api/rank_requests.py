@@ -50,8 +50,8 @@ class Requests:
         doing = f"ask for {request.kind[:40]!r} of {session.run}"
         if request.kind not in wire.REQUESTS:
             raise BadRequest(f"{doing}: expected one of {', '.join(wire.REQUESTS)}")
-        if request.milestone is not None and layout.milestone_of(f"milestone-{request.milestone}.json") is None:
-            raise BadRequest(f"{doing}: {request.milestone[:80]!r} cannot name a milestone")
+        if request.milestone is not None:
+            layout.milestone_file(request.milestone)
         first = self._sessions.get((session.run, FIRST))
         if first is None:
             raise NotFound(

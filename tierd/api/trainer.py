@@ -306,8 +306,8 @@ def _check_sealed(sealed: wire.Sealed) -> None:
     """Check the fields that end up in a manifest, a file name or a metric. Raises BadRequest."""
     doing = f"seal step {sealed.step}"
     _check_seconds(doing, sealed.stall_s)
-    if sealed.milestone is not None and layout.milestone_of(f"milestone-{sealed.milestone}.json") is None:
-        raise BadRequest(f"{doing}: {sealed.milestone!r} cannot name a milestone")
+    if sealed.milestone is not None:
+        layout.milestone_file(sealed.milestone)
     try:
         is_zoned = datetime.fromisoformat(sealed.created_at).tzinfo is not None
     except ValueError:

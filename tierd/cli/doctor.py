@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-from tierd import __version__, config
+from tierd import __version__, config_file
 from tierd.cli import daemon_http, options
 from tierd.cli.console import answer, answer_json
 from tierd.cli.opened_tiers import Settings, look, settings_of
@@ -54,7 +54,7 @@ def doctor(
 
 async def _examine(settings: Settings, only: str | None) -> list[Advice]:
     try:
-        where, loaded = config.found_at(settings.config_file), settings.config()
+        where, loaded = config_file.found_at(settings.config_file), settings.config()
     except BadConfig as error:
         return [problem_of("config", "config", error)]
     names = [HOT, *(cold.name for cold in loaded.cold)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from tierd import config as configuration
+from tierd import config_file
 from tierd.catalog import Catalog
 from tierd.cli.console import say
 from tierd.cli.selection import Wanted
@@ -49,7 +49,7 @@ class Settings:
     wants_traceback: bool = False
 
     def config(self) -> Config:
-        return configuration.load(self.config_file)
+        return config_file.load(self.config_file)
 
 
 def settings_of(context: typer.Context) -> Settings:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tierd.cli.opened_tiers import settings_of
-from tierd.config import notify_socket
+from tierd.config_file import notify_socket
 
 
 def serve(context: typer.Context) -> None:

@@ -47,13 +47,18 @@ def manifest_key(checkpoint: CheckpointId) -> str:
 
 def milestone_key(checkpoint: CheckpointId, milestone: str) -> str:
     """Raises BadRequest when the milestone's name cannot be part of a file name."""
+    return file_key(checkpoint, milestone_file(milestone))
+
+
+def milestone_file(milestone: str) -> str:
+    """The name of the marker file. Raises BadRequest when the milestone's name cannot be part of a file name."""
     name = f"milestone-{milestone}.json"
     if not _MILESTONE.fullmatch(name):
         raise BadRequest(
-            f"{milestone!r} cannot name a milestone",
+            f"{milestone[:80]!r} cannot name a milestone",
             hint="use 1 to 64 letters, digits, '.', '-' or '_', beginning with a letter or digit",
         )
-    return file_key(checkpoint, name)
+    return name
 
 
 def milestone_of(file_name: str) -> str | None:

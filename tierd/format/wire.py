@@ -16,6 +16,7 @@ from tierd.format.manifest import CheckpointRef
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
+SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: chunks of 64 MiB are 26 TB, and the rest of the message has its room
 

@@ -15,12 +15,10 @@ from tierd.errors import BadRequest, Stale
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.wire import Sealed
+from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.slot import MappedSlot
 from tierd.memory.slot_states import SlotEvent, SlotState
-
-SLOTS_PER_RANK_MAX = 16
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ class _RunMemory:
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
     departed_s: float = 0.0  # monotonic time when a rank last left
-    lost: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_PER_RANK_MAX))
+    lost: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
 
 
 class MemoryTier:
@@ -145,9 +143,9 @@ class MemoryTier:
 
     def attach(self, run: Run, rank: Rank, index: int, slot: MappedSlot) -> None:
         """Take a new slot. One it replaces is closed, unless it still holds a snapshot."""
-        if not 0 <= index < SLOTS_PER_RANK_MAX:
+        if not 0 <= index < SLOTS_MAX:
             slot.close()
-            raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_PER_RANK_MAX}")
+            raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
         memory = self._runs[run]
         replaced = memory.slots.setdefault(rank, {}).get(index)
         if replaced is not None and replaced.is_same_memory(slot):

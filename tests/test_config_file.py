@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tierd import config
-from tierd.config import Config, TierPolicy, cache_folder, load
+from tierd.config import Config, TierPolicy
+from tierd.config_file import cache_folder, load
 from tierd.errors import BadConfig
 
 
@@ -154,8 +155,8 @@ def test_wrong_value_in_the_environment_is_refused_by_the_variables_name(tmp_pat
 
 
 def test_environment_does_not_hide_a_file_that_is_wrong_at_the_same_place(tmp_path: Path) -> None:
-    assert "$.hot" in refusal(tmp_path, 'hot = "x"', TIERD_HOT_PATH="/y")
-    assert "$.lifecycle" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")
+    assert "hot is" in refusal(tmp_path, 'hot = "x"', TIERD_HOT_PATH="/y")
+    assert "lifecycle is 3" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")
 
 
 def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -172,10 +173,10 @@ def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
         ("[hot]\npaht = '/x'", "paht"),
         ("[lifecycle.warm]\nkeep_last = 3", "warm"),
         ("[[cold]]\nsecret_key = 'x'", "secret_key"),
-        ("[hot]\npath = 3", "$.hot.path"),
-        ("[snapshot]\nevery_steps = true", "$.snapshot.every_steps"),
+        ("[hot]\npath = 3", "hot.path is 3"),
+        ("[snapshot]\nevery_steps = true", "snapshot.every_steps is True"),
         ("[snapshot]\nwhen_busy = 'panic'", "$.snapshot.when_busy"),
-        ("[cold]\nname = 'cold'", "$.cold"),
+        ("[cold]\nname = 'cold'", "cold is"),
         ("[hot", "Expected"),
         ("[hot]\npath = '/a'\npath = '/b'", "Cannot overwrite"),
     ],
@@ -279,7 +280,7 @@ def test_same_bucket_name_at_two_providers_is_two_places(tmp_path: Path) -> None
 
 
 def test_two_cold_tiers_of_one_name_are_refused(tmp_path: Path) -> None:
-    assert "a name of its own" in refusal(tmp_path, '[[cold]]\nurl = "s3://a"\n[[cold]]\nurl = "s3://b"')
+    assert "a different name" in refusal(tmp_path, '[[cold]]\nurl = "s3://a"\n[[cold]]\nurl = "s3://b"')
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_numbers_that_would_stop_or_empty_something_are_refused_by_key(
 
 
 def test_upload_cap_must_not_be_negative(tmp_path: Path) -> None:
-    assert "cold.max_upload_mib_s" in refusal(tmp_path, '[[cold]]\nurl = "s3://b"\nmax_upload_mib_s = -1')
+    assert "cold[0].max_upload_mib_s" in refusal(tmp_path, '[[cold]]\nurl = "s3://b"\nmax_upload_mib_s = -1')
 
 
 @pytest.mark.parametrize(

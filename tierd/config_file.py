@@ -1,0 +1,258 @@
+"""Reads the configuration: one TOML file and the environment into a checked `Config` with absolute paths.
+
+The file is `--config FILE`, else `$TIERD_CONFIG`, else `./tierd.toml`; without one, the defaults keep everything under
+`./.tierd`. `TIERD_SECTION_KEY` overrides a scalar key. Unknown keys and contradictions are errors. Relative paths are
+relative to the config file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, DaemonConfig, TierPolicy
+from tierd.errors import BadConfig
+
+DEFAULT_FILE = "tierd.toml"
+_SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
+_TIER_WORDS = ("auto", "memory", "hot")
+
+
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """The socket for sd_notify(3); empty when systemd did not start this process."""
+    return environ.get("NOTIFY_SOCKET", "")
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder for caches: $XDG_CACHE_HOME/tierd, else ~/.cache/tierd. None without a home directory."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification says to ignore a relative path
+        base = os.path.join(environ.get("HOME", ""), ".cache")
+    return Path(base, "tierd") if os.path.isabs(base) else None
+
+
+def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
+    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
+    named = option or environ.get("TIERD_CONFIG")
+    if named:
+        path = cwd / named
+        if not path.is_file():
+            raise BadConfig(f"read config {path}: no such file", hint="check --config or $TIERD_CONFIG")
+        return path
+    default = cwd / DEFAULT_FILE
+    return default if default.is_file() else None
+
+
+def found_at(option: str | None) -> str:
+    """The file that `load` reads, as a sentence. Raises BadConfig when a named file does not exist."""
+    path = find_file(option, os.environ, Path.cwd())
+    return str(path) if path else "the built-in defaults, with everything under ./.tierd"
+
+
+def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
+    """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    path = find_file(option, environ, cwd)
+    where = str(path) if path else "the built-in defaults"
+    tree: dict[str, Any] = {"cold": [{}]}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise BadConfig(f"read config {path}: {error}", hint="deploy/tierd.toml is a commented example") from error
+    _apply_environment(tree, environ)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise BadConfig(
+            f"read config {where}: {_explained(error, tree)}", hint="deploy/tierd.toml lists every key with its default"
+        ) from error
+    return _check(_absolute(config, path.parent if path else cwd, where), where)
+
+
+def _explained(error: msgspec.ValidationError, tree: Any) -> str:
+    """msgspec's message, with the value that it refuses: "daemon.nice is 20, expected `int` <= 19"."""
+    expected, _, path = str(error).partition(" - at `$.")
+    if not path or not expected.startswith("Expected"):
+        return str(error)
+    value = tree
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        value = value[key or int(index)]
+    return f"{path.removesuffix('`')} is {value!r}, e{expected[1:]}"
+
+
+def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on."""
+    for keys, kind in _scalars(Config, ()):
+        raw = environ.get("TIERD_" + "_".join(keys).upper())
+        if raw is None:
+            continue
+        section: Any = tree
+        for key in keys[:-1]:
+            section = section.setdefault(key, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            continue  # not a table in the file: msgspec.convert refuses it below
+        try:
+            section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
+        except msgspec.ValidationError as error:
+            name = "TIERD_" + "_".join(keys).upper()
+            raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
+
+
+def _scalars(struct: type[msgspec.Struct], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys, type) of every key that is not a list."""
+    for field in msgspec.structs.fields(struct):
+        keys = (*above, field.encode_name)
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _scalars(field.type, keys)
+        elif get_origin(field.type) is not list:
+            yield keys, field.type
+
+
+def _absolute(config: Config, base: Path, where: str) -> Config:
+    def absolute(key: str, path: str) -> str:
+        if not path:
+            raise _refusal(where, key, path, "a path")
+        return os.path.normpath(base / path)
+
+    def at(cold: ColdConfig) -> ColdConfig:
+        if cold.ca_bundle:
+            cold = msgspec.structs.replace(cold, ca_bundle=absolute(f"cold.ca_bundle of {cold.name}", cold.ca_bundle))
+        if not cold.url.startswith("file://"):
+            return cold
+        path = absolute(f"cold.url of {cold.name}", cold.url.removeprefix("file://"))
+        return msgspec.structs.replace(cold, url=f"file://{path}")
+
+    daemon = msgspec.structs.replace(
+        config.daemon,
+        socket=absolute("daemon.socket", config.daemon.socket),
+        node=socket.gethostname() if config.daemon.node == "auto" else config.daemon.node,
+    )
+    hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
+    scratch = config.drill.scratch and absolute("drill.scratch", config.drill.scratch)
+    drill = msgspec.structs.replace(config.drill, scratch=scratch)
+    cold = [at(cold) for cold in config.cold]
+    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill)
+
+
+def _check(config: Config, where: str) -> Config:
+    _check_daemon(config.daemon, where)
+    if config.limits.retry_max_s < config.limits.retry_min_s:
+        raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
+    _check_policy(config.lifecycle.hot, where, "lifecycle.hot")
+    _check_policy(config.lifecycle.cold, where, "lifecycle.cold")
+    for cold in config.cold:
+        _check_cold(cold, where)
+        if cold.lifecycle is not None:
+            _check_policy(cold.lifecycle, where, f"cold.lifecycle of {cold.name}")
+        _check_storage_classes(cold, cold.lifecycle or config.lifecycle.cold, where)
+    _check_apart(config, where)
+    return config
+
+
+def _check_policy(policy: TierPolicy, where: str, key: str) -> None:
+    """keep_best and best_metric only work together: one without the other would keep nothing."""
+    if policy.keep_best and not policy.best_metric:
+        raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
+    if policy.best_metric and not policy.keep_best:
+        raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
+
+
+def _check_daemon(daemon: DaemonConfig, where: str) -> None:
+    if len(os.fsencode(daemon.socket)) > _SOCKET_PATH_MAX:
+        raise BadConfig(
+            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {daemon.socket}",
+            hint="Unix socket paths are short; use one under /run or /tmp",
+        )
+    host, _, port = daemon.listen.rpartition(":")
+    if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise _refusal(where, "daemon.listen", daemon.listen, "host:port")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
+        raise _refusal(where, "daemon.node", daemon.node, "a host name")
+
+
+def _check_cold(cold: ColdConfig, where: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", cold.name) or cold.name in _TIER_WORDS:
+        raise _refusal(where, "cold.name", cold.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}")
+    if not cold.url.startswith("file:///"):
+        parts = urlsplit(cold.url)
+        # Only a bucket name: credentials in a URL would end up in logs.
+        is_bucket = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parts.netloc)
+        if parts.scheme != "s3" or not is_bucket or parts.query or parts.fragment:
+            raise _refusal(where, f"cold.url of {cold.name}", cold.url, "s3://bucket/prefix or file://directory")
+    if cold.endpoint_url:
+        endpoint = urlsplit(cold.endpoint_url)
+        if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
+            raise _refusal(where, f"cold.endpoint_url of {cold.name}", cold.endpoint_url, "http://host or https://host")
+    if cold.ca_bundle and not os.path.isfile(cold.ca_bundle):
+        raise _refusal(where, f"cold.ca_bundle of {cold.name}", cold.ca_bundle, "a file of CA certificates")
+    if cold.sse_kms_key_id and cold.sse != "aws:kms":
+        raise _refusal(where, f"cold.sse of {cold.name}", cold.sse, "'aws:kms', since sse_kms_key_id is set")
+
+
+def _check_storage_classes(cold: ColdConfig, policy: ColdPolicy, where: str) -> None:
+    for name in ("storage_class", "milestone_storage_class"):
+        key, storage_class = f"cold.{name} of {cold.name}", getattr(cold, name)
+        if storage_class and not cold.url.startswith("s3://"):
+            raise _refusal(where, key, storage_class, "empty: only a bucket has storage classes")
+        if storage_class and not re.fullmatch(r"[A-Z][A-Z0-9_-]{0,63}", storage_class):
+            raise _refusal(
+                where, key, storage_class, "a storage class as S3 spells it, such as STANDARD_IA or GLACIER_IR"
+            )
+    if cold.storage_class in ARCHIVED:
+        expected = "a class that can be read at once: an archived object takes hours to restore"
+        raise _refusal(where, f"cold.storage_class of {cold.name}", cold.storage_class, expected)
+    if cold.milestone_storage_class and not policy.milestones:
+        key = f"cold.milestone_storage_class of {cold.name}"
+        raise _refusal(
+            where, key, cold.milestone_storage_class, "empty: the lifecycle of this tier keeps no milestones"
+        )
+
+
+def _check_apart(config: Config, where: str) -> None:
+    """Two tiers in cold place would make cold replica look like two."""
+    directories = {"hot": config.hot_path}
+    buckets: dict[tuple[str, str], str] = {}
+    for cold in config.cold:
+        if [other.name for other in config.cold].count(cold.name) > 1:
+            raise _refusal(where, "cold.name", cold.name, "a different name for each cold tier")
+        if not cold.url.startswith("file://"):
+            other = buckets.setdefault((cold.url.rstrip("/"), cold.endpoint_url), cold.name)
+            if other != cold.name:
+                raise _refusal(where, f"cold.url of {cold.name}", cold.url, f"another place than that of {other}")
+            continue
+        path = Path(cold.url.removeprefix("file://"))
+        for other, taken in directories.items():
+            if path.is_relative_to(taken) or taken.is_relative_to(path):
+                raise _refusal(where, f"cold.url of {cold.name}", cold.url, f"a directory apart from that of {other}")
+        directories[cold.name] = path
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """The keys whose values differ, such as `cold.dr.region`."""
+    old, new = dict(_named(before, "")), dict(_named(after, ""))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def _named(struct: msgspec.Struct, above: str) -> Iterator[tuple[str, object]]:
+    for name, value in msgspec.structs.asdict(struct).items():
+        if isinstance(value, msgspec.Struct):
+            yield from _named(value, f"{above}{name}.")
+        elif name == "cold" and isinstance(value, list):
+            for cold in value:
+                yield from _named(cold, f"{above}{name}.{cold.name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _refusal(where: str, key: str, found: object, expected: str) -> BadConfig:
+    return BadConfig(f"read config {where}: {key} is {found!r}, expected {expected}")
