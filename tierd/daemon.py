@@ -1,8 +1,8 @@
-"""The daemon: builds the rooms, wires them, runs them in one TaskGroup, and drains on SIGTERM. Decides nothing else.
+"""The daemon: builds the workers and the sockets, runs them in one TaskGroup, and drains on SIGTERM.
 
-Order at start: lock, recover the hot tier, then open the doors; the cold tiers are looked at afterwards, so that
-a dead S3 never keeps a trainer waiting. Order at the end: doors stay open while sealed snapshots reach the hot
-tier, then everything stops. A second signal ends it at once.
+At start: lock the hot directory, recover the hot tier, then open the sockets; cold tiers are listed afterwards, so that
+an unreachable S3 never delays a trainer. At the end: the sockets stay open until sealed snapshots are in the hot tier,
+then everything stops. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ def serve(
     notify_socket: str = "",
     read_config: Callable[[], Config] | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT. `ready` is told the address of the HTTP door once all doors are open.
-    `notify_socket`: where systemd wants to hear of it. `read_config`: how SIGHUP reads the config anew.
+    """Run until SIGTERM or SIGINT. `ready` is called with the HTTP address once all sockets are open. `notify_socket`:
+    the socket of sd_notify(3). `read_config`: reads the config again on SIGHUP.
 
-    Raises LockHeld, BadConfig or TierUnreachable when it cannot start; nothing has been changed then. Raises
-    Transient at the end when a sealed snapshot did not reach the hot tier in time.
+    Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
+    end when a sealed snapshot did not reach the hot tier in time.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     _raise_descriptor_limit()
-    _step_back(config.daemon.nice)
+    _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
-    with lock(config.hot_path, about) as held:
+    with lock(config.hot_path, about) as hot_lock:
         daemon = _Daemon(config, notify_socket, read_config)
-        asyncio.run(daemon.run(lambda address: held.describe({**about, "listen": address}), ready))
+        asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address}), ready))
 
 
 class _Daemon:
-    """All rooms of one daemon, built once."""
+    """One daemon. It is the Notifier of its workers."""
 
     def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config] | None) -> None:
         self._config = config
@@ -158,7 +158,7 @@ class _Daemon:
     # ── running ──
 
     async def run(self, describe: Callable[[str], None], ready: Callable[[str], None] | None) -> None:
-        """`describe` and `ready` are told the HTTP door's address: before and after all doors are open."""
+        """`describe` and `ready` are called with the HTTP address: before and after all sockets are open."""
         stop = self._catch_signals()
         missing: list[CheckpointId] = []
         context = self._context
@@ -219,13 +219,13 @@ class _Daemon:
         return f"{found_host}:{found_port}"
 
     async def _drain(self) -> list[CheckpointId]:
-        """Wait until every sealed snapshot is in the hot tier, within the time that the config gives. Returns
-        those that are not."""
+        """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most. Returns those that
+        are not."""
         self._throttle.hurry(self)
-        log.info("draining: %d checkpoints on their way to the hot tier", len(self._memory.pending()))
+        log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
-            self._wake("persist")  # this is the last chance: no backoff
+            self._wake("persist")  # the last chance: no backoff
             await self._persist_ended.wait(DRAIN_LOOK_S)
         return [one.id for one in self._memory.pending()]
 
@@ -256,29 +256,29 @@ class _Daemon:
         return stop
 
     def _reload(self, read_config: Callable[[], Config]) -> None:
-        """Upload caps may change while it runs; of any other key that has changed, the log says that it has not."""
+        """SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
         try:
             fresh = read_config()
         except BadConfig as error:
-            log.error("SIGHUP: nothing was changed: %s", error)
+            log.error("SIGHUP: the config was not changed: %s", error)
             return
-        caps = {one.name: one.max_upload_mib_s for one in fresh.cold}
+        caps = {tier.name: tier.max_upload_mib_s for tier in fresh.cold}
         cold: list[ColdConfig] = []
-        for one in self._config.cold:
-            cap = caps.get(one.name, one.max_upload_mib_s)
-            if cap != one.max_upload_mib_s:
-                log.info("SIGHUP: max_upload_mib_s of %s is %g now, was %g", one.name, cap, one.max_upload_mib_s)
-            cold.append(msgspec.structs.replace(one, max_upload_mib_s=cap))
+        for tier in self._config.cold:
+            cap = caps.get(tier.name, tier.max_upload_mib_s)
+            if cap != tier.max_upload_mib_s:
+                log.info("SIGHUP: max_upload_mib_s of %s is now %g, was %g", tier.name, cap, tier.max_upload_mib_s)
+            cold.append(msgspec.structs.replace(tier, max_upload_mib_s=cap))
         others = differences(msgspec.structs.replace(self._config, cold=cold), fresh)
         if others:
-            log.warning("SIGHUP: changed, and not in force before a restart: %s", ", ".join(others))
+            log.warning("SIGHUP: these keys changed and need a restart: %s", ", ".join(others))
         elif cold == self._config.cold:
-            log.info("SIGHUP: nothing has changed in the config")
+            log.info("SIGHUP: the config has not changed")
         self._config = msgspec.structs.replace(self._config, cold=cold)
-        for one in cold:
-            self._limit_writes(one.name)
+        for tier in cold:
+            self._limit_writes(tier.name)
 
-    # ── wiring ──
+    # ── tiers ──
 
     def _open_cold(self, cold: ColdConfig) -> Tier:
         def on_request(operation: str, code: str) -> None:
@@ -287,8 +287,8 @@ class _Daemon:
         return open_cold_tier(cold, self._config.limits, on_request)
 
     def _limit_writes(self, tier: str) -> None:
-        """The least of what the config allows and what the trainers beside leave."""
-        caps = [one.max_upload_mib_s for one in self._config.cold if one.name == tier and one.max_upload_mib_s > 0]
+        """Apply the lower of the config's upload cap and the write throttle."""
+        caps = [cold.max_upload_mib_s for cold in self._config.cold if cold.name == tier and cold.max_upload_mib_s > 0]
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
         self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
@@ -350,22 +350,22 @@ class _Daemon:
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:
-    """What has to be safe is safe, and the rest may be killed at any instant: no request to a region that does not
-    answer keeps the process alive."""
+    """Everything durable is done, and the rest may be killed at any instant: no pending request to an unreachable
+    region may keep the process alive."""
     timer = threading.Timer(seconds, os._exit, [exit_code])
     timer.daemon = True
     timer.start()
 
 
-def _step_back(nice: int) -> None:
-    """Behind whoever trains. Each thread begins with the priority of the one that starts it, and the disk's follows
-    the processor's where nobody has set it: ioprio_set(2)."""
+def _lower_priority(nice: int) -> None:
+    """Run below the training. A new thread inherits the priority of its creator, and the I/O priority follows the CPU
+    priority unless it was set: ioprio_set(2)."""
     if nice:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it, and it is only a courtesy
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _raise_descriptor_limit() -> None:
-    """Each slot takes two descriptors, each connection two; the usual soft limit of 1024 is for select()."""
+    """Each slot and each connection needs two descriptors; the usual soft limit of 1024 exists for select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -76,7 +76,7 @@ async def test_what_lies_in_hot_unexamined_is_looked_at_there_and_only_once(
     async def never(*_: object) -> Examined:
         raise AssertionError("looked at again")
 
-    monkeypatch.setattr(examiner_module, "_examine", never)
+    monkeypatch.setattr(examiner_module, "_run_program", never)
     await rooms.look()
     assert await examiner(rooms).run_once(), "its markers say it to any later daemon"
     assert rooms.catalog.get(checkpoint_id(RUN, 1, 1)).healthy is True  # type: ignore[union-attr]
@@ -87,7 +87,7 @@ async def test_a_slot_that_is_given_back_while_it_is_read_leaves_the_verdict_to_
 ) -> None:
     one = rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
-    real = examiner_module._examine
+    real = examiner_module._run_program
     sources: list[str] = []
 
     async def overwritten(checkpoint: object, files: list[tuple[int, int]]) -> Examined:
@@ -100,8 +100,8 @@ async def test_a_slot_that_is_given_back_while_it_is_read_leaves_the_verdict_to_
         sources.append("file")
         return await real(checkpoint, files)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(examiner_module, "_examine", overwritten)
-    await examiner(rooms).judge(one.id)
+    monkeypatch.setattr(examiner_module, "_run_program", overwritten)
+    await examiner(rooms).examine(one.id)
     assert sources == ["slot", "file"]
     assert markers(rooms, "hot", 1) == ["healthy.json"]
 
@@ -116,7 +116,7 @@ async def test_bits_that_flipped_on_the_disk_are_damage_and_no_verdict(rooms: Ro
     rooms.seal(2, [shard(2.0)])
     list(rooms.memory.release(RUN))
     assert rooms.memory.find(one.id) is None
-    await examiner(rooms).judge(one.id)
+    await examiner(rooms).examine(one.id)
     assert markers(rooms, "hot", 1) == []
     assert [found["kind"] for found in rooms.incidents.recent()] == ["corrupt"]
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="failed") == 1
@@ -139,10 +139,10 @@ async def test_a_process_that_dies_or_hangs_is_tried_again(rooms: Rooms, monkeyp
     assert not await worker.run_once()
     assert "ended with code 1" in rooms.incidents.recent()[0]["message"]
     monkeypatch.undo()
-    monkeypatch.setattr(examiner_module, "LOOK_MIN_S", 0.0)
-    monkeypatch.setattr(examiner_module, "LOOK_MIN_BYTES_S", 1e12)
+    monkeypatch.setattr(examiner_module, "TIMEOUT_MIN_S", 0.0)
+    monkeypatch.setattr(examiner_module, "RATE_MIN_BYTES_S", 1e12)
     with pytest.raises(Transient, match="no answer"):
-        await worker.judge(one.id)
+        await worker.examine(one.id)
     monkeypatch.undo()
     assert await worker.run_once()
     assert one.diagnosis is not None

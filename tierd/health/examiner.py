@@ -1,8 +1,8 @@
-"""Has every checkpoint examined once: are all its numbers finite, and has anything been trained since the last one?
+"""Examines every checkpoint once: whether all its numbers are finite, and whether the weights changed since the last
+one.
 
-The diagnosis goes into a marker beside the manifest. The look itself is another process at the lowest priority
-(tierd/health/program.py), started when there is something to look at; it reads slots, else the hot tier's files.
-"""
+The diagnosis is a marker beside the manifest. A process of the lowest priority (tierd/health/program.py) does the work;
+it is started for each checkpoint and reads its slots, or else the files in the hot tier."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from tierd.transfer.verify import verify_files
 log = logging.getLogger("tierd")
 
 PROGRAM = "tierd.health.program"
-LOOK_MIN_S, LOOK_MIN_BYTES_S = 120.0, 5 << 20  # a look at the lowest priority, beside a training that takes all cores
-DIGESTS_KEPT = 64  # of the last checkpoints, of all runs together
+# The timeout of one examination: it has the lowest priority, beside a training that uses all cores.
+TIMEOUT_MIN_S, RATE_MIN_BYTES_S = 120.0, 5 << 20
+DIGESTS_KEPT = 64  # weight digests of the last checkpoints of all runs
 
 
 class Examiner:
@@ -40,96 +41,94 @@ class Examiner:
         self._catalog = context.catalog
         self._hot = context.hot
         self._metrics = context.metrics
-        self._looking = asyncio.Lock()
-        self._done_at = -1  # the catalog's moment when the last pass that did all there was began
-        self._hopeless: set[CheckpointId] = set()
+        self._examining = asyncio.Lock()
+        self._done_at = -1  # the catalog's moment at the start of the last pass that left nothing to do
+        self._failed: set[CheckpointId] = set()
         self._digests: dict[CheckpointId, str] = {}
 
     async def run_once(self) -> bool:
-        """Everything that has no diagnosis yet, newest first. False when one is still to be had."""
-        in_memory = [one.id for one in self._memory.whole() if one.diagnosis is None]
+        """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
+        in_memory = [snapshots.id for snapshots in self._memory.whole() if snapshots.diagnosis is None]
         began_at = self._catalog.moment()
         if began_at == self._done_at and not in_memory:
             return True
         entries = [entry for entry in self._catalog.entries() if self._hot.name in entry.tiers]
-        unjudged = {*in_memory, *(entry.id for entry in entries)}
-        is_well = True
-        for checkpoint in sorted(unjudged, key=lambda one: one.recency, reverse=True):
+        candidates = {*in_memory, *(entry.id for entry in entries)}
+        is_complete = True
+        for checkpoint in sorted(candidates, key=lambda checkpoint: checkpoint.recency, reverse=True):
             try:
-                await self.judge(checkpoint)
+                await self.examine(checkpoint)
                 await self._mark(checkpoint)
             except TierdError as error:
                 self._context.incidents.record(self.name, error, checkpoint)
-                is_well = False
-        if is_well:
-            self._done_at = began_at  # unless something has changed since: then the next pass looks again
-        return is_well
+                is_complete = False
+        if is_complete:
+            self._done_at = began_at
+        return is_complete
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether it is healthy, as far as is known: from its markers, or from a look at it in memory."""
+        """Whether it is healthy, by its markers or by the examination in memory; None when it was not examined."""
         entry, held = self._catalog.get(checkpoint), self._memory.find(checkpoint)
         if entry is not None and entry.healthy is not None:
             return entry.healthy
         return held.diagnosis.healthy if held is not None and held.diagnosis is not None else None
 
-    async def judge(self, checkpoint: CheckpointId) -> Diagnosis | None:
-        """Look at it, unless that has been done, and never will be again. None when there is nothing new to say. Raises
-        Transient when that went wrong."""
-        async with self._looking:
-            if self.diagnosis(checkpoint) is not None or checkpoint in self._hopeless:
+    async def examine(self, checkpoint: CheckpointId) -> Diagnosis | None:
+        """Examine it, unless it was examined or can never be. The new diagnosis, or None. Raises Transient when the
+        examination failed and may be tried again."""
+        async with self._examining:
+            if self.diagnosis(checkpoint) is not None or checkpoint in self._failed:
                 return None
             try:
-                found = await self._look(checkpoint)
+                examined = await self._examine(checkpoint)
             except NotFound:
-                return None  # it has gone meanwhile
+                return None  # it was deleted meanwhile
             except TierdError as error:
                 if isinstance(error, Transient):
                     raise
-                self._hopeless.add(checkpoint)
+                self._failed.add(checkpoint)
                 self._metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
                 self._context.incidents.record(self.name, error, checkpoint)
                 return None
         diagnosis = Diagnosis(
-            healthy=not found.tensors,
+            healthy=not examined.tensors,
             examined_at=self._context.timestamp(),
-            tensors=found.tensors,
-            not_finite=found.not_finite,
-            digest="" if found.tensors else found.digest,  # NaN everywhere is the same weights, and no news
+            tensors=examined.tensors,
+            not_finite=examined.not_finite,
+            digest="" if examined.tensors else examined.digest,  # weights that are all NaN do not count as unchanged
         )
         held = self._memory.find(checkpoint)
         if held is not None:
             held.diagnosis = diagnosis
-        self._tell(checkpoint, diagnosis)
+        self._report(checkpoint, diagnosis)
         await self._mark(checkpoint, diagnosis)
         self._context.notify.examined()
         return diagnosis
 
     async def is_healthy(self, checkpoint: CheckpointId, wait_s: float) -> bool | None:
-        """For a trainer that waits: looks now, and gives up after `wait_s`. None: not known."""
+        """For a trainer that waits: examine it now, for `wait_s` seconds at most. None when it is not known."""
         try:
             async with asyncio.timeout(wait_s):
-                await self.judge(checkpoint)
+                await self.examine(checkpoint)
         except (TierdError, TimeoutError) as error:
             log.warning("restore %s unexamined: %s", checkpoint, error or f"no diagnosis within {wait_s:.0f} s")
         return self.diagnosis(checkpoint)
 
-    # ── what is to be done ──
-
     async def _mark(self, checkpoint: CheckpointId, diagnosis: Diagnosis | None = None) -> None:
-        """Beside the manifest, once there is one in the hot tier."""
+        """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not."""
         entry, held = self._catalog.get(checkpoint), self._memory.find(checkpoint)
         if entry is None or self._hot.name not in entry.tiers or self._hot.name in entry.diagnoses:
             return
         diagnosis = diagnosis or (held.diagnosis if held else None)
         if diagnosis is None and entry.healthy is not None:
-            diagnosis = Diagnosis(healthy=entry.healthy)  # marked in a cold tier, and fetched from there
+            diagnosis = Diagnosis(healthy=entry.healthy)  # known from the marker of a cold tier
         if diagnosis is not None:
             await self._hot.mark_diagnosis(checkpoint, diagnosis)
             self._catalog.diagnosed(checkpoint, self._hot.name, is_healthy=diagnosis.healthy)
 
-    def _tell(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
-        word = "healthy" if diagnosis.healthy else "unhealthy"
-        self._metrics.examinations_total.labels(run=checkpoint.run, verdict=word).inc()
+    def _report(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
+        verdict = "healthy" if diagnosis.healthy else "unhealthy"
+        self._metrics.examinations_total.labels(run=checkpoint.run, verdict=verdict).inc()
         if not diagnosis.healthy:
             error = Corrupt(
                 f"{checkpoint} is unhealthy: {diagnosis}",
@@ -139,7 +138,7 @@ class Examiner:
         self._check_stale(checkpoint, diagnosis.digest)
 
     def _check_stale(self, checkpoint: CheckpointId, digest: str) -> None:
-        """Two steps with the same weights: the trainer stages something else than what it trains."""
+        """Report two steps with the same weights: the trainer snapshots other tensors than those that it trains."""
         if not digest:
             return
         for other, known in self._digests.items():
@@ -157,44 +156,42 @@ class Examiner:
         while len(self._digests) > DIGESTS_KEPT:
             del self._digests[next(iter(self._digests))]
 
-    # ── the look ──
-
-    async def _look(self, checkpoint: CheckpointId) -> Examined:
+    async def _examine(self, checkpoint: CheckpointId) -> Examined:
         held = self._memory.find(checkpoint)
         if held is not None:
-            snapshots = [one for _, one in sorted(held.snapshots.items())]
-            files = [(one.slot.fd, one.sealed.size_bytes) for one in snapshots]
-            found = await _examine(checkpoint, files)
+            snapshots = [snapshot for _, snapshot in sorted(held.snapshots.items())]
+            files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]
+            examined = await _run_program(checkpoint, files)
             if self._memory.find(checkpoint) is held:
-                return found
-            # Else a slot was given back while it was read: these may be the numbers of another snapshot.
+                return examined
+            # A slot was released while it was read: the program may have read another snapshot.
         entry = self._catalog.get(checkpoint)
         if entry is None or self._hot.name not in entry.tiers:
-            raise NotFound(f"examine {checkpoint}: it has just gone")
+            raise NotFound(f"examine {checkpoint}: it was just deleted")
         with contextlib.ExitStack() as opened:
             files = []
             for file in entry.manifest.files:
                 descriptor = self._context.hot_store.open_fd(layout.file_key(checkpoint, file.name))
                 opened.callback(os.close, descriptor)
                 files.append((descriptor, file.size_bytes))
-            found = await _examine(checkpoint, files)
-        if found.tensors and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
-            # The disk's NaN, not the training's.
+            examined = await _run_program(checkpoint, files)
+        if examined.tensors and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
+            # The disk made the NaN, not the training.
             raise Corrupt(f"examine {checkpoint}: {damage[0]}", hint="docs/RUNBOOK.md#corrupt-chunk")
-        return found
+        return examined
 
 
-async def _examine(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Examined:
-    """`files`: (descriptor, size in bytes). Raises Transient when the look went wrong, Corrupt when it never can go
-    right."""
-    timeout_s = LOOK_MIN_S + sum(size_bytes for _, size_bytes in files) / LOOK_MIN_BYTES_S
+async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Examined:
+    """`files`: (descriptor, size in bytes). Raises Transient when the program failed, Corrupt when it can never read
+    them."""
+    timeout_s = TIMEOUT_MIN_S + sum(size_bytes for _, size_bytes in files) / RATE_MIN_BYTES_S
     process = await asyncio.create_subprocess_exec(
-        # -P: a folder that is called tierd where the daemon was started is none of ours.
+        # -P: do not import a folder named tierd from the working directory.
         *(sys.executable, "-P", "-m", PROGRAM, *(f"{descriptor}:{size_bytes}" for descriptor, size_bytes in files)),
         pass_fds=[descriptor for descriptor, _ in files],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the daemon, which drains
+        start_new_session=True,  # Ctrl-C must not end it before the daemon has drained
     )
     try:
         async with asyncio.timeout(timeout_s):
@@ -206,9 +203,9 @@ async def _examine(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -
             process.kill()
             await process.wait()
     try:
-        found = msgspec.json.decode(answer, type=Examined)
+        examined = msgspec.json.decode(answer, type=Examined)
     except msgspec.DecodeError:
         raise Transient(f"examine {checkpoint}: {PROGRAM} ended with code {process.returncode}") from None
-    if found.trouble:
-        raise Corrupt(f"examine {checkpoint}: {found.trouble}", hint="docs/RUNBOOK.md#corrupt-chunk")
-    return found
+    if examined.trouble:
+        raise Corrupt(f"examine {checkpoint}: {examined.trouble}", hint="docs/RUNBOOK.md#corrupt-chunk")
+    return examined

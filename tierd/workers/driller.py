@@ -1,8 +1,7 @@
-"""Restores a random checkpoint out of each tier from time to time, and publishes how long it took: a backup is as good
-as its last restore.
+"""Restores a random checkpoint of each tier into scratch space once per interval, and publishes how long it took.
 
-Off unless asked for (`drill.interval_s`): out of a bucket each one is egress. After a start the first ones come soon,
-at random, so that a daemon which is restarted now and then drills all the same.
+Off by default (`drill.interval_s`): from a bucket each drill is egress. The first drills after a start come soon, at a
+random time, so that a daemon which is restarted often also drills.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tierd.workers.recovery import is_listed
 
 log = logging.getLogger("tierd")
 
-SOON = 0.1  # of an interval: the first drill after a start, and the next after one that went wrong
+SOON = 0.1  # of an interval: until the first drill after a start, and the next one after a failed drill
 
 
 class Driller:
@@ -38,31 +37,32 @@ class Driller:
         self._scratch = context.config.drill_path
         self._now_s = context.monotonic_s
         self._due_at_s: dict[str, float] = {}
-        self._proven: dict[tuple[Run, str], CheckpointId] = {}  # the newest of each run in each tier
+        # By run and tier: the newest checkpoint that a drill has restored.
+        self._proven: dict[tuple[Run, str], CheckpointId] = {}
 
     async def run_once(self) -> bool:
-        """Every tier whose time has come. One that fails holds up no other, and is tried again sooner."""
+        """Drill every tier that is due. A tier that fails is tried again sooner and does not delay the others."""
         for name, tier in self._context.tiers.items():
             if name not in self._due_at_s:
                 self._due_at_s[name] = self._now_s() + random.uniform(0.0, SOON) * self._every_s
                 await asyncio.to_thread(clear, name, self._scratch)
             if self._now_s() < self._due_at_s[name] or not self._catalog.tiers[name].is_known:
                 continue
-            entries = [one for one in self._catalog.entries() if name in one.tiers and one.healthy is not False]
+            entries = [entry for entry in self._catalog.entries() if name in entry.tiers and entry.healthy is not False]
             self._due_at_s[name] = self._now_s() + self._every_s
             if entries and not await self._drill(tier, random.choice(entries)):
                 self._due_at_s[name] = self._now_s() + SOON * self._every_s
         return True
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
-        # Never at the cost of what trainers are about to hand over.
-        spare_bytes = 2 * max((one.size_bytes for one in self._catalog.held("hot")), default=0)
+        # Leave room for the next snapshots.
+        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.held("hot")), default=0)
         try:
             done = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=self._read(tier))
         except TierdError as error:
             if isinstance(error, NotFound) and not await is_listed(tier, entry.id):
-                return True  # deleted meanwhile
-            if isinstance(error, Full):  # nothing that matters is short of room
+                return True  # it was deleted meanwhile
+            if isinstance(error, Full):  # only the drill lacks space, not the hot tier
                 error = Transient(error.message, hint="drill.scratch may be on another disk")
             self._context.incidents.record(self.name, error, entry.id)
             return False
@@ -79,7 +79,7 @@ class Driller:
         former = self._proven.get((checkpoint.run, tier))
         if former is None or checkpoint.recency > former.recency:
             self._proven[checkpoint.run, tier] = checkpoint
-        self._proven = {at: one for at, one in self._proven.items() if at[0] in self._catalog.runs()}
+        self._proven = {at: checkpoint for at, checkpoint in self._proven.items() if at[0] in self._catalog.runs()}
         self._metrics.drill_newest_step_proven.clear()
-        for (run, name), one in self._proven.items():
-            self._metrics.drill_newest_step_proven.labels(run=run, tier=name).set(one.step)
+        for (run, name), newest in self._proven.items():
+            self._metrics.drill_newest_step_proven.labels(run=run, tier=name).set(newest.step)

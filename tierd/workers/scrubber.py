@@ -1,9 +1,8 @@
-"""Looks through one tier, slowly and for ever: every replica once in an interval, a sample of them byte by byte.
+"""Verifies every replica of one tier once per interval, and reads a random sample of them completely.
 
-A damaged one counts as no replica from then on (so that nothing is deleted on the strength of it), is told, and is
-mended from another tier where that has the files whole. Remembers nothing on disk: after a restart a round begins anew,
-in another order.
-"""
+A damaged replica no longer counts as a replica, so no other copy is deleted because of it; it is reported, and repaired
+from another tier that has the files undamaged. Nothing is stored on disk: after a restart a new round begins, in
+another random order."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-repli
 
 @dataclass(slots=True)
 class _Known:
-    """Of a replica that was looked at: when to do so again if it is unreadable then, and whether by reading it;
-    whether what is wrong with it has been told."""
+    """An unreadable replica: when to verify it again, whether by reading all bytes, whether it was reported."""
 
     again_at_s: float
     is_deep: bool
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class Scrubber:
@@ -45,44 +43,44 @@ class Scrubber:
         self._retry_s = context.config.limits.retry_max_s
         self._now_s = context.monotonic_s
         self._bandwidth = Bandwidth(self._config.max_read_mib_s * (1 << 20))
-        self._left: list[CheckpointId] = []  # of this round, in random order
-        self._count = 0  # of this round
+        self._remaining: list[CheckpointId] = []  # of this round, in random order
+        self._count = 0  # of replicas in this round
         self._round_began_s = float("-inf")
-        self._known: dict[CheckpointId, _Known] = {}  # the unreadable ones that could not be mended
+        self._known: dict[CheckpointId, _Known] = {}  # unreadable replicas that could not be repaired
 
     async def run_once(self) -> bool:
-        """Mends what is known to be damaged, then looks at what is due: spread evenly over the interval."""
+        """Repair known damage, then verify what is due. The replicas are spread evenly over the interval."""
         if not self._catalog.tiers[self._tier.name].is_known:
             return True
         unreadable = self._catalog.tiers[self._tier.name].unreadable
-        self._known = {one: known for one, known in self._known.items() if one in unreadable}
+        self._known = {checkpoint: known for checkpoint, known in self._known.items() if checkpoint in unreadable}
         for checkpoint in list(unreadable):
             known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=is_read_for_nothing(self._tier))
             if self._now_s() >= known.again_at_s:
-                await self._look(checkpoint, is_deep=known.is_deep)
+                await self._verify(checkpoint, is_deep=known.is_deep)
         while checkpoint := self._due():
-            await self._look(checkpoint, is_deep=random.random() < self._config.deep_share)
+            await self._verify(checkpoint, is_deep=random.random() < self._config.deep_share)
         return True
 
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_began_s
-        if not self._left and since_s >= self._config.interval_s:
-            self._left = [manifest.id for manifest in self._catalog.held(self._tier.name)]
-            if not self._left:
+        if not self._remaining and since_s >= self._config.interval_s:
+            self._remaining = [manifest.id for manifest in self._catalog.held(self._tier.name)]
+            if not self._remaining:
                 return None
-            random.shuffle(self._left)
-            self._count, self._round_began_s, since_s = len(self._left), self._now_s(), 0.0
-        done = self._count - len(self._left)
-        is_due = self._left and since_s * self._count >= done * self._config.interval_s
-        return self._left.pop() if is_due else None
+            random.shuffle(self._remaining)
+            self._count, self._round_began_s, since_s = len(self._remaining), self._now_s(), 0.0
+        done = self._count - len(self._remaining)
+        is_due = self._remaining and since_s * self._count >= done * self._config.interval_s
+        return self._remaining.pop() if is_due else None
 
-    async def _look(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
+    async def _verify(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
         former = self._known.get(checkpoint)
-        # Soon, unless it is known below to be no use.
-        known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_told)
+        # Retry soon, unless what follows shows that it cannot help.
+        known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_reported)
         self._known[checkpoint] = known
         try:
-            found = await verify_replica(
+            verification = await verify_replica(
                 self._tier,
                 checkpoint,
                 is_deep=is_deep,
@@ -92,41 +90,43 @@ class Scrubber:
         except NewerFormat:
             known.again_at_s = self._now_s() + self._config.interval_s
             return
-        if found is None:
+        if verification is None:
             return
-        self._metrics.scrubbed_checkpoints_total.labels(tier=self._tier.name, proof=found.proof.value).inc()
-        if found.problems:
-            await self._answer(checkpoint, found, known)
+        self._metrics.scrubbed_checkpoints_total.labels(tier=self._tier.name, proof=verification.proof.value).inc()
+        if verification.problems:
+            await self._handle_damage(checkpoint, verification, known)
         elif checkpoint in self._catalog.tiers[self._tier.name].damaged:
-            self._mended(checkpoint)  # by someone else
+            self._repaired(checkpoint)  # by someone else
         else:
             known.again_at_s = self._now_s() + self._config.interval_s
 
     def _read(self, size_bytes: int) -> None:
         self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc(size_bytes)
 
-    async def _answer(self, checkpoint: CheckpointId, found: Verification, known: _Known) -> None:
-        """Told once, marked where no listing shows it, and mended if that may be done."""
+    async def _handle_damage(self, checkpoint: CheckpointId, verification: Verification, known: _Known) -> None:
+        """Mark the replica as damaged, report it once, and repair it if the config allows."""
         if checkpoint not in self._catalog.tiers[self._tier.name].unreadable:
-            self._catalog.damaged(checkpoint, self._tier.name, found.sentences[0])
-        if not known.is_told:
-            self._metrics.verify_failures_total.labels(tier=self._tier.name).inc(len(found.problems))
-            self._context.incidents.record(self.name, Corrupt("; ".join(found.sentences[:3]), hint=_HINT), checkpoint)
-            known.is_told = True
+            self._catalog.damaged(checkpoint, self._tier.name, verification.sentences[0])
+        if not known.is_reported:
+            self._metrics.verify_failures_total.labels(tier=self._tier.name).inc(len(verification.problems))
+            self._context.incidents.record(
+                self.name, Corrupt("; ".join(verification.sentences[:3]), hint=_HINT), checkpoint
+            )
+            known.is_reported = True
         if not self._config.repair:
             known.again_at_s = self._now_s() + self._config.interval_s
             return
-        repair = await repair_replica(self._tier, checkpoint, found, list(self._context.tiers.values()))
+        repair = await repair_replica(self._tier, checkpoint, verification, list(self._context.tiers.values()))
         self._metrics.repaired_files_total.labels(tier=self._tier.name).inc(len(repair.repaired))
         if not repair.refused:
-            self._mended(checkpoint)
+            self._repaired(checkpoint)
             return
         self._context.incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
         if not repair.is_for_later:
             known.again_at_s = self._now_s() + self._config.interval_s
 
-    def _mended(self, checkpoint: CheckpointId) -> None:
-        """It counts again from the next look at the tier on, which sees its markers too."""
+    def _repaired(self, checkpoint: CheckpointId) -> None:
+        """It counts as a replica again after the next listing of the tier, which also shows its markers."""
         self._catalog.mended(checkpoint, self._tier.name)
         self._known.pop(checkpoint, None)
         self._context.notify.relist(self._tier.name)
