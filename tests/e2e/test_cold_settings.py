@@ -46,11 +46,11 @@ def test_cap_that_is_raised_lets_a_waiting_upload_go_on_without_a_restart(tmp_pa
 def test_reload_says_what_waits_for_a_restart_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
     with bucket_server() as served, serving(tmp_path, more=cold(served)) as daemon:
         daemon.signal(signal.SIGHUP)
-        daemon.wait_log("SIGHUP: nothing has changed in the config")
+        daemon.wait_log("SIGHUP: the config has not changed")
         reload(daemon, 'region = ""', 'region = "eu-west-1"')
-        daemon.wait_log("not in force before a restart: cold.cold.region\n")
+        daemon.wait_log("these keys changed and need a restart: cold.cold.region\n")
         reload(daemon, "max_upload_mib_s = 0.0", "max_upload_mib_s = -1")
-        daemon.wait_log("SIGHUP: nothing was changed: read config")
+        daemon.wait_log("SIGHUP: the config was not changed: read config")
         daemon.config.unlink()
         daemon.signal(signal.SIGHUP)
         daemon.wait_log("no such file")
