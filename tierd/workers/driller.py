@@ -1,5 +1,4 @@
-"""Restores a random checkpoint out of each tier from time to time, and publishes how long it took: a backup is as good
-as its last restore.
+"""Restores a random checkpoint of each tier on a schedule, and publishes how long it took.
 
 Off unless asked for (`drill.interval_s`): out of a bucket each one is egress. After a start the first ones come soon,
 at random, so that a daemon which is restarted now and then drills all the same.
