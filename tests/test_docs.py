@@ -15,7 +15,7 @@ import typer
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load
 
-from generated.pages import PAGES
+from generators.pages import PAGES
 from tierd import __version__
 from tierd.cli.app import make_app
 from tierd.config import Config

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tierd_client
 
-from generated import api, cli, config, metrics, pages, sources
+from generators import api, cli, config, metrics, pages, sources
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from generated import links, pages
+from generators import links, pages
 
 log = logging.getLogger("mkdocs.tierd")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from generated.links import ROOT
-from generated.tables import cell, sentence, table
+from generators.links import ROOT
+from generators.tables import cell, sentence, table
 from tierd.config import Config
 
 FILE = ROOT / "deploy/tierd.toml"

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from generated.links import ROOT
-from generated.tables import cell, table
+from generators.links import ROOT
+from generators.tables import cell, table
 
 FOLDER = ROOT / "docs/decisions"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from generated.tables import cell, code, sentence, table
+from generators.tables import cell, code, sentence, table
 from tierd.cli.app import make_app
 from tierd.errors import EXIT_HALTED, TierdError
 

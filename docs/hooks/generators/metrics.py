@@ -9,8 +9,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from generated.links import ROOT
-from generated.tables import cell, code, sentence, table
+from generators.links import ROOT
+from generators.tables import cell, code, sentence, table
 from tierd.metrics import Metrics
 
 INTRODUCTION = """\

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from generated.links import ROOT
-from generated.tables import cell, table
+from generators.links import ROOT
+from generators.tables import cell, table
 
 INTRODUCTION = """\
 # Source map

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from generated import api, cli, config, decisions, links, metrics, sources
+from generators import api, cli, config, decisions, links, metrics, sources
 
 
 def _copy(name: str) -> Callable[[], str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from generated.links import ROOT
+from generators.links import ROOT
 
 if TYPE_CHECKING:
     import griffe
