@@ -35,9 +35,11 @@ class Decision:
 
 
 def page() -> str:
+    found = [read(path) for path in sorted(FOLDER.glob("[0-9]*.md"))]
     rows = [
-        [str(one.number), f"[{cell(one.title)}]({one.file})", cell(one.status), one.date]
-        for one in map(read, sorted(FOLDER.glob("[0-9]*.md")))
+        # Hyphens that do not break keep the date on one line.
+        [str(one.number), f"[{cell(one.title)}]({one.file})", cell(one.status), one.date.replace("-", "&#8209;")]
+        for one in found
     ]
     return "\n".join([INTRODUCTION, table(["number", "title", "status", "date"], rows), ""])
 
