@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format bench gpu prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long lint format bench gpu prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,11 +19,15 @@ venv: $(STAMP) ## set up .venv with the daemon, the client and the tests
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierd needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[test,client]'
+	$(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[test,client,docs]'
 	@touch $@
 
 demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and see it recover
 	$(VENV)/bin/tierd demo
+
+# The variable silences an advertisement of Material's authors.
+docs: $(STAMP) ## build the documentation site into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
 	$(PYTEST) -m "not long"
@@ -93,5 +97,5 @@ ceph:
 	fi
 
 clean: ## remove .venv, caches and what the demo left
-	rm -rf $(VENV) $(PEERS) $(PEERS_TORCH) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(PEERS) $(PEERS_TORCH) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,7 @@
-"""docs/PERFORMANCE.md and its plot, from what bench/all.py has collected. Only what is between the markers changes."""
+"""Writes the figures of docs/PERFORMANCE.md and its plot from what bench/all.py collected.
+
+Only the text between the two markers of the page changes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ BAR, LEFT, RIGHT = 18, 250, 90
 
 @dataclass(frozen=True)
 class Goal:
-    """`at_least`, or at most; `fact`: what the line of JSON says that holds the figure."""
+    """One figure with its goal. `fact` is a part of the JSON line that holds the figure. The goal is a maximum unless
+    `at_least`."""
 
     told: str
     limit: float
@@ -124,7 +128,7 @@ def page(collected: dict[str, Any]) -> str:
 
 
 def plot(collected: dict[str, Any]) -> str:
-    """Bars of what training waited, and of what came then until the state was durable, against the limits."""
+    """An SVG with one bar for each tool: how long training waited, and how long until the state was durable."""
     facts = collected.get("snapshot", {"facts": []})["facts"]
     median = {(one["way"], one["figure"]): one["median"] for one in facts if "figure" in one}
     bars = [(way.removeprefix("limit: "), value, value) for (way, figure), value in median.items() if figure == "s"]
@@ -154,13 +158,13 @@ def write(docs: Path, collected: dict[str, Any]) -> None:
     text = path.read_text(encoding="utf-8")
     between = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     if not between.search(text):
-        raise SystemExit(f"{path} has no place for the figures: {BEGIN} … {END}")
+        raise SystemExit(f"{path} has no markers for the figures: {BEGIN} … {END}")
     path.write_text(between.sub(lambda _: f"{BEGIN}\n\n{page(collected)}\n\n{END}", text), encoding="utf-8")
     (docs / PLOT).write_text(plot(collected), encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The page of figures anew, from what was collected before.")
+    parser = argparse.ArgumentParser(description="Write the page of figures again from docs/performance.json.")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     write(args.docs, json.loads((args.docs / COLLECTED).read_text(encoding="utf-8")))

@@ -15,6 +15,7 @@ import typer
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load
 
+from generators.pages import PAGES
 from tierd import __version__
 from tierd.cli.app import make_app
 from tierd.config import Config
@@ -90,17 +91,25 @@ def _cells(line: str) -> list[str]:
 # ── names and links ──
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_a_target() -> None:
+    """A file of the repository, or, from a page of the site, a page that the build generates."""
     missing: list[str] = []
     for name, path in DOCS.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(text_of(path))):
             if re.match(r"[a-z]+:", link):
                 continue
-            to, _, anchor = link.partition("#")
-            target = (path.parent / to).resolve() if to else path
-            if not target.exists() or (anchor and anchor not in anchors(text_of(target))):
+            file, _, anchor = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            page = target.relative_to(ROOT / "docs").as_posix() if target.is_relative_to(ROOT / "docs") else ""
+            if target.is_file():
+                is_there = not anchor or anchor in anchors(text_of(target))
+            elif page in PAGES and path.is_relative_to(ROOT / "docs"):
+                is_there = not anchor or anchor in anchors(PAGES[page]())
+            else:
+                is_there = target.is_dir() and not anchor
+            if not is_there:
                 missing.append(f"{name}: {link}")
-    refuse(missing, "links to what is not there:")
+    refuse(missing, "links without a target:")
 
 
 def test_every_section_that_a_message_or_an_alert_names_exists() -> None:
@@ -136,6 +145,7 @@ OUTSIDE = {
     *("state_dict", "load_state_dict", "DataLoader", "DistributedSampler", "Embedding"),  # torch
     "StatefulDataLoader",  # torchdata
     *("train", "TrainerState", "save_state", "IterableDataset"),  # Hugging Face, torch
+    *("register_for_checkpointing", "fit"),  # Accelerate, Lightning
     *("Enum", "NewType", "Protocol"),  # Python
     *("StringLike", "StringLikeIfExists"),  # IAM
 }

@@ -133,10 +133,12 @@ class Client:
 
     @property
     def generation(self) -> int:
+        """The generation of this start of the trainer. It grows with each start, and fences the ones before."""
         return self._session.welcome.generation
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that train together."""
         return self._ranks.world_size
 
     def allow_thread(self) -> None:

@@ -1,5 +1,7 @@
-"""Looks through the numbers of one checkpoint: a program of its own, so that numpy, its memory and its time are not
-the daemon's. Started by workers/examiner.py, which gives it the shards as open descriptors; it prints what it found.
+"""The program that checks the numbers of one checkpoint for NaN, Inf and weights that do not change.
+
+A process of its own, so that numpy, its memory and its time are not the daemon's. workers/examiner.py starts it with
+the shards as open descriptors, and it prints what it found.
 
 What is looked at: everything but what a user keeps besides (KEPT), and outside of model, optimizer and EMA no number
 that is by itself: a best loss so far may well be infinite, a score NaN. NaN counts wherever it is looked for, Inf only

@@ -1,5 +1,7 @@
-"""How fast a store is written: a cap on bytes per second; and a bucket with as many parts at once as it takes without
-complaint."""
+"""Limits how fast a store is written: bytes per second, and for a bucket the parts in flight.
+
+A bucket gets as many parts at once as it takes without complaint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, started and resumed by the same command, exactly:
+"""A callback that snapshots Hugging Face Trainer, and the point from which it resumes exactly.
 
 callback = TierdCallback(run="gpt2", every_steps=100)
 trainer = Trainer(..., callbacks=[callback])

@@ -112,6 +112,7 @@ class DocumentLoader:
                 return
 
     def state_dict(self) -> dict[str, Any]:
+        """How far this rank's workers have consumed each of their files."""
         state = ReaderState(self._seed, self._epoch, self._turn, len(self._files), _digest(self._files), self._workers)
         return msgspec.to_builtins(state)
 

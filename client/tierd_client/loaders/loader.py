@@ -62,12 +62,15 @@ class ResumableLoader(DataLoader[Any]):
                 return
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of the sampler: the same on all ranks."""
         return self._resumable.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the checkpoint was. Raises Mismatch when it was of another dataset."""
         self._resumable.load_state_dict(state)
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """From all ranks of another world size: the rest of the epoch is shared out again, each sample once."""
         self._resumable.load_state_dicts(states)
 
 

@@ -71,10 +71,12 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
         return self._state.epoch
 
     @property
     def seed(self) -> int:
+        """The seed of the order: the argument, or that of the restored checkpoint."""
         return self._state.seed
 
     def __len__(self) -> int:
@@ -106,6 +108,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(msgspec.structs.replace(self._state, epoch=epoch, consumed=0))
 
     def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and consumed samples: the same on all ranks."""
         return msgspec.to_builtins(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ class Shot:
 
     @property
     def is_persisted(self) -> bool:
+        """Whether the checkpoint is known to be committed in the hot tier."""
         return "hot" in self._tiers
 
     def wait_persisted(self, timeout_s: float = 600.0) -> None:
@@ -73,11 +74,13 @@ class Shot:
     # ── told by the client ──
 
     def reached(self, tier: str) -> None:
+        """Called by the client: the checkpoint is committed in `tier`."""
         with self._changed:
             self._tiers.add(tier)
             self._changed.notify_all()
 
     def failed(self, error: TierdError, *, is_final: bool) -> None:
+        """Called by the client. A final error ends all waits; another one is only what a timeout then raises."""
         with self._changed:
             if is_final:
                 self._ended = error

@@ -149,6 +149,7 @@ class TrainingState:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers as a list; empty without one."""
         if self._optimizer is None:
             return []
         return [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else list(self._optimizer)
