@@ -38,7 +38,7 @@ def test_cap_that_is_raised_lets_a_waiting_upload_go_on_without_a_restart(tmp_pa
         wait_until(lambda: served.objects, "for the first shard")
         assert not any(key.endswith("manifest.json") for key in served.objects)
         reload(daemon, f"max_upload_mib_s = {MIB_S}", "max_upload_mib_s = 0.0")
-        daemon.wait_log(f"max_upload_mib_s of cold is 0 now, was {MIB_S}")
+        daemon.wait_log(f"max_upload_mib_s of cold is now 0, was {MIB_S}")
         wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
         assert daemon.stop() == 0
 
