@@ -1,8 +1,8 @@
-"""Examines every checkpoint once: whether all its numbers are finite, and whether the weights changed since the last
-one.
+"""Examines every checkpoint once: are all its numbers finite, and did the weights change since the last one?
 
-The diagnosis is a marker beside the manifest. A process of the lowest priority (tierd/health/program.py) does the work;
-it is started for each checkpoint and reads its slots, or else the files in the hot tier."""
+The diagnosis is a marker beside the manifest. A process of the lowest priority (tierd/health/program.py) reads the
+slots, or else the files in the hot tier; it is started for each checkpoint.
+"""
 
 from __future__ import annotations
 
