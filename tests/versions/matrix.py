@@ -30,7 +30,7 @@ SMOKE = Path(__file__).with_name("smoke.py")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 READERS = ("safetensors",)  # tierd does not need it; the smoke test reads a checkpoint with it
 PIP = ("-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check")
-SMOKE_TIMEOUT_S = 1800
+SMOKE_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)

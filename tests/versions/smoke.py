@@ -38,6 +38,7 @@ TRAIN = (
 )
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("TIERD_", "AWS_", "PYTHON"))},
+    "OMP_NUM_THREADS": "1",  # the threads of several processes would wait for each other on a small machine
     "AWS_ACCESS_KEY_ID": "tierd-test",
     "AWS_SECRET_ACCESS_KEY": "tierd-test",
     "AWS_EC2_METADATA_DISABLED": "true",

@@ -117,7 +117,8 @@ class _Demo:
         say(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
         self._trainer = self._train(undisturbed, "--no-tierd")
-        if self._trainer.wait(DEADLINE_S):
+        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training")
+        if self._trainer.returncode:
             raise self._trainer_failed("the undisturbed training")
 
         say(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
