@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long lint format bench gpu prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long test-versions dist lint format bench gpu prometheus ceph peers clean
 
 help: ## say what there is to make
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 venv: $(STAMP) ## set up .venv with the daemon, the client and the tests
 
@@ -34,6 +34,14 @@ test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long
+
+test-versions: $(STAMP) ## a smoke test on the lowest and newest versions of what tierd needs, on each Python here
+	$(VENV)/bin/python tests/versions/matrix.py
+
+dist: $(STAMP) ## an sdist and a wheel of the last commit, in dist/: the same bytes each time
+	rm -rf dist build/source && mkdir -p build/source && git archive HEAD | tar -x -C build/source
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)/bin/python -m build --quiet --no-isolation --outdir dist build/source
+	rm -rf build
 
 lint: $(STAMP) ## style, types and import floors
 	$(VENV)/bin/ruff check
@@ -97,5 +105,5 @@ ceph:
 	fi
 
 clean: ## remove .venv, caches and what the demo left
-	rm -rf site $(VENV) $(PEERS) $(PEERS_TORCH) $(GPU_VENV) .tierd demo-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(PEERS) $(PEERS_TORCH) $(GPU_VENV) .venv-versions .tierd demo-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -160,7 +160,8 @@ def test_every_path_that_the_image_copies_exists() -> None:
 
 def test_image_copies_all_that_building_the_wheel_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "tierd", "client"}
+    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"}
+    needed |= {"tierd", "client", "examples"}  # examples: client/tierd_client/examples links to it
     copied = {path for instruction, rest in dockerfile() if instruction == "COPY" for path in rest.split()[:-1]}
     assert needed <= copied
 

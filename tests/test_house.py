@@ -124,6 +124,8 @@ DOORS = {
             "tierd/config_file.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
             "client/tierd_client/client.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
+            "client/tierd_client/examples/train_gpt.py": "CUBLAS_WORKSPACE_CONFIG, for deterministic CUDA",
+            "tierd/cli/demo.py": "its processes do not inherit TIERD_ settings",
         },
     ),
     "the wall clock": Door(

@@ -7,6 +7,11 @@ found = client.restore(state)
 client.snapshot(step, state)
 """
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("tierd_client needs torch (hint: pip install 'tierd[client]')", name="torch")
+
 from tierd import __version__
 from tierd.errors import (
     BadConfig,

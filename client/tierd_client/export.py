@@ -164,8 +164,8 @@ def main(arguments: Sequence[str]) -> None:
     if format == "torch":
         torch.save(state, target)
     elif format == "dcp":
-        warnings.simplefilter("ignore")  # one process and no torch.distributed is just what is meant
-        save_dcp(state, storage_writer=FileSystemWriter(target), no_dist=True)
+        warnings.simplefilter("ignore")  # torch warns that it saves in one process, which is intended
+        save_dcp(state, storage_writer=FileSystemWriter(target))
     else:
         raise BadRequest(f"export as {format}: torch or dcp")
 

@@ -184,6 +184,7 @@ def test_an_unreadable_manifest_halts_deletion_and_lifecycle_says_so(house: Hous
 def test_version_in_both_forms(house: House) -> None:
     assert house.tierd("version").stdout.startswith(f"tierd {tierd.__version__} ")
     assert house.json("version")["version"] == tierd.__version__
+    assert house.tierd("--version").stdout == house.tierd("version").stdout
 
 
 def test_an_unknown_config_key_is_exit_2_and_named(house: House) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Concatenate, ParamSpec
 
 import typer
 
-from tierd.cli.console import say
+from tierd.cli.console import answer, say
 from tierd.cli.opened_tiers import Settings, settings_of
 from tierd.errors import TierdError
 
@@ -111,6 +111,14 @@ def called(arguments: Sequence[str]) -> list[str]:
     return rest[:1] if rest and rest[0] in VERBS else list(VERBS)
 
 
+def _print_version(wants_version: bool) -> None:
+    if wants_version:
+        from tierd.cli.version import summary
+
+        answer(summary())
+        raise typer.Exit
+
+
 def settings(
     context: typer.Context,
     config: Annotated[
@@ -119,6 +127,9 @@ def settings(
     ] = None,
     wants_traceback: Annotated[
         bool, typer.Option("--traceback", envvar=_TRACEBACK, help="Show where an error came from.")
+    ] = False,
+    wants_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     context.obj = Settings(config, wants_traceback)

@@ -1,12 +1,13 @@
-"""`tierd demo`: a real training loses its trainer, its daemon and its disk, one after the other, and goes on.
+"""`tierd demo`: a training run that loses its trainer, its daemon and its disk, one after the other, and continues.
 
-Nothing is staged: the processes are real, they die by SIGKILL, and the proof at the end is that the loss curve
-equals, byte for byte, the curve of the same training that nothing happened to.
+The processes are real and are killed with SIGKILL. At the end the demo compares the loss curve, byte for byte, with
+the curve of the same training run without interruptions. It runs from an installed package, in any directory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,20 +16,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tierd.cli.console import answer, say, table
+from tierd.cli.export import check_torch
 from tierd.errors import BadConfig, TargetNotEmpty, TierdError
 from tierd.format.ids import Generation, Run, Step, checkpoint_id
 
-TRAINER = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+# -P: modules in the current directory do not shadow installed ones.
+PYTHON = (sys.executable, "-P", "-m")
+TRAINER = "tierd_client.examples.train_gpt"
 RUN = Run("demo")
-DEADLINE_S = 600.0  # for any one thing that the demo waits for
+DEADLINE_S = 600.0  # for each wait
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is trained. Snapshots come every `every` steps; each event strikes between two of them."""
+    """The length of the run. A snapshot is taken every `every` steps; each failure happens between two snapshots."""
 
     steps: int
     every: int
@@ -36,7 +40,7 @@ class Scale:
     trainer_dies: int
     daemon_dies: int
     disk_dies: int
-    step_delay_s: float = 0.0  # so that a model that trains faster than `tierd ls` starts can be watched
+    step_delay_s: float = 0.0  # slows a small model down, because `tierd ls` takes longer to start than its steps take
 
 
 FULL = Scale(steps=80, every=5, model="default", trainer_dies=18, daemon_dies=38, disk_dies=63)
@@ -56,18 +60,13 @@ class Recovery:
 
 
 def run_demo(*, directory: str | None, is_fast: bool) -> int:
-    """Runs it all and prints the table; the exit code. With `directory`, what it made is kept there."""
-    if not TRAINER.is_file():
-        raise BadConfig(f"run the demo: there is no {TRAINER}", hint="run it from a clone of the source")
-    if directory is None:
-        # On the disk that one works on: /tmp may be in memory, and then nothing here would be durable.
-        root = Path(tempfile.mkdtemp(prefix="demo-", dir=Path.cwd()))
-    else:
-        root = Path(directory).resolve()
-        if root.exists() and any(root.iterdir()):
-            raise TargetNotEmpty(f"run the demo in {root}: it holds something", hint="choose an empty directory")
-        root.mkdir(parents=True, exist_ok=True)
-    # Unix socket paths are short (107 bytes): not below a root that may lie deep.
+    """Runs the demo, prints its table and returns the exit code. Files are kept only if `directory` is given.
+
+    Raises BadConfig if torch is not installed or the directory is not writable, TargetNotEmpty if it is not empty.
+    """
+    check_torch("run the demo", hint="pip install 'tierd[client]'")
+    root = _make_root(directory)
+    # A Unix socket path is at most 107 bytes long, and the path of `root` may be longer.
     sockets = Path(tempfile.mkdtemp(prefix="tierd-demo-"))
     demo = _Demo(root, sockets / "tierd.sock", FAST if is_fast else FULL)
     try:
@@ -77,6 +76,21 @@ def run_demo(*, directory: str | None, is_fast: bool) -> int:
         shutil.rmtree(sockets, ignore_errors=True)
         if directory is None:
             shutil.rmtree(root, ignore_errors=True)
+
+
+def _make_root(directory: str | None) -> Path:
+    try:
+        if directory is None:
+            # In the current directory, because /tmp may be in memory, and a hot tier there would not be durable.
+            return Path(tempfile.mkdtemp(prefix="demo-", dir=Path.cwd()))
+        root = Path(directory).resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise TargetNotEmpty(f"run the demo in {root}: the directory is not empty", hint="choose an empty one")
+        return root
+    except OSError as error:
+        where = directory or "the current directory"
+        raise BadConfig(f"run the demo in {where}: {error.strerror}", hint="give a writable one with --dir") from error
 
 
 class _Demo:
@@ -89,6 +103,8 @@ class _Demo:
         self._config = root / "tierd.toml"
         self._losses = root / "loss.jsonl"
         self._log = root / "trainer.log"
+        # The user's TIERD_ settings are for the user's own daemon and runs.
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_")}
         self._trainer: subprocess.Popen[bytes] | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
 
@@ -100,7 +116,10 @@ class _Demo:
         )
         say(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
-        self._train(undisturbed, "--no-tierd").wait(DEADLINE_S)
+        self._trainer = self._train(undisturbed, "--no-tierd")
+        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training")
+        if self._trainer.returncode:
+            raise self._trainer_failed("the undisturbed training")
 
         say(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
         self._start_daemon()
@@ -117,7 +136,7 @@ class _Demo:
                 process.kill()
                 process.wait()
 
-    # ── the three events ──
+    # ── the three failures ──
 
     def _lose_trainer(self) -> Recovery:
         self._wait_step(self._scale.trainer_dies)
@@ -139,10 +158,10 @@ class _Demo:
         daemon.kill()
         daemon.wait()
         died_at = self._last_step()
-        # Past a snapshot: that one is staged with no daemon to take it.
+        # Train past a snapshot, so that one is staged while there is no daemon.
         self._wait_step(died_at + self._scale.every + 1)
         self._start_daemon()
-        self._wait(lambda: self._newest("hot") > died_at, "the daemon to take what was staged without it")
+        self._wait(lambda: self._newest("hot") > died_at, "the daemon to persist the staged snapshot")
         if not self._is_running(trainer):
             raise TierdError("run the demo: the trainer stopped when the daemon died", hint=f"see {self._log}")
         return Recovery(
@@ -151,7 +170,7 @@ class _Demo:
 
     def _lose_disk(self) -> Recovery:
         self._wait_step(self._scale.disk_dies)
-        # What was snapshotted last should have reached the cold tier: it is a matter of a second here.
+        # Replication of the last snapshot takes about a second here.
         wanted = self._scale.disk_dies // self._scale.every * self._scale.every
         self._wait(lambda: self._newest("cold") >= wanted, f"step {wanted} to reach the cold tier")
         say(f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left")
@@ -169,7 +188,7 @@ class _Demo:
         return Recovery("hot tier deleted", "cold", step, reached - step, time.monotonic() - began, verified)
 
     def _restore_cold(self) -> dict[str, Any]:
-        """`tierd restore --tier cold`, to where the daemon will find it: a cold checkpoint is a valid hot one."""
+        """Restores from cold into the hot tier's directory: a cold checkpoint is a valid hot one."""
         newest = self._newest_row("cold")
         checkpoint = checkpoint_id(RUN, Step(newest["step"]), Generation(newest["generation"]))
         target = self._hot / RUN / checkpoint.name
@@ -180,10 +199,13 @@ class _Demo:
 
     def _train(self, losses: Path, *more: str) -> subprocess.Popen[bytes]:
         scale = self._scale
-        command = [sys.executable, str(TRAINER), "--steps", str(scale.steps), "--every", str(scale.every)]
+        command = [*PYTHON, TRAINER, "--steps", str(scale.steps), "--every", str(scale.every)]
         command += ["--model-size", scale.model, "--run", RUN, "--loss-file", str(losses), "--device", "cpu"]
         with self._log.open("ab") as log:
-            return subprocess.Popen([*command, *more], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            return self._start([*command, *more], log)
+
+    def _start(self, command: list[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environ)
 
     def _start_trainer(self) -> None:
         self._log.write_bytes(b"")
@@ -192,36 +214,39 @@ class _Demo:
 
     def _start_daemon(self) -> None:
         with (self._root / "daemon.log").open("ab") as log:
-            command = [sys.executable, "-m", "tierd", "--config", str(self._config), "serve"]
-            self._daemon = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._daemon = self._start([*PYTHON, "tierd", "--config", str(self._config), "serve"], log)
         self._wait(self._socket.is_socket, "the daemon to listen")
 
     def _tierd(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "tierd", "--config", str(self._config), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        if done.returncode:
-            raise TierdError(f"run the demo: tierd {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
-        return done.stdout
+        command = [*PYTHON, "tierd", "--config", str(self._config), *arguments]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=self._environ
+        )
+        if result.returncode:
+            raise TierdError(
+                f"run the demo: tierd {' '.join(arguments)} ended with {result.returncode}: {result.stderr}"
+            )
+        return result.stdout
 
     def _running(self, process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:
         if process is None or process.poll() is not None:
-            raise TierdError("run the demo: a process ended too early", hint=f"see {self._log}")
+            raise TierdError("run the demo: a process ended too early", hint=f"see the logs in {self._root}")
         return process
 
     def _is_running(self, process: subprocess.Popen[bytes] | None) -> bool:
         return process is not None and process.poll() is None
 
-    # ── looking ──
+    # ── progress ──
 
     def _last_step(self) -> int:
-        """The last step whose loss the trainer has written whole."""
+        """The last step with a complete line in the loss file; 0 if there is none."""
         if not self._losses.exists():
             return 0
         lines = self._losses.read_bytes().rpartition(b"\n")[0].splitlines()
         return json.loads(lines[-1])["step"] if lines else 0
 
     def _newest_row(self, tier: str) -> dict[str, Any]:
-        """The newest checkpoint of a tier, read from its directory."""
+        """The newest checkpoint of a tier, as `tierd ls` lists its directory."""
         rows = json.loads(self._tierd("ls", str(self._root / tier), "--json"))
         return rows[0] if rows else {"step": 0, "generation": 0}
 
@@ -232,7 +257,7 @@ class _Demo:
         self._wait(lambda: self._last_step() >= step, f"step {step}", needs_trainer=True)
 
     def _wait_resumed(self) -> tuple[int, str]:
-        """(step, tier) that the trainer says it has resumed from."""
+        """(step, tier) that the trainer resumed from, from its log."""
 
         def resumed() -> list[str]:
             lines = self._log.read_text(errors="replace").splitlines()
@@ -246,33 +271,36 @@ class _Demo:
         deadline_s = time.monotonic() + DEADLINE_S
         while not is_so():
             if needs_trainer and not self._is_running(self._trainer):
-                text = self._log.read_text(errors="replace")[-2000:]
-                raise TierdError(f"run the demo: the trainer ended while waiting for {what}; it said:\n{text}")
+                raise self._trainer_failed(what)
             if time.monotonic() > deadline_s:
                 raise TierdError(f"run the demo: waited {DEADLINE_S:.0f} s for {what}")
             time.sleep(0.02)
 
-    # ── the proof ──
+    def _trainer_failed(self, what: str) -> TierdError:
+        log = self._log.read_text(errors="replace")[-2000:]
+        return TierdError(f"run the demo: the trainer ended while the demo waited for {what}. Its log:\n{log}")
+
+    # ── the result ──
 
     def _table(self, recoveries: list[Recovery]) -> None:
         table(
             ["EVENT", "RECOVERED FROM", "AT STEP", "WORK LOST", "SECONDS", "VERIFIED"],
             [
-                [one.event, one.tier, str(one.step), f"{one.lost_steps} steps", f"{one.seconds:.1f}", one.verified]
-                for one in recoveries
+                [row.event, row.tier, str(row.step), f"{row.lost_steps} steps", f"{row.seconds:.1f}", row.verified]
+                for row in recoveries
             ],
             right=["AT STEP", "WORK LOST", "SECONDS"],
         )
 
     def _compare(self, undisturbed: Path) -> int:
-        expected, found = undisturbed.read_bytes(), self._losses.read_bytes()
+        expected, actual = undisturbed.read_bytes(), self._losses.read_bytes()
         lines = len(expected.splitlines())
-        if expected == found and lines == self._scale.steps:
+        if expected == actual and lines == self._scale.steps:
             answer(f"\nloss curves identical: {lines} steps, bit for bit")
             return 0
-        pairs = zip(expected.splitlines(), found.splitlines(), strict=False)
+        pairs = zip(expected.splitlines(), actual.splitlines(), strict=False)
         first = next(
-            (index for index, (a, b) in enumerate(pairs, 1) if a != b), min(lines, len(found.splitlines())) + 1
+            (index for index, (a, b) in enumerate(pairs, 1) if a != b), min(lines, len(actual.splitlines())) + 1
         )
         say(f"loss curves differ from step {first} on: {undisturbed} and {self._losses}")
         return 1

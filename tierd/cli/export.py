@@ -92,7 +92,10 @@ def export(
         return partial / _MADE
 
     if format is not Format.safetensors:
-        _check_torch(format)
+        check_torch(
+            f"export as {format.value}",
+            hint="pip install 'tierd[client]', or use --format safetensors, which needs no torch",
+        )
     wish, making = wanted(run, step, generation), Making(make)
     exported = asyncio.run(
         bring(settings_of(context), wish, tier, place, target, making=making, allow_unhealthy=allow_unhealthy)
@@ -192,13 +195,11 @@ class _Assembly:
 # ── torch's own formats ──
 
 
-def _check_torch(format: Format) -> None:
+def check_torch(doing: str, *, hint: str) -> None:
+    """For verbs that start a process which imports torch. Raises BadConfig if it is not installed."""
     missing = [name for name in ("torch", "tierd_client") if importlib.util.find_spec(name) is None]
     if missing:
-        raise BadConfig(
-            f"export --format {format.value}: torch writes it, and {' and '.join(missing)} cannot be imported here",
-            hint="pip install 'tierd[client]', or --format safetensors, which needs neither",
-        )
+        raise BadConfig(f"{doing}: {' and '.join(missing)} cannot be imported here", hint=hint)
 
 
 async def _have_torch_write(format: Format, folder: Path, made: Path, prefix: str) -> None:

@@ -25,4 +25,8 @@ def version(context: typer.Context, json: options.Json = False) -> None:
             }
         )
     else:
-        answer(f"tierd {__version__} (format {FORMAT_VERSION}, protocol {PROTOCOL_VERSION})")
+        answer(summary())
+
+
+def summary() -> str:
+    return f"tierd {__version__} (format {FORMAT_VERSION}, protocol {PROTOCOL_VERSION})"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,8 +83,8 @@ class TierdWriter(StorageWriter):
     """For `dcp.save(…, storage_writer=)`: a snapshot of `step`, or of the number that `checkpoint_id` ends with.
 
     All ranks make theirs at the same point. `save` returns when the snapshot is in the memory tier, which is when
-    training may go on: `async_save` gains nothing, and works. `wait_persisted`: only when it is durable. `shot` is the
-    last snapshot, on every rank.
+    training may go on: `async_save` gains nothing. It works with torch 2.7 and later, and 2.6 raises Unsupported.
+    `wait_persisted`: only when it is durable. `shot` is the last snapshot, on every rank.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TierdWriter(StorageWriter):
         self._metrics = metrics
         self._milestone = milestone
         self._wait_persisted = wait_persisted
+        self._thread = threading.get_ident()
         client.allow_thread()  # async_save will call us from a thread of its own
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -120,6 +122,12 @@ class TierdWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._step is not None
+        if threading.get_ident() != self._thread and torch.__version__ < "2.7":
+            # This torch does not copy CPU tensors before async_save returns: training may have changed them by now.
+            raise Unsupported(
+                f"dcp.async_save to tierd with torch {torch.__version__}",
+                hint="call dcp.save, which returns as early, or use torch 2.7 or later",
+            )
         planned = _Planned(capture_plan(plan, planner))
         self.shot = self._client.snapshot(self._step, planned, metrics=self._metrics, milestone=self._milestone)
         written: Future[list[WriteResult]] = Future()

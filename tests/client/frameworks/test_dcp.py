@@ -126,6 +126,15 @@ def test_async_save_saves_what_was_there_when_it_was_called(client: Client) -> N
     assert state["weight"].sum() == 1000
 
 
+def test_async_save_of_torch_2_6_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That torch hands over CPU tensors themselves, not copies, so a checkpoint would hold later values."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0"))
+    saving: Any = dcp.async_save({"weight": torch.ones(10)}, storage_writer=TierdWriter(client, step=1))
+    with pytest.raises(dcp.api.CheckpointException, match=r"async_save to tierd with torch 2\.6\.0"):
+        saving.result(60)
+    dcp.save({"weight": torch.ones(10)}, storage_writer=TierdWriter(client, step=1))
+
+
 def test_a_part_of_a_checkpoint_is_loaded_and_the_dtype_is_converted(client: Client) -> None:
     dcp.save(example(), storage_writer=TierdWriter(client, step=1))
     part = {"model": {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}}
