@@ -6,10 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tierd.tiers.rate_limit import BACKOFF_S_MAX, Bandwidth, Window, backoff_s
+from tierd.tiers.rate_limit import Bandwidth, Window
 
 
 async def test_no_more_parts_are_in_flight_than_the_window_has_room_for() -> None:
@@ -67,17 +65,6 @@ async def test_one_who_waits_and_is_cancelled_holds_up_no_other() -> None:
         await waiting[0]
     async with asyncio.timeout(5):
         await waiting[1]
-
-
-@given(attempt=st.integers(1, 10_000), least_s=st.floats(0.001, 10))
-def test_pauses_double_with_jitter_up_to_a_limit(attempt: int, least_s: float) -> None:
-    ceiling = min(BACKOFF_S_MAX, least_s * 2.0 ** min(attempt - 1, 16))
-    assert ceiling / 2 <= backoff_s(attempt, least_s) <= ceiling
-
-
-@given(asked_s=st.floats(0, 1e9))
-def test_server_that_asks_for_time_gets_it_up_to_the_limit(asked_s: float) -> None:
-    assert min(asked_s, BACKOFF_S_MAX) <= backoff_s(1, 0.2, asked_s=asked_s) <= BACKOFF_S_MAX
 
 
 async def test_cap_is_kept() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from tierd.backoff import backoff_s
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
@@ -24,11 +25,12 @@ from tierd.s3.dialect import NOTHING, Dialect, Trial
 from tierd.s3.errors import Trouble, code_of, retention, retry_after_s, server_time, trouble_of
 from tierd.s3.upload import PART_BYTES_MIN, Upload, whole_checksum
 from tierd.tiers.pool import Buffers, Pool, each
-from tierd.tiers.rate_limit import Bandwidth, Window, backoff_s
+from tierd.tiers.rate_limit import Bandwidth, Window
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
+RETRY_S_MAX = 20.0  # the longest pause before the next attempt, also where the server asks for more
 ATTEMPTS = 3  # of one request, before it goes back to the worker that wanted it, which never gives up
 _FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # at once again would be no better
 SLOWEST_BYTES_PER_S = 64 << 10  # a request whose bytes go slower than this has stopped
@@ -345,7 +347,8 @@ class S3Store:
                     attempt = max(attempt, ATTEMPTS - 1)
                 if trouble in _FINAL or attempt >= ATTEMPTS:
                     raise
-                pause_s = backoff_s(attempt, self._retry_min_s, asked_s=retry_after_s(error.__cause__))
+                asked_s = min(RETRY_S_MAX, retry_after_s(error.__cause__))
+                pause_s = max(asked_s, backoff_s(attempt, min_s=self._retry_min_s, max_s=RETRY_S_MAX))
             else:
                 self.dialect.learn(trial)
                 if make_body is not None:

@@ -4,12 +4,9 @@ complaint."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-
-BACKOFF_S_MAX = 20.0
 
 
 class Bandwidth:
@@ -92,10 +89,3 @@ class Window:
         for turn in self._waiting:
             if not turn.done():
                 turn.set_result(None)
-
-
-def backoff_s(attempt: int, least_s: float, *, asked_s: float = 0.0) -> float:
-    """Doubling from `least_s`, times 0.5 to 1 at random so that ranks and nodes do not come back in step.
-    `asked_s`: what the server asks for; it gets as much, up to the limit."""
-    ours_s = min(BACKOFF_S_MAX, least_s * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1.0)
-    return max(ours_s, min(BACKOFF_S_MAX, asked_s))
