@@ -1,7 +1,7 @@
 """One daemon per directory: an flock on `.tierd.lock` below its root.
 
-The kernel drops the lock when its holder dies, however it dies, so there is no stale lock to clear. What the
-file says about the holder is for people, for the message, and for the CLI, which finds the daemon's address in it.
+The kernel releases the lock when its holder dies, so there is no stale lock to clear. The content of the file
+describes the holder, for messages and for the CLI, which reads the daemon's address there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import msgspec
 from tierd.errors import LockHeld, TierUnreachable
 from tierd.format import layout
 
+_DESCRIPTION_BYTES_MAX = 4096
+
 
 class Lock:
-    """Held from construction by `lock` until `release`, or the death of this process."""
+    """Held until `release`, or the death of this process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def describe(self, holder: Mapping[str, object]) -> None:
-        """Say anew who holds it: what was only known after the lock was taken."""
-        about = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
+        """Write anew who holds the lock."""
+        description = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, msgspec.json.encode(about) + b"\n", 0)
+        os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -45,9 +47,9 @@ class Lock:
 
 
 def lock(root: Path, holder: Mapping[str, object] | None = None) -> Lock:
-    """Takes the directory, making it where missing. `holder`: more to say of us than process id and node.
+    """Lock a directory, which is made where missing. `holder`: describes us, beside the process id and the node.
 
-    Raises LockHeld, naming the holder, when another process has it; TierUnreachable when it cannot be taken at all.
+    Raises LockHeld, naming the holder, when another process has the lock; TierUnreachable when it cannot be taken.
     """
     path = root / layout.LOCK
     try:
@@ -58,21 +60,22 @@ def lock(root: Path, holder: Mapping[str, object] | None = None) -> Lock:
         raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = Lock(fd)
-        held.describe(holder or {})
+        taken = Lock(fd)
+        taken.describe(holder or {})
     except BlockingIOError as error:
-        found = _describe(fd)
+        other = _describe(fd)
         os.close(fd)
-        raise LockHeld(f"lock {path}: held by {found}", hint="is a tierd daemon running there already?") from error
+        raise LockHeld(f"lock {path}: held by {other}", hint="is a tierd daemon running there already?") from error
     except OSError as error:
         os.close(fd)
-        raise TierUnreachable(f"lock {path}: {error.strerror}", hint="does the filesystem know flock?") from error
-    return held
+        raise TierUnreachable(f"lock {path}: {error.strerror}", hint="does the filesystem support flock?") from error
+    return taken
 
 
 def _describe(fd: int) -> str:
     try:
-        about = msgspec.json.decode(os.pread(fd, 4096, 0), type=dict[str, str | int | float])
+        raw = os.pread(fd, _DESCRIPTION_BYTES_MAX, 0)
+        description = msgspec.json.decode(raw, type=dict[str, str | int | float])
     except (msgspec.DecodeError, OSError):
         return "another process"
-    return ", ".join(f"{name} {value}" for name, value in about.items()) or "another process"
+    return ", ".join(f"{name} {value}" for name, value in description.items()) or "another process"

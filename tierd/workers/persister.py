@@ -20,7 +20,7 @@ from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import MemoryTier, Snapshot, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
-from tierd.tiers.pool import each
+from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import clear_uncommitted, is_listed
@@ -112,7 +112,7 @@ class Persister:
                 async def put(snapshot: Snapshot) -> None:
                     entries[snapshot.rank] = await self._put(one, snapshot, wrote)
 
-                await each(SHARDS_IN_FLIGHT, snapshots, put)
+                await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             manifest = await self._commit(one, [entries[snapshot.rank] for snapshot in snapshots])
         except TierdError:
             with contextlib.suppress(TierdError):  # what went wrong first is what must be told

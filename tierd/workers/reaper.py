@@ -8,22 +8,25 @@ Also gives back the slots of runs whose trainers stay away.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.errors import Retained, TierdError
-from tierd.format.ids import Run
+from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict, Expire, explain, plan
 from tierd.memory.tier import MemoryTier
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import is_listed
-from tierd.workers.retention import Retentions
 
 log = logging.getLogger("tierd")
+
+RETENTION_S_MIN = 60.0
+RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
 
 
 class Reaper:
@@ -121,6 +124,29 @@ class Reaper:
                 failing.add(name)
                 return False
         return True
+
+
+class Retentions:
+    """Replicas that a store refuses to delete for some time (S3's Object Lock), and when to try again."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[tuple[str, CheckpointId], float] = {}
+
+    def add(self, tier: str, checkpoint: CheckpointId, error: Retained, *, now_s: float) -> None:
+        pause_s = min(max(error.remaining_s, RETENTION_S_MIN), RETENTION_S_MAX)
+        self._until_s[tier, checkpoint] = now_s + pause_s
+
+    def holds(self, tier: str, checkpoint: CheckpointId, *, now_s: float) -> bool:
+        return self._until_s.get((tier, checkpoint), -math.inf) > now_s
+
+    def forget_due(self, *, now_s: float) -> None:
+        """Before a pass: also forgets replicas that nobody will try to delete again."""
+        self._until_s = {replica: until_s for replica, until_s in self._until_s.items() if until_s > now_s}
+
+    @property
+    def due_s(self) -> float:
+        """When the first deletion may be tried again; inf when there is none."""
+        return min(self._until_s.values(), default=math.inf)
 
 
 def decisions(catalog: Catalog, config: Config) -> list[Decision]:

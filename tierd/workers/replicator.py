@@ -21,8 +21,8 @@ from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted
-from tierd.workers.retention import Retentions
 
 log = logging.getLogger("tierd")
 
@@ -74,7 +74,7 @@ class Replicator:
         if began_at == self._done_at:
             return True
         await self._clear_leftovers()
-        await self._abort_uploads()
+        await self._remove_unfinished()
         await self._mark()
         tried: set[CheckpointId] = set()
         while todo := [checkpoint for checkpoint in self.pending() if checkpoint not in tried]:
@@ -139,8 +139,8 @@ class Replicator:
                 self._retentions.add(*held, error, now_s=time.monotonic())
                 self._incidents.record(self.name, error, checkpoint)
 
-    async def _abort_uploads(self) -> None:
-        """Parts of an upload that nobody goes on with are billed for ever. As often as the tier is listed."""
+    async def _remove_unfinished(self) -> None:
+        """Parts of an abandoned upload are billed forever. As often as the tier is listed."""
         if time.monotonic() - self._swept_at_s < self._config.limits.cold_list_interval_s:
             return
         here = {manifest.run for manifest in self._catalog.held(self._hot.name)}
@@ -150,10 +150,10 @@ class Replicator:
             parsed = layout.parse_key(key)
             return parsed is not None and parsed[0].run in here and parsed[0] not in wanted
 
-        aborted = await self._cold.store.abort_uploads(is_abandoned, grace_s=UPLOAD_GRACE_S)
+        removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
         self._swept_at_s = time.monotonic()
-        if aborted:
-            log.info("aborted %d uploads in %s that nobody goes on with", aborted, self._cold.name)
+        if removed:
+            log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
 
     async def _mark(self) -> None:
         """What is marked in one tier holds in all: copy the markers that this tier's replicas lack."""

@@ -20,7 +20,7 @@ from tierd.metrics import Metrics
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import repair_replica
-from tierd.transfer.verify import Verification, is_read_for_nothing, verify_replica
+from tierd.transfer.verify import Verification, verify_replica
 
 _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-replica"
 
@@ -63,7 +63,7 @@ class Scrubber:
         self._incidents = incidents
         self._on_mended = on_mended
         self._now_s = now_s
-        self._bandwidth = Bandwidth(config.max_read_mib_s * (1 << 20))
+        self._bandwidth = Bandwidth(config.max_read_mib_s)
         self._left: list[CheckpointId] = []  # of this round, in random order
         self._count = 0  # of this round
         self._round_began_s = float("-inf")
@@ -76,7 +76,7 @@ class Scrubber:
         unreadable = self._catalog.tiers[self._tier.name].unreadable
         self._known = {one: known for one, known in self._known.items() if one in unreadable}
         for checkpoint in list(unreadable):
-            known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=is_read_for_nothing(self._tier))
+            known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=self._tier.store.is_local)
             if self._now_s() >= known.again_at_s:
                 await self._look(checkpoint, is_deep=known.is_deep)
         while checkpoint := self._due():
