@@ -41,7 +41,7 @@ from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.lock import lock
+from tierd.tiers.lock import Lock
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.driller import Driller
@@ -77,7 +77,7 @@ def serve(
     _raise_descriptor_limit()
     _step_back(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
-    with lock(config.hot_path, about) as held:
+    with Lock(config.hot_path, about) as held:
         daemon = _Daemon(config, notify_socket, read_config)
         asyncio.run(daemon.run(lambda address: held.describe({**about, "listen": address}), ready))
 

@@ -14,17 +14,8 @@ from typing import Any
 
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, TierUnreachable
 
-_CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
-_PERMISSION = "`tierd doctor` names the missing permissions; deploy/iam-policy.json has all that tierd needs"
 MESSAGE_CHARS_MAX = 200  # of the server's own words
 _ACCESS_KEY = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{8,}")
-_KMS = "correct sse_kms_key_id of this tier, or the key's policy"
-_ALTERED = ("the bytes were altered on their way", "they are sent again")
-_DENIED = ("access denied", _PERMISSION)
-_EXPIRED = ("the credentials have expired", _CREDENTIALS)
-_REGION = ("the bucket is in another region", "correct the region of this tier")
-_SLOW_DOWN = ("S3 asks to slow down", "the request is tried again, later each time")
-_NETWORK = "check endpoint_url and the network; the request is tried again"
 
 
 class Trouble(Enum):
@@ -39,86 +30,100 @@ class Trouble(Enum):
     REFUSED = "an answer to this very request: the caller decides"
 
 
-_TROUBLES: dict[Trouble, set[str]] = {
-    Trouble.THROTTLED: {
-        *("SlowDown", "503", "429", "ServiceUnavailable", "TooManyRequests", "TooManyRequestsException"),
-        *("Throttling", "ThrottlingException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
-    },
-    Trouble.CORRUPT: {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"},
-    Trouble.CREDENTIALS: {
-        *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
-        *("SignatureDoesNotMatch", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
-        *("TokenRetrievalError", "400", "403"),  # a HEAD answers an expired token with a bare status
-    },
-    Trouble.MISCONFIGURED: {
-        *("NoSuchBucket", "InvalidBucketName", "AccessDenied", "AllAccessDisabled", "PermanentRedirect", "301"),
-        *("AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "InvalidObjectState", "ProfileNotFound", "SSLError"),
-        *("InvalidStorageClass", "IllegalLocationConstraintException", "ParamValidationError"),
-        *("KMS.NotFoundException", "KMS.DisabledException", "KMS.KMSInvalidStateException"),
-    },
-    Trouble.AWAY: {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"},
-    # 409: two conditional writes at the same instant; S3's documentation says to retry the upload.
-    Trouble.TRANSIENT: {
-        *("InternalError", "500", "502", "504", "RequestTimeout", "OperationAborted"),
-        *("ConditionalRequestConflict", "409"),
-    },
-}
-_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES.items() for code in codes}
+_CREDENTIALS = "check what boto3 finds: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, a role"
+_PERMISSION = "`tierd doctor` names the missing permissions; deploy/iam-policy.json has all that tierd needs"
+_KMS = "correct sse_kms_key_id of this tier, or the key's policy"
+_AGAIN = "the request is tried again"
+_NETWORK = f"check endpoint_url and the network; {_AGAIN}"
+_OTHER_REGION = "the bucket is in another region"
 
-_ABSENT = {"NoSuchKey", "404", "NotFound"}
-_FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
-
-# By S3 error code, HTTP status (a HEAD has no more) or name of botocore's exception: (meaning, hint).
-_MEANING: dict[str, tuple[str, str]] = {
-    "NoSuchBucket": ("there is no such bucket", "create it, or correct the url of this tier"),
-    "InvalidBucketName": ("no bucket can have this name", "correct the url of this tier"),
-    "InvalidAccessKeyId": ("S3 does not know this access key", _CREDENTIALS),
-    "SignatureDoesNotMatch": ("the secret key does not belong to the access key", _CREDENTIALS),
-    "ExpiredToken": _EXPIRED,
-    "InvalidToken": ("the session token is not valid", _CREDENTIALS),
-    "TokenRefreshRequired": _EXPIRED,
-    "AccessDenied": _DENIED,
-    "AllAccessDisabled": _DENIED,
-    "403": ("access denied", f"{_CREDENTIALS}; {_PERMISSION}"),
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "301": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "KMS.NotFoundException": ("there is no such KMS key", _KMS),
-    "KMS.DisabledException": ("the KMS key is disabled", _KMS),
-    "KMS.KMSInvalidStateException": ("the KMS key cannot be used now", _KMS),
-    "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it: S3 allows 15 minutes"),
-    # The message itself says what to do, because not every verb prints hints.
-    "InvalidObjectState": (
+# (trouble, codes, meaning, hint). A code is S3's error code, an HTTP status (a HEAD has no more) or the name of
+# botocore's exception. An empty meaning: the message of the server or of botocore says enough.
+_ROWS: list[tuple[Trouble, str, str, str]] = [
+    (
+        Trouble.THROTTLED,
+        "SlowDown ServiceUnavailable TooManyRequests TooManyRequestsException Throttling ThrottlingException"
+        " RequestLimitExceeded BandwidthLimitExceeded 503 429",
+        "S3 asks to slow down",
+        f"{_AGAIN}, later each time",
+    ),
+    (
+        Trouble.CORRUPT,
+        "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+        "the bytes were altered on their way",
+        "they are sent again",
+    ),
+    (
+        Trouble.CREDENTIALS,
+        "ExpiredToken ExpiredTokenException TokenRefreshRequired",
+        "the credentials have expired",
+        _CREDENTIALS,
+    ),
+    (Trouble.CREDENTIALS, "InvalidToken", "the session token is not valid", _CREDENTIALS),
+    (Trouble.CREDENTIALS, "InvalidAccessKeyId", "S3 does not know this access key", _CREDENTIALS),
+    (Trouble.CREDENTIALS, "SignatureDoesNotMatch", "the secret key does not belong to the access key", _CREDENTIALS),
+    (Trouble.CREDENTIALS, "NoCredentialsError", "no S3 credentials found", _CREDENTIALS),
+    (Trouble.CREDENTIALS, "PartialCredentialsError", "half of the S3 credentials is missing", _CREDENTIALS),
+    (
+        Trouble.CREDENTIALS,
+        "CredentialRetrievalError TokenRetrievalError",
+        "the S3 credentials could not be fetched",
+        _CREDENTIALS,
+    ),
+    (Trouble.CREDENTIALS, "403", "access denied", f"{_CREDENTIALS}; {_PERMISSION}"),  # or an expired token, in a HEAD
+    (Trouble.CREDENTIALS, "400", "", ""),  # an expired token, in a HEAD
+    (Trouble.MISCONFIGURED, "NoSuchBucket", "there is no such bucket", "create it, or correct the url of this tier"),
+    (Trouble.MISCONFIGURED, "InvalidBucketName", "no bucket can have this name", "correct the url of this tier"),
+    (Trouble.MISCONFIGURED, "AccessDenied AllAccessDisabled", "access denied", _PERMISSION),
+    (
+        Trouble.MISCONFIGURED,
+        "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException 301",
+        _OTHER_REGION,
+        "correct the region of this tier",
+    ),
+    (Trouble.MISCONFIGURED, "KMS.NotFoundException", "there is no such KMS key", _KMS),
+    (Trouble.MISCONFIGURED, "KMS.DisabledException", "the KMS key is disabled", _KMS),
+    (Trouble.MISCONFIGURED, "KMS.KMSInvalidStateException", "the KMS key cannot be used now", _KMS),
+    (Trouble.MISCONFIGURED, "RequestTimeTooSkewed", "this machine's clock is wrong", "set it: S3 allows 15 minutes"),
+    (
+        Trouble.MISCONFIGURED,
+        "InvalidObjectState",  # the meaning says what to do, because not every verb prints hints
         "it is archived: restore it with `aws s3api restore-object`, wait until that is done, and try again",
         "see docs/RUNBOOK.md#archived",
     ),
-    "InvalidStorageClass": (
+    (
+        Trouble.MISCONFIGURED,
+        "InvalidStorageClass",
         "this server has no such storage class",
         "correct storage_class and milestone_storage_class of this tier",
     ),
-    "BadDigest": _ALTERED,
-    "XAmzContentChecksumMismatch": _ALTERED,
-    "XAmzContentSHA256Mismatch": _ALTERED,
-    "NoSuchUpload": ("the upload is gone", "did a lifecycle rule of the bucket abort it? A new one begins"),
-    "ServiceUnavailable": _SLOW_DOWN,
-    "TooManyRequests": _SLOW_DOWN,
-    "ConditionalRequestConflict": ("someone else is writing there", "the request is tried again"),
-    "SlowDown": _SLOW_DOWN,
-    "NoCredentialsError": ("no S3 credentials found", _CREDENTIALS),
-    "PartialCredentialsError": ("half of the S3 credentials is missing", _CREDENTIALS),
-    "CredentialRetrievalError": ("the S3 credentials could not be fetched", _CREDENTIALS),
-    "TokenRetrievalError": ("the S3 credentials could not be fetched", _CREDENTIALS),
-    "ProfileNotFound": ("the AWS profile does not exist", "check AWS_PROFILE"),
-    "EndpointConnectionError": ("no connection", _NETWORK),
-    "ConnectTimeoutError": ("no connection within the deadline", _NETWORK),
-    "ReadTimeoutError": ("no answer within the deadline", _NETWORK),
-    "ConnectionClosedError": ("the server closed the connection", _NETWORK),
-    "ProxyConnectionError": ("no connection to the proxy", "check HTTPS_PROXY; the request is tried again"),
-    "SSLError": ("no trusted TLS connection", "check endpoint_url, ca_bundle and AWS_CA_BUNDLE"),
-    "IncompleteReadError": ("the answer was cut short", _NETWORK),
-    "ResponseStreamingError": ("the answer was cut short", _NETWORK),
-}
+    (Trouble.MISCONFIGURED, "ProfileNotFound", "the AWS profile does not exist", "check AWS_PROFILE"),
+    (
+        Trouble.MISCONFIGURED,
+        "SSLError",
+        "no trusted TLS connection",
+        "check endpoint_url, ca_bundle and AWS_CA_BUNDLE",
+    ),
+    (Trouble.MISCONFIGURED, "ParamValidationError", "", ""),
+    (Trouble.AWAY, "EndpointConnectionError", "no connection", _NETWORK),
+    (Trouble.AWAY, "ConnectTimeoutError", "no connection within the deadline", _NETWORK),
+    (Trouble.AWAY, "ProxyConnectionError", "no connection to the proxy", f"check HTTPS_PROXY; {_AGAIN}"),
+    # 409: two conditional writes at the same instant, for which S3's documentation says to retry.
+    (Trouble.TRANSIENT, "ConditionalRequestConflict 409", "someone else is writing there", _AGAIN),
+    (Trouble.TRANSIENT, "InternalError RequestTimeout OperationAborted 500 502 504", "", ""),
+    (Trouble.TRANSIENT, "ReadTimeoutError", "no answer within the deadline", _NETWORK),
+    (Trouble.TRANSIENT, "ConnectionClosedError", "the server closed the connection", _NETWORK),
+    (Trouble.TRANSIENT, "IncompleteReadError ResponseStreamingError", "the answer was cut short", _NETWORK),
+    (
+        Trouble.REFUSED,
+        "NoSuchUpload",
+        "the upload is gone",
+        "did a lifecycle rule of the bucket abort it? A new one begins",
+    ),
+]
+_KNOWN = {code: (trouble, meaning, hint) for trouble, codes, meaning, hint in _ROWS for code in codes.split()}
+_ABSENT = {"NoSuchKey", "404", "NotFound"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 
 
 def code_of(error: BaseException | None) -> str:
@@ -133,8 +138,8 @@ def code_of(error: BaseException | None) -> str:
 def trouble_of(error: BaseException | None) -> Trouble:
     """Of boto3's exception. An error without an answer of S3 is TRANSIENT, unless its name says more."""
     code = code_of(error)
-    if code in _TROUBLE_OF:
-        return _TROUBLE_OF[code]
+    if code in _KNOWN:
+        return _KNOWN[code][0]
     return Trouble.TRANSIENT if _response(error) is None else Trouble.REFUSED
 
 
@@ -146,8 +151,8 @@ def translate(error: Exception, action: str) -> TierdError:
         return Full(f"{action}: no space ({code})", hint="raise the quota, or keep fewer checkpoints")
     if code == "InvalidRange":
         return Corrupt(f"{action}: the object ends before that")
-    if code in _MEANING:
-        meaning, hint = _MEANING[code]
+    _, meaning, hint = _KNOWN.get(code, (None, "", ""))
+    if meaning:
         details = _details(error, meaning)
         return TierUnreachable(f"{action}: {meaning}{details and f', {details}'} ({code})", hint=hint)
     message = _ACCESS_KEY.sub("…", (str(error).splitlines() or [""])[0][:MESSAGE_CHARS_MAX])
@@ -158,7 +163,7 @@ def _details(error: Exception, meaning: str) -> str:
     """What the answer says beyond its code: the bucket's region, or the action that is not allowed."""
     about: dict[str, Any] = (_response(error) or {}).get("Error", {})
     region = str(about.get("Region") or _headers(error).get("x-amz-bucket-region") or "")
-    if meaning == _REGION[0] and re.fullmatch(r"[a-z0-9-]{1,40}", region):
+    if meaning == _OTHER_REGION and re.fullmatch(r"[a-z0-9-]{1,40}", region):
         return region
     action = re.search(r"not authorized to perform: ([a-z0-9]+:[A-Za-z]+)", str(about.get("Message", "")))
     return action[1] if action else ""

@@ -49,7 +49,8 @@ class ChunkSums:
 
     def entry(self, name: str, expect: FileEntry | None, action: str) -> FileEntry:
         """The file's entry. Raises Corrupt when it differs from `expect`."""
-        entry = file_entry(name, self._size_bytes, self._chunk_bytes, self._chunks())
+        chunks = [checksum.decode(crc) for crc in self._chunks()]
+        entry = file_entry(name, self._size_bytes, self._chunk_bytes, chunks)
         if expect is not None and (problems := differences(expect, entry)):
             raise _corrupt(action, problems[0])
         return entry
@@ -57,18 +58,12 @@ class ChunkSums:
     def check(self, expect: FileEntry, *, first: int, action: str) -> None:
         """Raises Corrupt when the pieces are not the whole chunks of `expect` from number `first` on."""
         for index, crc in enumerate(self._chunks(), start=first):
-            if checksum.encode(crc) != expect.chunks[index]:
-                raise _corrupt(action, difference(expect, index, checksum.encode(crc)))
+            if crc != expect.chunks[index]:
+                raise _corrupt(action, difference(expect, index, crc))
 
-    def _chunks(self) -> list[int]:
-        chunks: list[int] = []
-        parts: list[tuple[int, int]] = []
-        for offset in sorted(self._parts):
-            if offset % self._chunk_bytes == 0 and parts:
-                chunks.append(checksum.combine(parts))
-                parts = []
-            parts.append(self._parts[offset])
-        return [*chunks, checksum.combine(parts)] if parts else chunks
+    def _chunks(self) -> list[str]:
+        crcs = [self.pop_chunk(index) for index in range(-(-self._size_bytes // self._chunk_bytes))]
+        return [crc for crc in crcs if crc is not None]
 
 
 async def measure(

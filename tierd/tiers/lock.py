@@ -10,7 +10,6 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -21,10 +20,32 @@ _DESCRIPTION_BYTES_MAX = 4096
 
 
 class Lock:
-    """Held until `release`, or the death of this process."""
+    """The lock of a directory, which is made where missing. Held until `release`, or the death of this process.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    `holder`: describes us, beside the process id and the node. Raises LockHeld, naming the holder, when another process
+    has the lock; TierUnreachable when it cannot be taken.
+    """
+
+    def __init__(self, root: Path, holder: Mapping[str, object] | None = None) -> None:
+        path = root / layout.LOCK
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            hint = "the daemon's user must be able to write there"
+            raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.describe(holder or {})
+        except BlockingIOError as error:
+            other = _describe(self._fd)
+            self.release()
+            raise LockHeld(f"lock {path}: held by {other}", hint="is a tierd daemon running there already?") from error
+        except OSError as error:
+            self.release()
+            raise TierUnreachable(
+                f"lock {path}: {error.strerror}", hint="does the filesystem support flock?"
+            ) from error
 
     def describe(self, holder: Mapping[str, object]) -> None:
         """Write anew who holds the lock."""
@@ -40,36 +61,8 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
-
-
-def lock(root: Path, holder: Mapping[str, object] | None = None) -> Lock:
-    """Lock a directory, which is made where missing. `holder`: describes us, beside the process id and the node.
-
-    Raises LockHeld, naming the holder, when another process has the lock; TierUnreachable when it cannot be taken.
-    """
-    path = root / layout.LOCK
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        hint = "the daemon's user must be able to write there"
-        raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = Lock(fd)
-        taken.describe(holder or {})
-    except BlockingIOError as error:
-        other = _describe(fd)
-        os.close(fd)
-        raise LockHeld(f"lock {path}: held by {other}", hint="is a tierd daemon running there already?") from error
-    except OSError as error:
-        os.close(fd)
-        raise TierUnreachable(f"lock {path}: {error.strerror}", hint="does the filesystem support flock?") from error
-    return taken
 
 
 def _describe(fd: int) -> str:
