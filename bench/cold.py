@@ -161,6 +161,7 @@ def transfer(name: str, direction: str, url: str, prefix: str, size: str, root: 
 
 
 async def with_tierd(direction: str, url: str, prefix: str, size: str, root: Path) -> None:
+    from tierd.config import ColdConfig, LimitsConfig
     from tierd.format.ids import checkpoint_id
     from tierd.s3.store import S3Store
     from tierd.tiers.directory import DirectoryStore
@@ -168,7 +169,8 @@ async def with_tierd(direction: str, url: str, prefix: str, size: str, root: Pat
     from tierd.transfer.fetch import Fetch
 
     store = DirectoryStore(root)
-    here, there = Tier("here", store), Tier("there", S3Store(f"s3://{BUCKET}/{prefix}", endpoint_url=url))
+    cold = ColdConfig(url=f"s3://{BUCKET}/{prefix}", endpoint_url=url)
+    here, there = Tier("here", store), Tier("there", S3Store(cold, LimitsConfig()))
     manifest = await (here if direction == UP else there).manifest(checkpoint_id(size, 1, 1))
     if direction == UP:
         await copy_checkpoint(manifest, here, there)

@@ -50,7 +50,8 @@ DOORS = {
     "durable file system changes": Door(
         names=frozenset({"os.fsync", "os.fdatasync", "os.sync", "os.rename", "os.renames", "os.replace", ".rename"}),
         files={
-            "tierd/tiers/directory.py": "the store",
+            "tierd/tiers/new_file.py": "a put: written, fsynced, renamed",
+            "tierd/tiers/tree.py": "new folders and deletions",
             "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
         },
@@ -365,6 +366,8 @@ TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/generation.py": "client/test_client.py",
     "tierd/api/admission.py": "api/test_trainer.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
+    "tierd/tiers/new_file.py": "tiers/test_directory.py",
+    "tierd/tiers/tree.py": "tiers/test_directory.py",
     # The verbs are tested as people run them, in a process.
     "tierd/cli/selection.py": "cli/test_restore.py",
     "tierd/cli/console.py": "cli/test_ls.py",
@@ -378,7 +381,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/snapshot.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
     "tierd/cli/version.py": "cli/test_verbs.py",
-    "tierd/tiers/advice.py": "cli/test_doctor.py",
 }
 """A module with no test file at its mirrored place and that no test imports: the test file that exercises it."""
 

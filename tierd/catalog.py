@@ -1,7 +1,7 @@
-"""What we know: checkpoints, and the tiers that hold a committed replica of each. Only a cache.
+"""The known checkpoints, and the tiers that have a committed replica of each. A cache in memory, without I/O.
 
-Manifests and listings are the truth; delete this, look again, and it is the same. Knows no I/O: workers/recovery
-feeds it with what it saw. A tier that could not be listed is `unknown`, which stops deletion, never causes it.
+Manifests and listings are the truth: workers/recovery.py builds the catalog from them, and can build it again. A tier
+that could not be listed is not known, which stops deletions and never causes one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEMORY = "memory"
 
 @dataclass(slots=True)
 class Entry:
-    """One checkpoint. `milestones` and `diagnoses` (healthy or not) by tier: a marker lies beside each replica."""
+    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers."""
 
     id: CheckpointId
     manifest: Manifest
@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def healthy(self) -> bool | None:
-        """None: not judged. The bytes are the same everywhere, so one diagnosis holds for all; the worst counts."""
+        """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts."""
         return all(self.diagnoses.values()) if self.diagnoses else None
 
     @property
@@ -40,12 +40,12 @@ class Entry:
 
 @dataclass(slots=True)
 class TierKnowledge:
-    """What the last look at a tier gave. `error` is why it is not known now. `fingerprints`: size and ETag of each
-    manifest that was read there; one with others now is read again. `partial`: what has no manifest. `damaged`: of the
-    unreadable ones, those whose bytes were found wrong, which no listing shows."""
+    """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
+    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
+    ones whose bytes were found to be wrong, which no listing shows."""
 
     is_known: bool = False
-    error: str = "not looked at yet"
+    error: str = "not listed yet"
     used_bytes: int = 0
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
@@ -58,14 +58,14 @@ class Catalog:
         self._entries: dict[CheckpointId, Entry] = {}
         self._generations: dict[Run, int] = {}
         self._changes = 0
-        self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last look
+        self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
-    # ── what workers saw ──
+    # ── reports of the workers ──
 
     def moment(self) -> int:
-        """To be taken before a look at a tier begins, and given to `saw_tier`. As long as it stays the same,
-        nothing has changed: what was decided at that moment still holds."""
+        """The number of changes so far. While it stays the same, a decision made at that moment is still valid. A
+        listing takes it before it begins, for `saw_tier`."""
         return self._changes
 
     def add(self, manifest: Manifest, tier: str, milestones: Iterable[str] = ()) -> None:
@@ -74,30 +74,30 @@ class Catalog:
         self._touch(checkpoint, tier)
         self.tiers[tier].damaged.pop(checkpoint, None)
         entry = self._put(checkpoint, manifest, tier)
-        if found := frozenset(milestones):
-            entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | found
+        if names := frozenset(milestones):
+            entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | names
 
     def diagnosed(self, checkpoint: CheckpointId, tier: str, *, is_healthy: bool) -> None:
-        """The diagnosis is marked beside the replica in `tier`, unless that has gone meanwhile."""
+        """The replica in `tier` has got a health marker. Ignored when the replica is gone."""
         entry = self._entries.get(checkpoint)
         if entry is not None and tier in entry.tiers:
             self._touch(checkpoint, tier)
             entry.diagnoses[tier] = is_healthy
 
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
-        """The replica in `tier` is gone."""
+        """The replica in `tier` was deleted."""
         self._touch(checkpoint, tier)
         self.tiers[tier].damaged.pop(checkpoint, None)
         self._remove(checkpoint, tier)
 
     def damaged(self, checkpoint: CheckpointId, tier: str, why: str) -> None:
-        """The replica in `tier` is none: it counts as unreadable until it is mended, or gone."""
+        """The replica in `tier` counts as unreadable until it is repaired or deleted."""
         self._touch(checkpoint, tier)
         self._remove(checkpoint, tier)
         self.tiers[tier].damaged[checkpoint] = self.tiers[tier].unreadable[checkpoint] = why
 
     def mended(self, checkpoint: CheckpointId, tier: str) -> None:
-        """It counts again once a look at the tier has seen it: with its markers, or it could be taken for less."""
+        """The replica was repaired. It counts again after the next listing, which also reads its markers."""
         self.tiers[tier].damaged.pop(checkpoint, None)
 
     def _put(self, checkpoint: CheckpointId, manifest: Manifest, tier: str) -> Entry:
@@ -125,7 +125,7 @@ class Catalog:
     def saw_tier(
         self,
         tier: str,
-        found: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
+        listed: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
         unreadable: Mapping[CheckpointId, str],
         used_bytes: int,
         *,
@@ -134,40 +134,41 @@ class Catalog:
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
     ) -> None:
-        """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile.
-
-        One look at a tier at a time."""
-        damaged = {c: why for c, why in self.tiers[tier].damaged.items() if c in found or c in unreadable}
-        found = {c: one for c, one in found.items() if c not in damaged}
-        held = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
+        """A whole listing of a tier, begun at the moment `since`: it replaces what was known, except for checkpoints
+        that changed after that moment. `listed`: (manifest, milestones). One listing of a tier at a time."""
+        damaged = {c: why for c, why in self.tiers[tier].damaged.items() if c in listed or c in unreadable}
         changed = self._changed.pop(tier, {})
-        settled = {c for c in held | found.keys() if changed.get(c, 0) <= since}
-        is_news = False
-        for checkpoint in settled:
-            if checkpoint not in found:
+
+        def is_settled(checkpoint: CheckpointId) -> bool:
+            return changed.get(checkpoint, 0) <= since
+
+        known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
+        has_changed = False
+        for checkpoint in filter(is_settled, known | listed.keys() - damaged.keys()):
+            if checkpoint not in listed or checkpoint in damaged:
                 self._remove(checkpoint, tier)
-                is_news = True
+                has_changed = True
                 continue
-            manifest, milestones = found[checkpoint]
-            entry = self._entries.get(checkpoint)
-            former_marks = (entry.milestones.get(tier, frozenset()), entry.diagnoses.get(tier)) if entry else None
+            manifest, milestones = listed[checkpoint]
             diagnosis = diagnoses.get(checkpoint)
-            if entry is None or tier not in entry.tiers or former_marks != (milestones, diagnosis):
+            entry = self._entries.get(checkpoint)
+            markers = (entry.milestones.get(tier, frozenset()), entry.diagnoses.get(tier)) if entry else None
+            if entry is None or tier not in entry.tiers or markers != (milestones, diagnosis):
                 entry = self._put(checkpoint, manifest, tier)
                 entry.milestones[tier] = milestones
                 entry.diagnoses.pop(tier, None)
                 if diagnosis is not None:
                     entry.diagnoses[tier] = diagnosis
-                is_news = True
+                has_changed = True
         former = self.tiers[tier]
-        unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since} | damaged
-        begun = frozenset(c for c in partial if changed.get(c, 0) <= since)
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(fingerprints), begun, damaged)
-        if is_news or not former.is_known or (former.unreadable, former.partial) != (unreadable, begun):
+        unreadable = {c: why for c, why in unreadable.items() if is_settled(c)} | damaged
+        uncommitted = frozenset(filter(is_settled, partial))
+        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(fingerprints), uncommitted, damaged)
+        if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self._changes += 1
 
     def lost_tier(self, tier: str, error: str) -> None:
-        """A look that gave no answer: what was known stays, but nothing may be deleted on the strength of it."""
+        """A listing failed: what was known stays, but must not be the reason for a deletion."""
         self.tiers[tier].is_known = False
         self.tiers[tier].error = error
         self._changes += 1
@@ -183,33 +184,33 @@ class Catalog:
 
     def entries(self, run: Run | None = None) -> list[Entry]:
         """Newest first within a run; runs by name."""
-        found = [entry for entry in self._entries.values() if run is None or entry.id.run == run]
-        found.sort(key=lambda entry: (entry.id.generation, entry.id.step), reverse=True)
-        found.sort(key=lambda entry: entry.id.run)
-        return found
+        entries = [entry for entry in self._entries.values() if run is None or entry.id.run == run]
+        entries.sort(key=lambda entry: (entry.id.generation, entry.id.step), reverse=True)
+        return sorted(entries, key=lambda entry: entry.id.run)
 
     def runs(self) -> list[Run]:
         return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
 
     def newest(self, run: Run, tier: str) -> Manifest | None:
-        """What a restore would take: none that is known to be unhealthy."""
-        found = (entry for entry in self._entries.values() if entry.id.run == run and tier in entry.tiers)
-        newest = max((one for one in found if one.healthy is not False), key=lambda one: one.id.recency, default=None)
-        return newest.manifest if newest else None
+        """The newest checkpoint in `tier` that is not known to be unhealthy."""
+        candidates = [
+            e for e in self._entries.values() if e.id.run == run and tier in e.tiers and e.healthy is not False
+        ]
+        return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
 
     def held(self, tier: str) -> list[Manifest]:
-        """All that are committed in a tier."""
+        """The manifests of all checkpoints that are committed in a tier."""
         return [entry.manifest for entry in self._entries.values() if tier in entry.tiers]
 
     def generation_max(self, run: Run) -> Generation:
-        """The highest generation ever seen of a run; 0 when there is none."""
+        """The highest generation of a run that was ever seen; 0 when there is none."""
         return Generation(self._generations.get(run, 0))
 
     def sequence_max(self, run: Run) -> int:
         return max((entry.manifest.sequence for entry in self._entries.values() if entry.id.run == run), default=0)
 
     def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
-        """(tier, checkpoint) of every manifest that could not be read, and why."""
+        """Why a replica cannot be used, by (tier, checkpoint)."""
         return {
             (tier, checkpoint): why
             for tier, knowledge in self.tiers.items()
@@ -217,7 +218,7 @@ class Catalog:
         }
 
     def views(self) -> list[CheckpointView]:
-        """What the lifecycle plans with."""
+        """The checkpoints as the lifecycle sees them."""
         return [
             CheckpointView(
                 id=entry.id,
@@ -237,8 +238,8 @@ class Catalog:
         run: Run | None = None,
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
-        """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run. `diagnoses`: on what lies in
-        memory."""
+        """The rows of `tierd ls --json` and /api/v1/checkpoints: newest first within a run. `diagnoses`: of checkpoints
+        in memory."""
         in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
         listed = {entry.id: entry for entry in self.entries(run)}
         order = ["memory", *self.tiers]

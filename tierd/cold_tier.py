@@ -15,26 +15,12 @@ from tierd.tiers.tier import Tier
 def open_cold_tier(
     config: ColdConfig, limits: LimitsConfig, on_request: Callable[[str, str], None] | None = None
 ) -> Tier:
-    """Open the tier that a [[cold]] section describes. `on_request` gets (operation, outcome) of each request."""
+    """`on_request` gets (operation, outcome) of each attempt of a request to a bucket."""
     if config.url.startswith("file://"):
         root = Path(config.url.removeprefix("file://"))
         return Tier(config.name, DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s))
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store
 
-    store = S3Store(
-        config.url,
-        region=config.region,
-        endpoint_url=config.endpoint_url,
-        ca_bundle=config.ca_bundle,
-        sse=config.sse,
-        sse_kms_key_id=config.sse_kms_key_id,
-        name=config.name,
-        parts_in_flight=limits.parts_in_flight,
-        request_timeout_s=limits.request_timeout_s,
-        max_upload_mib_s=config.max_upload_mib_s,
-        storage_class=config.storage_class,
-        lasting_storage_class=config.milestone_storage_class,
-        on_request=on_request,
-    )
-    return Tier(config.name, store, ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}"))
+    cache = ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}")
+    return Tier(config.name, S3Store(config, limits, on_request=on_request), cache)

@@ -42,7 +42,7 @@ from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.lock import lock
+from tierd.tiers.lock import Lock
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.driller import Driller
@@ -78,7 +78,7 @@ def serve(
     _raise_descriptor_limit()
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
-    with lock(config.hot_path, about) as hot_lock:
+    with Lock(config.hot_path, about) as hot_lock:
         daemon = _Daemon(config, notify_socket, read_config)
         asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address}), ready))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import tierd
+from tierd.backoff import backoff_s
 from tierd.errors import BadRequest, DaemonUnreachable, Stale, TierdError, from_kind
 from tierd.format import wire
 
@@ -77,7 +78,7 @@ class DaemonSession:
         )
         self._attached = True
         self._attached_s = self._detached_s = time.monotonic()
-        self._retry_s = RETRY_MIN_S
+        self._failures = 0  # attempts to attach in a row that came to nothing
         self._thread: threading.Thread | None = None
 
     def start(self, *, on_message: Callable[[wire.ToClient], None], on_attach: Callable[[], None]) -> None:
@@ -239,12 +240,14 @@ class DaemonSession:
         with self.lock:
             self._detach()
             if self._detached_s - self._attached_s > RETRY_MAX_S:
-                self._retry_s = RETRY_MIN_S  # else it threw us out at once: no better than not being there
+                self._failures = 0  # a shorter attachment counts as one more failure
             if self.ended_by is not None or self._closed.is_set():
                 return
         log.warning("tierd: the daemon at %s is gone; training goes on, re-attaching when it is back", self._path)
-        while not self._closed.wait(self._retry_s):
-            self._retry_s = min(RETRY_MAX_S, self._retry_s * 2)
+        while True:
+            self._failures += 1
+            if self._closed.wait(backoff_s(self._failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S)):
+                return
             try:
                 sock, welcome, descriptors = _greet(self._path, self.identity, RETRY_MAX_S)
             except Stale as error:

@@ -66,7 +66,7 @@ def test_running_daemon_is_asked_what_it_sees(tmp_path: Path) -> None:
         more = f'[[cold]]\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'
         served.script = lambda operation, key: "" if ".tierd-probe" in key else "AccessDenied"
         with serving(tmp_path, more=more) as daemon:
-            wait_until(lambda: daemon.status()["tiers"][1]["error"] not in (None, "not looked at yet"))
+            wait_until(lambda: daemon.status()["tiers"][1]["error"] not in (None, "not listed yet"))
             code, found = look(house)
         assert code == 14
         told = {one["check"]: one["message"] for one in found if one["about"] == "daemon"}

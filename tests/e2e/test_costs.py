@@ -19,8 +19,8 @@ from tests.support.bucket import bucket_server
 from tests.support.daemon import Peer, serving, wait_until
 from tests.support.rooms import rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import content
-from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint
 
 MIB = 1 << 20
@@ -109,7 +109,7 @@ async def test_upload_asks_no_more_than_it_must(tmp_path: Path) -> None:
     answer proves the whole."""
     with bucket_server(part_bytes_min=MIB) as served:
         async with rooms_at(tmp_path) as rooms:
-            store = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
+            store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
             manifest = await rooms.commit("hot", size_bytes=64 * MIB + 5)
             await copy_checkpoint(manifest, rooms.hot, Tier("cold", store))
             await store.close()

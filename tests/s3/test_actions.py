@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.bucket import Bucket
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of
 from tierd.config import ColdConfig
 from tierd.errors import TierUnreachable
-from tierd.s3.actions import ACTIONS, LOOKED_AT, NEEDED
 from tierd.s3.probe import BucketProbe
-from tierd.s3.store import S3Store
+from tierd.s3.requests import ACTIONS, DOCTOR_ACTIONS, NEEDED_ACTIONS
 
 ROOT = Path(__file__).parents[2]
 CHUNK_BYTES = 16 << 10
@@ -38,7 +38,7 @@ def allowed() -> dict[str, str]:
 
 async def use_everything(served: Bucket) -> None:
     """All that a store does in its life, an interrupted upload and its cleaning up among it."""
-    store = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001)
+    store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001)
     data = content(SIZE_BYTES)
     entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
 
@@ -53,7 +53,7 @@ async def use_everything(served: Bucket) -> None:
     await put(KEY)
     now = served.now
     served.now = lambda: now() + timedelta(days=2)
-    assert await store.abort_uploads(lambda key: True, grace_s=3600.0) == 1
+    assert await store.remove_unfinished(lambda key: True, grace_s=3600.0) == 1
     served.now = now
     await store.put_bytes("run/x", b"x", if_absent=True)
     await store.read(KEY, 5, memoryview(bytearray(10)))
@@ -66,20 +66,20 @@ async def use_everything(served: Bucket) -> None:
 async def test_policy_allows_exactly_what_a_store_and_the_doctor_ask_for(served: Bucket) -> None:
     await use_everything(served)
     used = {one.operation for one in served.seen}
-    assert used == set(NEEDED), "an operation is used that tierd/s3/actions.py does not have, or not used any more"
+    assert used == set(NEEDED_ACTIONS), "NEEDED_ACTIONS lists every operation in use and no other"
     cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url)
-    store = S3Store(cold.url, endpoint_url=served.url)
-    await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+    store = s3_store(cold.url, endpoint_url=served.url)
+    await BucketProbe(store.requests, cold, lambda: datetime.now(UTC)).run()
     await store.close()
     probed = {one.operation for one in served.seen} - used
-    assert probed == set(LOOKED_AT)
+    assert probed == set(DOCTOR_ACTIONS)
     assert set(allowed()) == set(ACTIONS.values())
 
 
 async def test_doctor_tries_every_operation_that_a_store_needs(served: Bucket) -> None:
     cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url)
-    store = S3Store(cold.url, endpoint_url=served.url)
-    await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+    store = s3_store(cold.url, endpoint_url=served.url)
+    await BucketProbe(store.requests, cold, lambda: datetime.now(UTC)).run()
     await store.close()
     assert {one.operation for one in served.seen} == set(ACTIONS)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.store_contract import BytesSource, FailingSource, content, entry_of
 from tierd.errors import Corrupt
 from tierd.s3.body import PIECE_BYTES, SEND_BYTES, Body
-from tierd.tiers.store import Source
+from tierd.tiers.store import MemorySource, Source
 
 CHUNK_BYTES = PIECE_BYTES + 4096
 SIZE_BYTES = 2 * CHUNK_BYTES + 5
@@ -19,8 +19,8 @@ DATA = content(SIZE_BYTES)
 ENTRY = entry_of(DATA, chunk_bytes=CHUNK_BYTES)
 
 
-def body(source: memoryview | Source, offset: int = 0, length: int = SIZE_BYTES) -> Body:
-    return Body(source, ENTRY, offset, length, buffer=memoryview(bytearray(PIECE_BYTES)), doing="write x")
+def body(source: Source, offset: int = 0, length: int = SIZE_BYTES) -> Body:
+    return Body(source, ENTRY, offset, length, buffer=memoryview(bytearray(PIECE_BYTES)), action="write x")
 
 
 def read_all(found: Body) -> bytes:
@@ -39,7 +39,7 @@ def read_all(found: Body) -> bytes:
 async def test_bytes_of_a_part_come_as_they_are_and_again_after_a_rewind(
     from_memory: bool, offset: int, length: int
 ) -> None:
-    found = body(memoryview(DATA) if from_memory else BytesSource(DATA), offset, length)
+    found = body(MemorySource(memoryview(DATA)) if from_memory else BytesSource(DATA), offset, length)
     assert (found.seek(0, os.SEEK_END), found.tell(), found.seek(0)) == (length, length, 0)
     for _ in range(2):
         assert await asyncio.to_thread(read_all, found) == DATA[offset : offset + length]
@@ -64,7 +64,7 @@ async def test_last_piece_is_held_back_when_any_byte_is_wrong(flipped: int) -> N
     with pytest.raises(Corrupt, match=f"write x: chunk {flipped // CHUNK_BYTES} of 3"):
         await asyncio.to_thread(send)
     assert sent < SIZE_BYTES
-    assert isinstance(found.damage, Corrupt)
+    assert isinstance(found.source_error, Corrupt)
 
 
 async def test_what_the_source_raises_is_kept_for_the_caller() -> None:
@@ -72,7 +72,7 @@ async def test_what_the_source_raises_is_kept_for_the_caller() -> None:
     found = body(FailingSource(DATA))
     with pytest.raises(Corrupt, match="ends early"):
         await asyncio.to_thread(read_all, found)
-    assert "ends early" in str(found.damage)
+    assert "ends early" in str(found.source_error)
 
 
 async def test_cut_while_it_waits_for_its_source_it_ends_when_nobody_writes_into_its_buffer() -> None:
@@ -89,7 +89,7 @@ async def test_cut_while_it_waits_for_its_source_it_ends_when_nobody_writes_into
     found = body(Endless())
     reading = asyncio.ensure_future(asyncio.to_thread(found.read))
     await begun.wait()
-    found.cut()
+    found.abort()
     with pytest.raises((concurrent.futures.CancelledError, asyncio.CancelledError)):
         await reading
     assert ended.is_set()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.ceph import ceph_server
 from tests.support.s3 import BUCKET, self_signed
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import TierUnreachable
 from tierd.s3.store import S3Store
@@ -43,7 +44,7 @@ class TestCeph(StoreContract):
 
     @pytest.fixture
     async def store(self, ceph: str) -> AsyncIterator[S3Store]:
-        found = S3Store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=ceph)
+        found = s3_store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=ceph)
         yield found
         await found.close()
 
@@ -60,7 +61,7 @@ class Ending(BytesSource):
 async def test_interrupted_upload_goes_on_and_what_is_whole_is_not_sent_again(ceph: str) -> None:
     """Proven by MD5, for Ceph gives back nothing else."""
     requests = Requests()
-    store = S3Store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph, parts_in_flight=1, on_request=requests)
+    store = s3_store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph, parts_in_flight=1, on_request=requests)
 
     async def put(source: BytesSource) -> list[str]:
         requests.clear()
@@ -76,9 +77,9 @@ async def test_interrupted_upload_goes_on_and_what_is_whole_is_not_sent_again(ce
 
 
 async def test_abandoned_upload_is_aborted_by_the_servers_clock(ceph: str) -> None:
-    store = S3Store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph)
-    await store.request("create_multipart_upload", "begin", Key=store.object_key(KEY))
-    assert await store.abort_uploads(lambda key: key == KEY, grace_s=3600.0) == 0
-    assert await store.abort_uploads(lambda key: key == KEY, grace_s=-3600.0) == 1
-    assert await store.abort_uploads(lambda key: True, grace_s=-3600.0) == 0
+    store = s3_store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph)
+    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY))
+    assert await store.remove_unfinished(lambda key: key == KEY, grace_s=3600.0) == 0
+    assert await store.remove_unfinished(lambda key: key == KEY, grace_s=-3600.0) == 1
+    assert await store.remove_unfinished(lambda key: True, grace_s=-3600.0) == 0
     await store.close()

@@ -13,9 +13,10 @@ from botocore.exceptions import ClientError
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, self_signed
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of
 from tierd.errors import TierUnreachable
-from tierd.s3 import store as s3
+from tierd.s3 import requests as s3
 from tierd.s3.errors import retry_after_s
 from tierd.s3.store import S3Store
 
@@ -39,7 +40,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def store_at(served: Bucket, **options: Any) -> S3Store:
-    return S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
+    return s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
 
 
 async def put(store: S3Store) -> None:

@@ -11,9 +11,10 @@ from botocore.exceptions import ClientError
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import TierUnreachable
-from tierd.s3.dialect import NOTHING, Dialect, Extra
+from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra
 from tierd.s3.store import S3Store
 
 CHUNK_BYTES = 16 << 10
@@ -29,7 +30,7 @@ def refusing(request: pytest.FixtureRequest) -> Iterator[Bucket]:
 
 
 def store_at(served: Bucket, **options: Any) -> S3Store:
-    return S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
+    return s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
 
 
 async def put(store: S3Store, key: str = KEY) -> bytes:
@@ -44,7 +45,7 @@ class TestBucketThatRefusesChecksums(StoreContract):
     async def store(self) -> AsyncIterator[S3Store]:
         refuses = {"x-amz-checksum": "InvalidRequest", "if-none-match": "NotImplemented"}
         with bucket_server(keeps_checksums=False, honours_conditions=False, refuses=refuses) as served:
-            found = S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
+            found = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
             yield found
             await found.close()
 
@@ -55,7 +56,7 @@ async def test_first_refusal_is_remembered_and_told_once(refusing: Bucket, caplo
         assert await put(store) == await read_whole(store, KEY, SIZE_BYTES)
         await put(store, "run/other")
         assert await store.put_bytes("run/x", b"x", if_absent=True)
-    assert store.dialect.without == {Extra.CHECKSUMS}
+    assert store.requests.dialect.refused == {Extra.CHECKSUMS}
     assert sum(one.status in (400, 501) for one in refusing.seen) == 1, "every later request went without"
     told = [one.getMessage() for one in caplog.records if "refuses" in one.getMessage()]
     assert told == [f"s3://{BUCKET}/deep in cold refuses {Extra.CHECKSUMS.value}"]
@@ -90,9 +91,9 @@ async def test_condition_that_is_refused_is_left_out_and_the_commit_looks_first(
         assert await store.put_bytes("run/x", b"x", if_absent=True)
         assert not await store.put_bytes("run/x", b"y", if_absent=True)
         assert served.objects["deep/run/x"].content == b"x"
-        assert store.dialect.without == {Extra.CONDITION}, "checksums are not given up for it"
+        assert store.requests.dialect.refused == {Extra.CONDITION}, "checksums are not given up for it"
         await put(store)
-        assert (await store.head(KEY, "look") or {}).get("ChecksumCRC64NVME")
+        assert (await store.requests.head(f"deep/{KEY}", "look") or {}).get("ChecksumCRC64NVME")
         await store.close()
 
 
@@ -102,13 +103,13 @@ async def test_refusal_for_another_reason_changes_nothing() -> None:
         served.script = lambda operation, key: "NotImplemented" if operation == "put_object" else ""
         with pytest.raises(TierUnreachable, match="not implemented"):
             await store.put_bytes("run/x", b"x")
-        assert store.dialect.without == frozenset()
+        assert store.requests.dialect.refused == frozenset()
         served.script = lambda operation, key: ""
         await store.put_bytes("run/x", b"x")
-        assert (await store.head("run/x", "look") or {}).get("ChecksumCRC64NVME")
+        assert (await store.requests.head("deep/run/x", "look") or {}).get("ChecksumCRC64NVME")
         await store.close()
 
 
 def test_transient_trouble_is_no_refusal() -> None:
     said = ClientError({"Error": {"Code": "SlowDown", "Message": "checksum"}}, "PutObject")
-    assert Dialect("here").suspect(said, {"ChecksumCRC64NVME": "x"}, NOTHING) == NOTHING
+    assert Dialect("here").to_omit(said, {"ChecksumCRC64NVME": "x"}, NO_EXTRAS) == NO_EXTRAS

@@ -19,12 +19,12 @@ from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import CHUNK_BYTES, assert_same_files, folder_of, make_checkpoint
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import Manifest
-from tierd.s3.store import S3Store
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.recovery import refresh
@@ -83,7 +83,7 @@ class Battle:
         self.root = root
         self.served = served
         self.rooms = rooms
-        self.store = S3Store(
+        self.store = s3_store(
             f"s3://{BUCKET}/deep",
             endpoint_url=served.url,
             part_bytes_min=4096,
@@ -166,7 +166,7 @@ async def battle(root: Path, seed: int, faults: int, **manners: bool) -> None:
             it.check(kept, deleted)
             # Uploads whose creation was answered to nobody.
             served.now = lambda: datetime.now(UTC) + timedelta(days=2)
-            while await it.store.abort_uploads(lambda key: True, grace_s=24 * 3600.0):
+            while await it.store.remove_unfinished(lambda key: True, grace_s=24 * 3600.0):
                 pass
             assert served.uploads == {}
             await it.store.close()
@@ -217,7 +217,9 @@ async def test_replicator_aborts_uploads_of_its_runs_that_nobody_goes_on_with(tm
                 (RUN, 900, old),
             ]:
                 key = layout.file_key(checkpoint_id(run, step, 1), wanted.files[0].name)
-                made = await it.store.request("create_multipart_upload", "begin", Key=it.store.object_key(key))
+                made = await it.store.requests.request(
+                    "create_multipart_upload", "begin", Key=it.store.requests.object_key(key)
+                )
                 served.uploads[made["UploadId"]].initiated = begun
             served.script = lambda operation, key: "AccessDenied" if operation in ("put_object", "upload_part") else ""
             with pytest.raises(TierUnreachable, match="access denied"):

@@ -12,6 +12,7 @@ import pytest
 from tests.support.bucket import Bucket
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, content
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
@@ -19,14 +20,14 @@ from tierd.format import layout
 from tierd.format.ids import checkpoint_id
 from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier
-from tierd.workers import retention
+from tierd.workers import reaper
 from tierd.workers.reaper import Reaper
 
 LATER = datetime.now(UTC) + timedelta(days=30)
 
 
 def store_at(url: str) -> S3Store:
-    return S3Store(f"s3://{BUCKET}", endpoint_url=url, part_bytes_min=1024, retry_min_s=0.001)
+    return s3_store(f"s3://{BUCKET}", endpoint_url=url, part_bytes_min=1024, retry_min_s=0.001)
 
 
 # ── the store ──
@@ -75,7 +76,7 @@ async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_tha
     client.put_object_lock_configuration(
         Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
     )
-    store = S3Store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
+    store = s3_store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
     data = content(6 << 20)  # in two parts
     # No single PUT: moto wants x-amz-sdk-checksum-algorithm with it, where AWS is content with x-amz-checksum-.
     for _ in range(2):
@@ -143,7 +144,7 @@ async def test_retained_checkpoint_holds_up_no_other_and_is_not_asked_for_again_
 
 async def test_retained_checkpoint_goes_once_its_time_has_come(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing else to wake the reaper: a run that is done, in a bucket that nobody writes to."""
-    monkeypatch.setattr(retention, "ASK_S_MAX", 0.0)
+    monkeypatch.setattr(reaper, "RETENTION_S_MAX", 0.0)
     house.served.locked[house.key(100, layout.MANIFEST)] = LATER
     assert await house.reaper.run_once()
     assert house.steps() == [100, 500]

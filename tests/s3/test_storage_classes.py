@@ -10,6 +10,7 @@ import pytest
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import House, make_checkpoint
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
@@ -23,13 +24,13 @@ CHUNK_BYTES = 16 << 10
 
 
 def store_at(url: str, storage_class: str = "", lasting: str = "") -> S3Store:
-    return S3Store(
+    return s3_store(
         f"s3://{BUCKET}/deep",
         endpoint_url=url,
         part_bytes_min=1024,
         retry_min_s=0.001,
         storage_class=storage_class,
-        lasting_storage_class=lasting,
+        milestone_storage_class=lasting,
     )
 
 
@@ -75,9 +76,7 @@ async def test_what_is_archived_is_told_in_one_sentence_at_once_and_read_when_it
     await put(store, is_lasting=True)
     assert [one.key for one in await store.list()] == [KEY]
     served.seen.clear()
-    with pytest.raises(
-        TierUnreachable, match="it is archived: restore it with `aws s3api restore-object` first"
-    ) as told:
+    with pytest.raises(TierUnreachable, match="it is archived: restore it with `aws s3api restore-object`") as told:
         await store.read(KEY, 0, memoryview(bytearray(CHUNK_BYTES)))
     assert told.value.exit_code == 14
     assert f"{KEY} in cold (s3://{BUCKET}/deep)" in told.value.message
@@ -161,7 +160,7 @@ def test_restore_of_an_archived_checkpoint_says_what_to_do_first(archived: House
     target = archived.root / "restored"
     result = archived.tierd("restore", "--step", "200", "--to", target)
     assert result.exit_code == 14
-    assert "it is archived: restore it with `aws s3api restore-object` first" in result.stderr
+    assert "it is archived: restore it with `aws s3api restore-object`" in result.stderr
     assert not target.exists()
     assert archived.tierd("restore", "--step", "100", "--to", target).exit_code == 0
     served.thawed |= set(served.objects)
@@ -173,7 +172,7 @@ def test_verify_and_drill_say_of_an_archived_checkpoint_what_restore_says(archiv
     """It is no damaged one: 14 where it is all that was asked for, 3 where others could be judged."""
     result = archived.tierd(*verb, "--step", "200")
     assert result.exit_code == 14
-    assert "it is archived: restore it with `aws s3api restore-object` first" in result.output
+    assert "it is archived: restore it with `aws s3api restore-object`" in result.output
     if verb[0] == "verify":
         assert archived.tierd(*verb).exit_code == 3
         assert archived.tierd("verify").exit_code == 0, "a HEAD is answered"

@@ -21,6 +21,7 @@ from tests.support.s3 import (
     self_signed,
     silent_server,
 )
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierUnreachable
 from tierd.format import checksum
@@ -50,7 +51,7 @@ class Requests(list[tuple[str, str]]):
 
 def bucket(endpoint_url: str, **options: object) -> S3Store:
     """A prefix of its own in the server's bucket."""
-    return S3Store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=endpoint_url, **options)  # type: ignore[arg-type]
+    return s3_store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=endpoint_url, **options)  # type: ignore[arg-type]
 
 
 class TestMoto(StoreContract):
@@ -135,7 +136,13 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
     size_bytes, chunk_bytes = 4 * SMALL_CHUNK_BYTES, SMALL_CHUNK_BYTES
     await asyncio.gather(
         *(
-            store.put(f"run/{name}", Counting(content(size_bytes)), size_bytes=size_bytes, chunk_bytes=chunk_bytes)
+            store.put(
+                f"run/{name}",
+                Counting(content(size_bytes)),
+                size_bytes=size_bytes,
+                chunk_bytes=chunk_bytes,
+                expect=entry_of(content(size_bytes), name, chunk_bytes),
+            )
             for name in ("a", "b")
         )
     )
@@ -343,7 +350,7 @@ async def test_wrong_credentials_are_said_in_one_sentence(rclone: str, monkeypat
 
 
 async def test_a_missing_bucket_is_unreachable_and_never_empty(moto: str) -> None:
-    store = S3Store("s3://no-such-bucket/x", endpoint_url=moto)
+    store = s3_store("s3://no-such-bucket/x", endpoint_url=moto)
     for attempt in (
         store.list(),
         store.get_bytes("run/x", size_max=1),
@@ -356,7 +363,7 @@ async def test_a_missing_bucket_is_unreachable_and_never_empty(moto: str) -> Non
 
 
 async def test_a_wrong_endpoint_is_said_and_stops_nothing_else() -> None:
-    store = S3Store("s3://bucket", endpoint_url="not a url")
+    store = s3_store("s3://bucket", endpoint_url="not a url")
     with pytest.raises(TierUnreachable, match="Invalid endpoint"):
         await store.list()
     await store.close()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.bucket import Bucket, Stored, bucket_server
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of, read_whole
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import checksum
@@ -33,7 +34,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Bucket]:
 
 
 def store_at(served: Bucket, **options: Any) -> S3Store:
-    return S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
+    return s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001, **options)
 
 
 async def put(store: S3Store, data: bytes = content(SIZE_BYTES)) -> int:
@@ -143,7 +144,9 @@ def _retold(answer: Any) -> Any:
 
 async def test_of_two_uploads_the_newer_goes_on_and_the_other_is_aborted(served: Bucket) -> None:
     store = await interrupted(served)
-    old = await store.request("create_multipart_upload", "begin", Key=store.object_key(KEY), ChecksumAlgorithm="SHA256")
+    old = await store.requests.request(
+        "create_multipart_upload", "begin", Key=store.requests.object_key(KEY), ChecksumAlgorithm="SHA256"
+    )
     served.uploads[old["UploadId"]].initiated -= timedelta(hours=1)
     await finish(served, store, sent=PARTS - 6)
     assert served.count("abort_multipart_upload") == 1
@@ -151,9 +154,9 @@ async def test_of_two_uploads_the_newer_goes_on_and_the_other_is_aborted(served:
 
 async def test_upload_of_another_key_with_the_same_beginning_is_let_be(served: Bucket) -> None:
     store = store_at(served)
-    await store.request("create_multipart_upload", "begin", Key=store.object_key(KEY + "x"))
+    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY + "x"))
     await put(store)
-    assert [one.key for one in served.uploads.values()] == [store.object_key(KEY + "x")]
+    assert [one.key for one in served.uploads.values()] == [store.requests.object_key(KEY + "x")]
     await store.close()
 
 
@@ -182,8 +185,8 @@ async def test_whole_object_is_not_sent_again(served: Bucket) -> None:
     served.seen.clear()
     assert await put(store) == SIZE_BYTES
     assert Counter(one.operation for one in served.seen) == {"head_object": 1}
-    served.objects[store.object_key(KEY)] = replace(
-        served.objects[store.object_key(KEY)], etag=f'"{"0" * 32}-{PARTS}"', crc64nvme=0
+    served.objects[store.requests.object_key(KEY)] = replace(
+        served.objects[store.requests.object_key(KEY)], etag=f'"{"0" * 32}-{PARTS}"', crc64nvme=0
     )
     await put(store)
     assert served.count("upload_part") == PARTS
@@ -216,10 +219,10 @@ async def test_source_that_is_damaged_since_is_found_while_old_parts_are_proven(
 
 async def test_upload_that_nobody_goes_on_with_is_aborted_after_its_grace(served: Bucket) -> None:
     store = await interrupted(served)
-    await store.request("create_multipart_upload", "begin", Key="elsewhere/another")
+    await store.requests.request("create_multipart_upload", "begin", Key="elsewhere/another")
     for key, age, gone in [(KEY, 0, 0), ("other", 3, 0), (KEY, 3, 1)]:
         served.now = lambda hours=age: datetime.now(UTC) + timedelta(hours=hours)
-        assert await store.abort_uploads(lambda found, key=key: found == key, grace_s=7200) == gone
+        assert await store.remove_unfinished(lambda found, key=key: found == key, grace_s=7200) == gone
     assert [one.key for one in served.uploads.values()] == ["elsewhere/another"]
     await store.close()
 

@@ -32,7 +32,7 @@ from xml.sax.saxutils import escape
 
 from tests.support.s3 import ACCESS_KEY, BUCKET
 from tierd.format import checksum
-from tierd.s3.actions import ACTIONS
+from tierd.s3.requests import ACTIONS
 
 # S3's error codes with their statuses; each is a fault too, answered in place of what was asked for.
 STATUSES = {

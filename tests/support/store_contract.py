@@ -122,9 +122,9 @@ class StoreContract:
     async def test_what_the_store_knows_of_an_object_by_itself_is_true(self, store: Store, size_bytes: int) -> None:
         data = content(size_bytes)
         await store.put(KEY, memoryview(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
-        assert await store.kept_checksum(KEY) in (None, entry_of(data).crc64nvme)
+        assert await store.stored_checksum(KEY) in (None, entry_of(data).crc64nvme)
         with pytest.raises(NotFound):
-            await store.kept_checksum("run/absent")
+            await store.stored_checksum("run/absent")
 
     @pytest.mark.parametrize("size_bytes", [4096, (16 << 20) + 1])
     async def test_a_damaged_object_stays_until_a_whole_one_takes_its_place(

@@ -27,7 +27,7 @@ def test_pieces_of_any_size_in_any_order_give_the_files_entry(
     sums = ChunkSums(size_bytes, chunk_bytes)
     for offset, length in pieces:
         piece = memoryview(data)[offset : offset + length]
-        assert sums.add(offset, piece) == checksum.crc64nvme(piece)
+        sums.add(offset, piece)
     expect = entry_of(data, "x", chunk_bytes)
     assert sums.entry("x", expect, "check") == expect
 

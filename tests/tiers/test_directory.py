@@ -14,7 +14,7 @@ import pytest
 from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import BadRequest, Corrupt, Full, LockHeld, NotFound, TierUnreachable
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.lock import lock
+from tierd.tiers.lock import Lock
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ async def test_no_link_leads_out_of_the_root(store: DirectoryStore, tmp_path: Pa
 async def test_a_pipe_in_place_of_a_file_hangs_nobody(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"x")
     os.mkfifo(store.root / "run" / "pipe")
-    with pytest.raises(BadRequest, match="no regular file"):
+    with pytest.raises(BadRequest, match="not a regular file"):
         await store.get_bytes("run/pipe", size_max=1)
 
 
@@ -300,8 +300,8 @@ async def test_a_truncated_file_is_corrupt(store: DirectoryStore) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from tierd.tiers.lock import lock
-held = lock(Path(sys.argv[1]), {"node": "node-7"})
+from tierd.tiers.lock import Lock
+held = Lock(Path(sys.argv[1]), {"node": "node-7"})
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -315,25 +315,25 @@ def test_a_lock_is_held_by_one_process_and_free_once_it_is_killed(tmp_path: Path
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(LockHeld, match=f"pid {holder.pid}, node node-7"):
-            lock(root)
+            Lock(root)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    with lock(root), pytest.raises(LockHeld, match=f"pid {os.getpid()}"):
-        lock(root)
-    lock(root).release()
+    with Lock(root), pytest.raises(LockHeld, match=f"pid {os.getpid()}"):
+        Lock(root)
+    Lock(root).release()
 
 
 def test_a_lock_says_no_more_than_it_knows(tmp_path: Path) -> None:
-    with lock(tmp_path):
+    with Lock(tmp_path):
         (tmp_path / ".tierd.lock").write_bytes(b"\x00garbage")
         with pytest.raises(LockHeld, match="another process"):
-            lock(tmp_path)
+            Lock(tmp_path)
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".tierd.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierUnreachable):
-        lock(tmp_path)
+        Lock(tmp_path)
 
 
 async def test_cap_on_writes_is_kept_and_one_that_is_raised_holds_for_a_write_under_way(tmp_path: Path) -> None:

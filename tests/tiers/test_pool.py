@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierd.tiers.pool import Buffers, Pool, each
+from tierd.tiers.pool import Buffers, ThreadPool, for_each
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    found = Pool(2, "test")
+def pool() -> Iterator[ThreadPool]:
+    found = ThreadPool(2, "test")
     yield found
     found.close()
 
 
-async def test_a_cancelled_caller_waits_for_its_thread(pool: Pool) -> None:
+async def test_a_cancelled_caller_waits_for_its_thread(pool: ThreadPool) -> None:
     """Until the thread ends, the buffer and the descriptor that it was given are in use."""
     loop = asyncio.get_running_loop()
     begun, may_end, ended = asyncio.Event(), threading.Event(), threading.Event()
@@ -38,7 +38,7 @@ async def test_a_cancelled_caller_waits_for_its_thread(pool: Pool) -> None:
     assert ended.is_set()
 
 
-async def test_what_a_call_raises_reaches_its_caller(pool: Pool) -> None:
+async def test_what_a_call_raises_reaches_its_caller(pool: ThreadPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(lambda: 1 // 0)
     assert await pool.run(divmod, 7, 2) == (3, 1)
@@ -57,7 +57,7 @@ async def test_each_item_is_done_once_and_no_more_at_once_than_allowed(limit: in
         running -= 1
         done.append(item)
 
-    await each(limit, range(20), act)
+    await for_each(limit, range(20), act)
     assert sorted(done) == list(range(20))
     assert most == min(limit, 20)
 
@@ -75,7 +75,7 @@ async def test_the_first_error_stops_the_rest_and_comes_alone() -> None:
             raise
 
     with pytest.raises(LookupError) as error:
-        await each(3, range(10), act)
+        await for_each(3, range(10), act)
     assert isinstance(error.value.__cause__, ValueError)
     assert set(cancelled) <= {0, 2}
 
@@ -88,22 +88,22 @@ async def test_item_whose_work_is_cancelled_from_within_is_not_taken_for_done() 
             raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="not done"):
-        await each(3, range(3), act)
+        await for_each(3, range(3), act)
 
 
 async def test_buffers_are_lent_up_to_their_count_and_reused() -> None:
     buffers = Buffers(usual_bytes=8, count=2)
-    async with buffers.lend(8) as first, buffers.lend(3) as small:
+    async with buffers.borrow(8) as first, buffers.borrow(3) as small:
         assert (len(first), len(small)) == (8, 3)
-        third = asyncio.ensure_future(buffers.lend(8).__aenter__())
+        third = asyncio.ensure_future(buffers.borrow(8).__aenter__())
         await asyncio.sleep(0)
         assert not third.done()
         third.cancel()
-    async with buffers.lend(3) as other:
+    async with buffers.borrow(3) as other:
         assert other is not small
-    async with buffers.lend(8) as again:
+    async with buffers.borrow(8) as again:
         assert again is first
     buffers.close()
-    async with buffers.lend(8) as fresh:
+    async with buffers.borrow(8) as fresh:
         assert fresh is not first
     buffers.close()

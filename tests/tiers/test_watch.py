@@ -79,7 +79,7 @@ async def test_directory_that_cannot_be_watched_only_loses_the_hint(
 ) -> None:
     with watch(tmp_path / "absent", Changes()):
         pass
-    assert "seen at the next look instead" in caplog.text
+    assert "found by the next listing" in caplog.text
 
 
 async def test_end_of_the_watch_is_the_end_of_its_threads(folder: Path, tmp_path: Path) -> None:

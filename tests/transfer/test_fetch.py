@@ -17,7 +17,7 @@ from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import FileEntry, file_entry
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
-from tierd.transfer.fetch import Fetch, arriving_keys
+from tierd.transfer.fetch import Fetch, partial_keys
 from tierd.transfer.verify import verify_files
 
 ID = checkpoint_id("run42", 100, 1)
@@ -136,9 +136,9 @@ async def test_bytes_are_the_same_whatever_the_chunks_are(make: Callable[..., Ro
 async def test_nothing_has_its_own_name_before_all_is_there(rooms: Rooms) -> None:
     fetch = await rooms.fetched()
     assert await rooms.here.list() == []
-    with pytest.raises(BadRequest, match="has not come"):
+    with pytest.raises(BadRequest, match="chunks are missing"):
         await fetch.finish()
-    assert {f"{ID.run}/{ID.name}/{one.name}" for one in rooms.folder("here").iterdir()} <= arriving_keys(rooms.manifest)
+    assert {f"{ID.run}/{ID.name}/{one.name}" for one in rooms.folder("here").iterdir()} <= partial_keys(rooms.manifest)
 
 
 async def test_next_attempt_fetches_only_what_had_not_arrived(rooms: Rooms) -> None:
@@ -308,6 +308,6 @@ async def test_cancelled_fetch_leaves_what_has_arrived(make: Callable[..., Rooms
 
 async def test_name_of_what_arrives_is_that_of_its_promise() -> None:
     one, other = entry(0, 10, 4096), entry(0, 11, 4096)
-    names = [arriving_keys(make_manifest(ID, [each])) for each in (one, other)]
+    names = [partial_keys(make_manifest(ID, [each])) for each in (one, other)]
     assert len(names[0] & names[1]) == 1, "only its own name"
-    assert all(layout.is_arriving(key.rpartition("/")[2]) for key in names[0] ^ names[1])
+    assert all(layout.is_partial_download(key.rpartition("/")[2]) for key in names[0] ^ names[1])

@@ -12,10 +12,10 @@ from tests.support.damage import WAYS, flip, lose, rot
 from tests.support.kill import kill_when_stalled
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.manifest import Manifest
-from tierd.s3.store import S3Store
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.transfer.repair import Repair, repair_replica
@@ -74,7 +74,7 @@ async def test_the_damaged_file_is_set_aside_unlisted_the_newest_one_and_goes_wi
         damaged[offset] ^= 1
         path.write_bytes(damaged)
         await repaired(rooms, rooms.hot, made)
-    aside = path.with_name(layout.set_aside(name))
+    aside = path.with_name(layout.damaged_copy_name(name))
     assert aside.read_bytes() == damaged
     assert await rooms.hot.listing() == before
     assert len(list(path.parent.iterdir())) == len(made.files) + 2  # the manifest, and what was set aside
@@ -162,7 +162,7 @@ async def test_a_manifest_beside_other_bytes_may_be_another_checkpoints_and_is_l
 
 
 def bucket(served: Bucket) -> Tier:
-    return Tier("s3", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=4096, name="s3"))
+    return Tier("s3", s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=4096, name="s3"))
 
 
 @pytest.mark.parametrize("served", [{}, {"keeps_checksums": False}], indirect=True, ids=["checksums", "no checksums"])
@@ -224,7 +224,7 @@ REPAIR = """
 import asyncio, sys
 from pathlib import Path
 from tierd.format.ids import checkpoint_id
-from tierd.tiers import directory
+from tierd.tiers import new_file
 from tierd.tiers.directory import DirectoryStore
 from tierd.transfer.repair import repair_replica
 from tierd.tiers.tier import Tier
@@ -243,7 +243,7 @@ class Source(DirectoryStore):
 
 async def main():
     if sys.argv[3] == "with the former set aside":
-        directory._Unfinished.commit = stall
+        new_file.NewFile.commit = stall
     hot, cold = Tier("hot", DirectoryStore(Path(sys.argv[1]))), Tier("cold", Source(Path(sys.argv[2])))
     checkpoint = checkpoint_id("run42", 100, 1)
     found = await verify_replica(hot, checkpoint)

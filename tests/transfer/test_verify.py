@@ -11,10 +11,10 @@ from tests.support.cli import folder_of
 from tests.support.damage import cut, flip, lose, rot
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tierd.errors import NewerFormat, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
-from tierd.s3.store import S3Store
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -59,7 +59,7 @@ async def test_in_a_directory_what_is_not_read_is_known_by_its_size_alone(rooms:
 @pytest.mark.parametrize("keeps_checksums", [True, False])
 async def test_a_bucket_is_asked_for_its_checksums_and_no_byte_comes_back(rooms: Rooms, keeps_checksums: bool) -> None:
     with bucket_server(keeps_checksums=keeps_checksums) as served:
-        cold = Tier("cold", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
+        cold = Tier("cold", s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")
         await copy_checkpoint(made, rooms.hot, cold)
         read_before = served.count("get_object")

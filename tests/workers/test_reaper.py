@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -9,10 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.errors import TierUnreachable
-from tierd.format.ids import CheckpointId, Generation, Rank
+from tierd.errors import Retained, TierUnreachable
+from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Verdict
-from tierd.workers.reaper import Reaper, decide, decisions, deletions, halted
+from tierd.workers.reaper import (
+    RETENTION_S_MAX,
+    RETENTION_S_MIN,
+    Reaper,
+    Retentions,
+    decide,
+    decisions,
+    deletions,
+    halted,
+)
 from tierd.workers.recovery import refresh
 from tierd.workers.replicator import pending
 
@@ -93,16 +103,16 @@ async def test_tier_that_refuses_deletions_holds_up_no_other(rooms: Rooms) -> No
 
 async def test_change_in_the_middle_of_a_pass_is_decided_anew(rooms: Rooms) -> None:
     """A milestone marked while the first deletion was under way saves the second."""
-    real_delete = rooms.hot.delete
+    real_delete = rooms.hot_store.delete
     saved = CheckpointId(RUN, 200, 1)  # type: ignore[arg-type]
 
-    async def delete_and_mark(checkpoint: CheckpointId) -> None:
-        await real_delete(checkpoint)
-        rooms.hot.delete = real_delete  # type: ignore[method-assign]
+    async def delete_and_mark(keys: Sequence[str]) -> None:
+        await real_delete(keys)
+        rooms.hot_store.delete = real_delete  # type: ignore[method-assign]
         await rooms.hot.mark_milestone(saved, "best", "now")
         await refresh(rooms.catalog, rooms.hot)
 
-    rooms.hot.delete = delete_and_mark  # type: ignore[method-assign]
+    rooms.hot_store.delete = delete_and_mark  # type: ignore[method-assign]
     await reaper(rooms).run_once()
     assert 100 not in rooms.steps("cold")
     assert 200 in rooms.steps("cold")
@@ -156,3 +166,31 @@ async def test_hot_replica_stays_while_the_cold_tier_does_not_answer(rooms: Room
     assert 600 in rooms.steps("hot")
     assert not rooms.catalog.tiers["cold"].is_known
     assert ("relist", "cold") in rooms.events, "or it would get no copy for ten minutes"
+
+
+ONE, OTHER = checkpoint_id("run", 1, 1), checkpoint_id("run", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "waits_s"),
+    [(3600, 3600), (1, RETENTION_S_MIN), (10**7, RETENTION_S_MAX), (math.inf, RETENTION_S_MAX)],
+)
+def test_deletion_is_tried_again_after_the_retention_within_limits(remaining_s: float, waits_s: float) -> None:
+    retentions = Retentions()
+    retentions.add("cold", ONE, Retained("x", remaining_s=remaining_s), now_s=100.0)
+    assert retentions.holds("cold", ONE, now_s=100 + waits_s - 1)
+    assert not retentions.holds("cold", ONE, now_s=100 + waits_s)
+    assert not retentions.holds("dr", ONE, now_s=100)
+    assert not retentions.holds("cold", OTHER, now_s=100)
+
+
+def test_first_retention_that_ends_is_due() -> None:
+    retentions = Retentions()
+    assert retentions.due_s == math.inf
+    retentions.add("cold", ONE, Retained("x", remaining_s=100), now_s=0.0)
+    retentions.add("cold", OTHER, Retained("x", remaining_s=200), now_s=0.0)
+    assert retentions.due_s == 100
+    retentions.forget_due(now_s=150.0)
+    assert retentions.due_s == 200
+    retentions.forget_due(now_s=200.0)
+    assert retentions.due_s == math.inf

@@ -14,7 +14,7 @@ import pytest
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
-from tierd.transfer.partial_file import arriving_name
+from tierd.transfer.partial_file import partial_name
 from tierd.workers.reaper import halted
 from tierd.workers.recovery import Lister, clear_uncommitted, recover, refresh
 
@@ -46,7 +46,7 @@ async def test_start_keeps_what_was_being_fetched_for_a_day(rooms: Rooms) -> Non
     (entry, *_) = (await rooms.commit("cold", step=100)).files
     folder = rooms.folder("hot", checkpoint_id(RUN, 100, 1))
     folder.mkdir(parents=True)
-    arriving = folder / arriving_name(entry)
+    arriving = folder / partial_name(entry)
     arriving.write_bytes(b"half")
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert arriving.exists()
@@ -211,11 +211,3 @@ async def test_hundreds_of_checkpoints_are_looked_at_in_batches(rooms: Rooms) ->
     await refresh(rooms.catalog, rooms.hot)
     assert len(rooms.catalog.entries()) == 301
     assert rooms.catalog.unreadable() == {}
-
-
-async def test_first_look_at_a_cold_directory_sweeps_what_killed_writers_left(rooms: Rooms) -> None:
-    await rooms.commit("cold")
-    left = rooms.folder("cold", checkpoint_id(RUN, 100, 1)) / "shard.0badcafe.partial"
-    left.write_bytes(b"half")
-    assert await Lister(rooms.catalog, rooms.cold["cold"], 1.0).run_once()
-    assert not left.exists()

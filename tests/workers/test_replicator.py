@@ -102,14 +102,16 @@ async def test_milestone_that_arrives_with_a_deletion_does_not_bring_the_replica
         one = await rooms.commit("hot", "cold", milestones=("best",))
         (rooms.folder("cold", one.id) / "milestone-best.json").unlink()
         await rooms.look()
-        real_mark = rooms.cold["cold"].mark_milestone
+        cold = rooms.cold["cold"]
+        real_put_bytes = cold.store.put_bytes
 
-        async def mark_then_lose(*arguments: object) -> None:
-            await real_mark(*arguments)  # type: ignore[arg-type]
-            await rooms.cold["cold"].delete(one.id)
+        async def mark_then_delete(key: str, content: bytes, *, if_absent: bool = False) -> bool:
+            is_new = await real_put_bytes(key, content, if_absent=if_absent)
+            await cold.delete(one.id)
             rooms.catalog.drop(one.id, "cold")
+            return is_new
 
-        rooms.cold["cold"].mark_milestone = mark_then_lose  # type: ignore[method-assign, assignment]
+        cold.store.put_bytes = mark_then_delete  # type: ignore[method-assign]
         worker = rooms.replicator()
         await worker._mark()
         entry = rooms.catalog.get(one.id)
@@ -184,3 +186,12 @@ async def test_unreadable_manifest_in_cold_is_not_written_against_again_and_agai
     await rooms.look()
     assert await rooms.replicator().run_once()
     assert rooms.incidents.recent() == []
+
+
+async def test_first_pass_sweeps_what_killed_writers_left_in_a_cold_directory(rooms: Rooms) -> None:
+    await rooms.commit("cold")
+    await rooms.look()
+    left = rooms.folder("cold", checkpoint_id(RUN, 100, 1)) / "shard.0badcafe.partial"
+    left.write_bytes(b"half")
+    assert await rooms.replicator().run_once()
+    assert not left.exists()

@@ -257,7 +257,7 @@ async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Ro
 
 
 async def test_absent_only_when_every_tier_was_seen(rooms: Rooms) -> None:
-    with pytest.raises(TierUnreachable, match="not looked at yet"):
+    with pytest.raises(TierUnreachable, match="not listed yet"):
         await ask(rooms)
     await rooms.look()
     with pytest.raises(NotFound):

@@ -13,10 +13,10 @@ from tests.support.daemon import serving, wait_until
 from tests.support.damage import cut, flip, lose, rot
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.s3_store import s3_store
 from tierd.config import LimitsConfig, ScrubConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
-from tierd.s3.store import S3Store
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.transfer.verify import verify_files
@@ -236,7 +236,7 @@ async def test_what_someone_else_mended_counts_again(rooms: Rooms, tmp_path: Pat
 
 async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(rooms: Rooms) -> None:
     with bucket_server() as served:
-        cold = Tier("cold", S3Store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
+        cold = Tier("cold", s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")
         await copy_checkpoint(made, rooms.hot, cold)
         for tier in (rooms.hot, cold):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import typer
 
 from tierd import __version__, config_file
@@ -22,8 +23,7 @@ from tierd.cli.opened_tiers import Settings, look, settings_of
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
 from tierd.lifecycle.policy import HOT
-from tierd.tiers.advice import Advice, problem_of
-from tierd.tiers.directory_probe import is_same_disk, probe_directory, probe_space
+from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_space, problem_of
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # nobody waits longer for an answer at a terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection
@@ -102,22 +102,14 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
         return found
     # Here, so that boto3 is loaded only where a bucket is configured.
     from tierd.s3.probe import BucketProbe
-    from tierd.s3.store import S3Store
+    from tierd.s3.requests import S3Requests
 
-    store = S3Store(
-        cold.url,
-        region=cold.region,
-        endpoint_url=cold.endpoint_url,
-        ca_bundle=cold.ca_bundle,
-        sse=cold.sse,
-        sse_kms_key_id=cold.sse_kms_key_id,
-        name=cold.name,
-        request_timeout_s=min(REQUEST_TIMEOUT_S_MAX, loaded.limits.request_timeout_s),
-    )
+    timeout_s = min(REQUEST_TIMEOUT_S_MAX, loaded.limits.request_timeout_s)
+    requests = S3Requests(cold, msgspec.structs.replace(loaded.limits, request_timeout_s=timeout_s))
     try:
-        return await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+        return await BucketProbe(requests, cold, lambda: datetime.now(UTC)).run()
     finally:
-        await store.close()
+        await requests.close()
 
 
 def _limits() -> list[Advice]:

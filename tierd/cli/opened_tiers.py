@@ -107,8 +107,7 @@ async def look(settings: Settings, *, place: str | None = None, only: str | None
 
 
 async def _look_at(tier: Tier, places: Places) -> None:
-    store = tier.store
-    if isinstance(store, DirectoryStore) and not store.root.is_dir():
+    if not tier.store.exists():
         # Looking must not make directories, and before the first `tierd serve` there are none.
         places.absent.add(tier.name)
         places.catalog.saw_tier(tier.name, {}, {}, 0, since=places.catalog.moment())
@@ -142,8 +141,7 @@ def _open_place(place: str, settings: Settings) -> list[Tier]:
     if place.startswith("s3://"):
         cold, limits = _configured_cold(place, settings)
         opened = open_cold_tier(cold, limits)
-        opened.name = place
-        return [opened]
+        return [Tier(place, opened.store, opened.cache)]
     path = Path(place.removeprefix("file://")).absolute()
     if not path.is_dir():
         raise BadConfig(f"look at {place}: no such directory", hint="name a directory or s3://bucket/prefix")

@@ -27,7 +27,7 @@ from tierd.errors import (
 )
 from tierd.format import layout
 from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest, decode
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import ReadableTier
 from tierd.transfer.atomic_output import AtomicOutput
 from tierd.transfer.fetch import Fetch
 
@@ -45,7 +45,7 @@ class Replicas:
         self.raw = b""
         self._places = places
         self._config = config
-        self._opened: dict[str, Tier] = {}
+        self._opened: dict[str, ReadableTier] = {}
         self._gone: set[str] = set()
         self._stack = AsyncExitStack()
 
@@ -57,7 +57,7 @@ class Replicas:
     ) -> None:
         await self._stack.aclose()
 
-    async def first(self) -> tuple[Manifest, Tier]:
+    async def first(self) -> tuple[Manifest, ReadableTier]:
         """The manifest, and the nearest replica that has one to be read. Raises what is wrong where none has."""
         for name in self.chosen.tiers:
             if tier := await self._open(name):
@@ -92,7 +92,7 @@ class Replicas:
             if problem is not None:
                 self._pass_over(name, problem)
 
-    async def _open(self, name: str) -> Tier | None:
+    async def _open(self, name: str) -> ReadableTier | None:
         """None when it is of no use, which is told."""
         if name in self._opened or name in self._gone:
             return None if name in self._gone else self._opened[name]
@@ -110,12 +110,12 @@ class Replicas:
         self._opened[name] = tier
         return tier
 
-    async def _find(self, name: str) -> Tier:
+    async def _find(self, name: str) -> ReadableTier:
         if name != MEMORY or self._config is None:
             return self._places.tiers[name]
         store = await asyncio.to_thread(ask_memory, self._config.socket_path, self.chosen.id)
         self._stack.push_async_callback(store.close)
-        return Tier(MEMORY, store)
+        return ReadableTier(MEMORY, store)
 
     def _pass_over(self, name: str, error: TierdError) -> None:
         if not isinstance(error, Corrupt):

@@ -29,9 +29,9 @@ from tierd.errors import BadConfig, Corrupt, DaemonUnreachable, NotFound, TierUn
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import ReadableTier, Tier
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
-from tierd.transfer.fetch import Fetch, arriving_keys
+from tierd.transfer.fetch import Fetch, partial_keys
 
 AUTO = "auto"
 
@@ -219,7 +219,7 @@ async def _land(replicas: Replicas, target: Path, making: Making | None, part: P
     began = time.monotonic()
     files = part.files(manifest) if part else [entry.name for entry in manifest.files]
     room = 0 if part else round(manifest.size_bytes * (1 + making.extra_share if making else 1))
-    with atomic_output(target, size_bytes=room, keep=arriving_keys(manifest, files)) as land, _kept_is_told(land):
+    with atomic_output(target, size_bytes=room, keep=partial_keys(manifest, files)) as land, _kept_is_told(land):
         store = DirectoryStore(land.partial)
         try:
             if part:
@@ -256,7 +256,7 @@ async def _land(replicas: Replicas, target: Path, making: Making | None, part: P
     )
 
 
-async def _commit(replicas: Replicas, manifest: Manifest, source: Tier, restored: Tier) -> None:
+async def _commit(replicas: Replicas, manifest: Manifest, source: ReadableTier, restored: Tier) -> None:
     """The markers, then the manifest's own bytes, as in any tier."""
     chosen = replicas.chosen
     for milestone in chosen.milestones:

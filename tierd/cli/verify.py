@@ -22,7 +22,7 @@ from tierd.format.ids import CheckpointId
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import Repair, repair_replica
-from tierd.transfer.verify import Proof, Verification, is_read_for_nothing, verify_replica
+from tierd.transfer.verify import Proof, Verification, verify_replica
 
 _HOW = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
 
@@ -187,7 +187,7 @@ async def _judge(
     """False when it was deleted under our eyes. `why`: what the look at the tier found wrong already. Raises
     NewerFormat or TierUnreachable where it cannot be judged."""
     tier = places.tiers[verified.tier]
-    found = await verify_replica(tier, checkpoint, is_deep=is_deep or is_read_for_nothing(tier), progress=progress)
+    found = await verify_replica(tier, checkpoint, is_deep=is_deep or tier.store.is_local, progress=progress)
     if found is None:
         return False
     verified.size_bytes = found.manifest.size_bytes if found.manifest else 0

@@ -20,9 +20,10 @@ MANIFEST = "manifest.json"
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
 LOCK = ".tierd.lock"
-_ASIDE_SUFFIX = ".damaged"
+_DAMAGED_SUFFIX = ".damaged"
+NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
 
-_ARRIVING = re.compile(r".+\.[0-9a-f]{16}\.partial")
+_PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _GENERATION = re.compile(r"generation-(\d{4,8})\.json")
 # One path component, no leading dot: nothing that a manifest names can leave its own folder.
@@ -80,22 +81,28 @@ def is_ours(file_name: str) -> bool:
     return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
 
 
-def arriving_name(file_name: str, token: int) -> str:
-    """What a file is called while it is fetched; `token` is of what it will hold, so the next attempt finds it."""
-    return f"{file_name[:200]}.{token:016x}{PARTIAL_SUFFIX}"
+def partial_name(file_name: str, token: str) -> str:
+    """The name of a file while it is written; `token`, hexadecimal digits, tells writers apart."""
+    return f"{file_name[:NAME_CHARS_MAX]}.{token}{PARTIAL_SUFFIX}"
 
 
-def is_arriving(file_name: str) -> bool:
-    return _ARRIVING.fullmatch(file_name) is not None
+def partial_download_name(file_name: str, content_crc: int) -> str:
+    """The name of a file while it is fetched. `content_crc` depends on its final content, so that the next attempt
+    continues the same file."""
+    return partial_name(file_name, f"{content_crc:016x}")
 
 
-def set_aside(file_name: str) -> str:
-    """Where a damaged file of a directory is kept when a good one takes its name: no key, so no listing has it."""
-    return f".{file_name[:200]}{_ASIDE_SUFFIX}"
+def is_partial_download(file_name: str) -> bool:
+    return _PARTIAL_DOWNLOAD.fullmatch(file_name) is not None
 
 
-def is_set_aside(file_name: str) -> bool:
-    return file_name.startswith(".") and file_name.endswith(_ASIDE_SUFFIX)
+def damaged_copy_name(file_name: str) -> str:
+    """The name that a damaged file gets when a repair replaces it. Not a key, so no listing shows it."""
+    return f".{file_name[:NAME_CHARS_MAX]}{_DAMAGED_SUFFIX}"
+
+
+def is_damaged_copy(file_name: str) -> bool:
+    return file_name.startswith(".") and file_name.endswith(_DAMAGED_SUFFIX)
 
 
 def generation_key(run: Run, generation: Generation) -> str:

@@ -1,7 +1,7 @@
-"""The body of a request, read piece by piece while it is sent: a part of 64 MiB costs 4 MiB of memory.
+"""The body of a request, read piece by piece while it is sent: a part of 64 MiB takes 4 MiB of memory.
 
-Each piece is summed as it goes, and the last one is held back until the sum is what the manifest promises. So
-damaged bytes never arrive whole, and no server has to notice.
+Each piece is checksummed, and the last one is sent only when the checksums are those of the manifest. So damaged bytes
+never arrive as a whole part, also on a server that checks nothing.
 """
 
 from __future__ import annotations
@@ -14,38 +14,30 @@ from tierd.tiers.chunks import ChunkSums
 from tierd.tiers.store import LocalSource, Source
 
 PIECE_BYTES = 4 << 20  # each is a request where the source is another bucket
-SEND_BYTES = 256 << 10  # one send; all of it has to go within the socket's timeout
+SEND_BYTES = 256 << 10  # one send, which must end within the socket's timeout
 
 
 class Body:
-    """Bytes `offset` to `offset + length` of a file: whole chunks of `entry`. boto3 reads it in a thread of its own,
-    where a local source is read too; another is asked on the event loop. `buffer` has PIECE_BYTES, where the source is
-    not memory already.
+    """Bytes `offset` to `offset + length` of a file: whole chunks of `entry`. `buffer` has PIECE_BYTES.
 
-    For one attempt: once cut, it stays so. What went wrong with the source itself is in `damage`.
+    boto3 reads it in a thread, which reads a local source directly; another source is read on the event loop. Each
+    attempt needs a new Body, because `abort` is final. `source_error`: what the source raised.
     """
 
     def __init__(
-        self,
-        source: memoryview | Source,
-        entry: FileEntry,
-        offset: int,
-        length: int,
-        *,
-        buffer: memoryview,
-        doing: str,
+        self, source: Source, entry: FileEntry, offset: int, length: int, *, buffer: memoryview, action: str
     ) -> None:
         self._source = source
         self._entry = entry
         self._offset = offset
         self._length = length
         self._buffer = buffer
-        self._doing = doing
+        self._action = action
         self._loop = asyncio.get_running_loop()
-        self._filling: asyncio.Task[None] | None = None
-        self._is_cut = False
-        self.damage: Exception | None = None
-        self.keeps_size = False  # whether a read gives no more than is asked for: who signs the payload insists
+        self._fill_task: asyncio.Task[None] | None = None
+        self._is_aborted = False
+        self.source_error: Exception | None = None
+        self.limits_reads = False  # whether `read` returns at most `size` bytes, as a signed payload needs
         self._rewind()
 
     def _rewind(self) -> None:
@@ -54,20 +46,20 @@ class Body:
         self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
 
     def read(self, size: int = -1) -> memoryview:
-        """The next bytes, mostly whatever size is asked: 16 KiB at a time would be 4096 system calls a part."""
+        """The next SEND_BYTES, mostly whatever `size` says: 16 KiB at a time would be 4096 system calls for a part."""
         if not self._piece and self._at < self._length:
             try:
-                self._piece = self._next()
+                self._piece = self._read_piece()
             except Exception as error:
-                self.damage = error
+                self.source_error = error
                 raise
-        count = size if self.keeps_size and size >= 0 else SEND_BYTES
+        count = size if self.limits_reads and size >= 0 else SEND_BYTES
         sent, self._piece = self._piece[:count], self._piece[count:]
         self._at += len(sent)
         return sent
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """boto3 asks for the length this way; in earnest it only goes back to the beginning."""
+        """boto3 finds the length by seeking to the end and back. Reading continues only from the beginning."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if self._at == 0:
             self._rewind()
@@ -76,31 +68,29 @@ class Body:
     def tell(self) -> int:
         return self._at
 
-    def cut(self) -> None:
-        """Ends the wait for the source, from the event loop."""
-        self._is_cut = True
-        if self._filling is not None:
-            self._filling.cancel()
+    def abort(self) -> None:
+        """Ends the wait for the source. Called on the event loop."""
+        self._is_aborted = True
+        if self._fill_task is not None:
+            self._fill_task.cancel()
 
-    def _next(self) -> memoryview:
+    def _read_piece(self) -> memoryview:
         length = min(PIECE_BYTES, self._length - self._at)
         begin = self._offset + self._at
-        if isinstance(self._source, memoryview):
-            piece = self._source[begin : begin + length]
+        piece = self._buffer[:length]
+        if isinstance(self._source, LocalSource):
+            self._source.fill_blocking(begin, piece)
         else:
-            piece = self._buffer[:length]
-            if isinstance(self._source, LocalSource):
-                self._source.fill_now(begin, piece)
-            else:
-                asyncio.run_coroutine_threadsafe(self._fill(self._source, begin, piece), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()
         self._sums.add(self._at, piece)
         if self._at + length == self._length:
-            self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, doing=self._doing)
+            self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, action=self._action)
         return piece
 
-    async def _fill(self, source: Source, offset: int, piece: memoryview) -> None:
-        # The task is cancelled, not the future that the thread waits for: that one ends when nobody writes any more.
-        self._filling = asyncio.current_task()
-        if self._is_cut:
+    async def _fill(self, offset: int, piece: memoryview) -> None:
+        # `abort` cancels this task, not the future that the thread waits for: the thread must wait until nobody writes
+        # into the piece any more.
+        self._fill_task = asyncio.current_task()
+        if self._is_aborted:
             raise asyncio.CancelledError
-        await source.fill(offset, piece)
+        await self._source.fill(offset, piece)

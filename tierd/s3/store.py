@@ -1,112 +1,60 @@
-"""A bucket as a store: objects below a prefix, each request retried a few times here and for ever by the workers.
+"""A bucket as a store: objects below the prefix of a tier's URL.
 
-Uploads are our own multipart on the file's chunks: each part carries the checksum that was taken once, and the whole
-is compared with what S3 computed, in its answer or in a HEAD (no egress). Servers that ignore checksums or conditional
-writes are still served right: nothing is believed that they did not say.
+Large objects are multipart uploads of the file's chunks: each part carries its checksum, and S3's checksum of the whole
+is compared, in the answer or by a HEAD (no egress). On a server that ignores checksums or conditional writes, tierd
+checks by itself: it relies only on what the server's answers say.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import urlsplit
 
+from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
-from tierd.s3.body import PIECE_BYTES, Body
-from tierd.s3.client import Answer, Line, S3Client
-from tierd.s3.dialect import NOTHING, Dialect, Trial
-from tierd.s3.errors import Trouble, code_of, retention, retry_after_s, server_time, trouble_of
-from tierd.s3.upload import PART_BYTES_MIN, Upload, whole_checksum
-from tierd.tiers.pool import Buffers, Pool, each
-from tierd.tiers.rate_limit import Bandwidth, Window, backoff_s
-from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
+from tierd.s3.client import Answer
+from tierd.s3.errors import code_of, retention
+from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
+from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
+from tierd.tiers.chunks import measure
+from tierd.tiers.pool import for_each
+from tierd.tiers.store import MemorySource, Progress, Source, StoredObject, StoredSource, check_key, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
-ATTEMPTS = 3  # of one request, before it goes back to the worker that wanted it, which never gives up
-_FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # at once again would be no better
-SLOWEST_BYTES_PER_S = 64 << 10  # a request whose bytes go slower than this has stopped
-_ENCRYPTS = {"put_object", "create_multipart_upload"}
-ABORTS_MAX = 100  # in one pass over the uploads that nobody finished
-# Some servers know no DeleteObjects, or want an MD5 with it that boto3 no longer sends.
-_BATCH_UNKNOWN = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A multipart upload under way. `age_s` by the server's own clock; 0 where it does not tell the time."""
-
-    object_key: str
-    upload_id: str
-    age_s: float
-
-
-OnRequest = Callable[[str, str], None]
+ABORTS_MAX = 100  # unfinished uploads aborted in one call
+# Servers that do not support DeleteObjects, or that require an MD5 with it, which boto3 no longer sends.
+_BATCH_REFUSED = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
 
 
 class S3Store:
-    """Objects below `url` (s3://bucket/prefix). Credentials come from boto3's own chain.
+    """The bucket of a [[cold]] section. Credentials come from boto3's own chain.
 
-    `on_request` is told (operation, outcome) of every attempt: an HTTP status, an S3 error code, or the name of
-    what went wrong on the network. `storage_class`: of what `put` writes, and `lasting_storage_class` of what lasts;
-    empty: not sent. What `put_bytes` writes is read all the time, and never has one. `part_bytes_min`: what the
-    server takes as a part at least. `retry_min_s`: the pause before the second attempt of a request; it doubles.
+    The storage classes apply to `put` only: `put_bytes` writes small objects that are read often. `part_bytes_min`: the
+    smallest part that the server accepts. `on_request` and `retry_min_s` as of S3Requests.
     """
+
+    is_local = False
 
     def __init__(
         self,
-        url: str,
+        cold: ColdConfig,
+        limits: LimitsConfig,
         *,
-        region: str = "",
-        endpoint_url: str = "",
-        ca_bundle: str = "",
-        sse: str = "",
-        sse_kms_key_id: str = "",
-        name: str = "cold",
-        parts_in_flight: int = 4,
-        request_timeout_s: float = 60.0,
-        max_upload_mib_s: float = 0.0,
-        storage_class: str = "",
-        lasting_storage_class: str = "",
-        part_bytes_min: int = PART_BYTES_MIN,
-        retry_min_s: float = 0.2,
         on_request: OnRequest | None = None,
+        part_bytes_min: int = PART_BYTES_MIN,
+        retry_min_s: float = RETRY_MIN_S,
     ) -> None:
-        parts = urlsplit(url)
-        self.url = url
-        self.name = name
-        self.prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
-        self.parts_in_flight = parts_in_flight
-        # So that small files, each one part, fill the line too; the end of a large one hides behind parts of others.
-        self.puts_at_once = parts_in_flight
-        self.part_bytes_min = part_bytes_min
-        self._request_timeout_s = request_timeout_s
-        self._retry_min_s = retry_min_s
-        self._storage_class = storage_class
-        self._lasting_storage_class = lasting_storage_class or storage_class
-        self._bandwidth = Bandwidth(max_upload_mib_s * (1 << 20))
-        self.window = Window(parts_in_flight)
-        self._on_request = on_request
-        self.pool = Pool(parts_in_flight + 2, "tierd-s3")
-        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=parts_in_flight)
-        self.dialect = Dialect(f"{url} in {name}")
-        encryption = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key_id}
-        self._encryption = {name: value for name, value in encryption.items() if value}
-        self._client = S3Client(
-            f"{url} in {name}",
-            parts.netloc,
-            region=region,
-            endpoint_url=endpoint_url,
-            ca_bundle=ca_bundle,
-            connections=parts_in_flight + 2,
-            timeout_s=request_timeout_s,
-        )
+        self.requests = S3Requests(cold, limits, on_request=on_request, retry_min_s=retry_min_s)
+        self.url = cold.url
+        # As many files at once as parts, so that small files use the bandwidth too.
+        self.puts_at_once = limits.parts_in_flight
+        self._part_bytes_min = part_bytes_min
+        self._storage_class = cold.storage_class
+        self._lasting_storage_class = cold.milestone_storage_class or cold.storage_class
 
     async def put(
         self,
@@ -120,117 +68,125 @@ class S3Store:
         is_lasting: bool = False,
         replace: bool = False,
     ) -> FileEntry:
-        doing = self._doing("write", key)
-        if isinstance(source, memoryview) and source.nbytes < size_bytes:
-            raise BadRequest(f"{doing}: {source.nbytes} bytes given, {size_bytes} named")
+        action = self.requests.action("write", key)
+        if isinstance(source, memoryview):
+            if source.nbytes < size_bytes:
+                raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
+            source = MemorySource(source)
+        entry = expect or await measure(source, key.rpartition("/")[2], size_bytes, chunk_bytes)
+        if (entry.size_bytes, entry.chunk_bytes) != (size_bytes, chunk_bytes):
+            raise BadRequest(f"{action}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
         upload = Upload(
-            store=self,
-            key=key,
+            requests=self.requests,
+            object_key=self.requests.object_key(key),
             source=source,
-            size_bytes=size_bytes,
-            chunk_bytes=chunk_bytes,
+            entry=entry,
+            part_bytes=part_bytes(size_bytes, chunk_bytes, self._part_bytes_min),
             progress=progress,
             storage_class=self._lasting_storage_class if is_lasting else self._storage_class,
-            doing=doing,
+            action=action,
         )
-        if expect is None:
-            expect = await upload.measure()
-        elif (expect.size_bytes, expect.chunk_bytes) != (size_bytes, chunk_bytes):
-            raise BadRequest(f"{doing}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
-        elif not replace and await upload.is_done(expect, await self.head(key, doing)):
+        if expect is not None and not replace and await upload.is_done(await self._head(key, action)):
             if progress is not None:
                 progress(size_bytes)
-            return expect
-        if not await upload.run(expect):
-            await self._check_arrived(key, expect, doing)
-        return expect
+        elif not await upload.run():
+            await self._check_arrived(key, entry, action)
+        return entry
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
-        doing = self._doing("write", key)
-        # Looked at first, because some servers ignore If-None-Match.
-        if if_absent and await self.head(key, doing) is not None:
+        action = self.requests.action("write", key)
+        # Checked first, because some servers ignore If-None-Match.
+        if if_absent and await self._head(key, action) is not None:
             return False
-        integrity = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(content))}
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        arguments: dict[str, Any] = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(content))}
+        if if_absent:
+            arguments["IfNoneMatch"] = "*"
+        object_key = self.requests.object_key(key)
         try:
-            await self.request("put_object", doing, Key=self.object_key(key), Body=content, **integrity, **condition)
+            await self.requests.request("put_object", action, Key=object_key, Body=content, **arguments)
         except TierUnreachable as error:
-            # 412: taken. By another writer, or by our own first attempt whose answer was lost: the caller compares.
+            # 412: it exists, by another writer or by our first attempt whose answer was lost. The caller compares.
             if if_absent and code_of(error.__cause__) in ("PreconditionFailed", "412"):
                 return False
             raise
         return True
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        doing = self._doing("read", key)
+        action = self.requests.action("read", key)
 
         def fetch(answer: Answer) -> bytes:
             if answer["ContentLength"] > size_max:
-                raise Corrupt(f"{doing}: {answer['ContentLength']} bytes, more than {size_max}")
+                raise Corrupt(f"{action}: {answer['ContentLength']} bytes, more than {size_max}")
             content = cast(bytes, answer["Body"].read())
             if whole_checksum(answer) not in (None, checksum.encode(checksum.crc64nvme(content))):
-                raise TierUnreachable(f"{doing}: the bytes were altered on their way", hint="they are read again")
+                raise TierUnreachable(f"{action}: the bytes were altered on their way", hint="they are read again")
             return content
 
-        return await self._get(doing, fetch, Key=self.object_key(key), ChecksumMode="ENABLED")
+        object_key = self.requests.object_key(key)
+        return await self.requests.request("get_object", action, use=fetch, Key=object_key, ChecksumMode="ENABLED")
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
-        found: dict[str, bytes | TierdError] = {}
+        contents: dict[str, bytes | TierdError] = {}
 
         async def get(key: str) -> None:
             try:
-                found[key] = await self.get_bytes(key, size_max=size_max)
+                contents[key] = await self.get_bytes(key, size_max=size_max)
             except TierUnreachable:
                 raise
             except TierdError as error:
-                found[key] = error
+                contents[key] = error
 
-        await each(self.parts_in_flight, keys, get)
-        return [found[key] for key in keys]
+        await for_each(self.requests.parts_in_flight, keys, get)
+        return [contents[key] for key in keys]
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        doing = self._doing(f"read {len(buffer)} bytes at {offset} of", key)
-        if not buffer:
-            if await self.head(key, doing) is None:
-                raise NotFound(f"{doing}: no such object")
+        action = self.requests.action(f"read {len(buffer)} bytes at {offset} of", key)
+        if not buffer:  # no range expresses this, but a missing object must be NotFound
+            await self._existing(key, action)
             return
 
         def fetch(answer: Answer) -> None:
-            found = answer["ContentLength"]
-            if found < len(buffer):
-                raise Corrupt(f"{doing}: the object ends at byte {offset + found}")
+            length = answer["ContentLength"]
+            if length < len(buffer):
+                raise Corrupt(f"{action}: the object ends at byte {offset + length}")
             is_range = answer.get("ContentRange", "").startswith(f"bytes {offset}-")
-            if found > len(buffer) or (offset > 0 and not is_range):
-                raise TierUnreachable(f"{doing}: the server ignored the range", hint="tierd needs ranged GETs")
+            if length > len(buffer) or (offset > 0 and not is_range):
+                raise TierUnreachable(f"{action}: the server ignored the range", hint="tierd needs ranged GETs")
             done = 0
             while done < len(buffer):
                 count = answer["Body"].readinto(buffer[done : done + READ_BYTES])
                 if count == 0:
-                    raise TierUnreachable(f"{doing}: the connection ended after {done} bytes")
+                    raise TierUnreachable(f"{action}: the connection ended after {done} bytes")
                 done += count
 
-        wanted = f"bytes={offset}-{offset + len(buffer) - 1}"
-        await self._get(doing, fetch, size_bytes=len(buffer), Key=self.object_key(key), Range=wanted)
+        await self.requests.request(
+            "get_object",
+            action,
+            use=fetch,
+            size_bytes=len(buffer),
+            Key=self.requests.object_key(key),
+            Range=f"bytes={offset}-{offset + len(buffer) - 1}",
+        )
 
-    async def kept_checksum(self, key: str) -> str | None:
-        doing = self._doing("look at", key)
-        found = await self.head(key, doing)
-        if found is None:
-            raise NotFound(f"{doing}: no such object")
-        return whole_checksum(found)
+    def source(self, key: str) -> Source:
+        return StoredSource(self, key)
+
+    async def stored_checksum(self, key: str) -> str | None:
+        return whole_checksum(await self._existing(key, self.requests.action("look at", key)))
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
-        doing = f"list {self.url} in {self.name}"
-        found: list[StoredObject] = []
-        after: dict[str, str] = {}
+        action = f"list {self.url} in {self.requests.name}"
+        objects: list[StoredObject] = []
+        after: dict[str, Any] = {}
         while True:
-            page = await self.request("list_objects_v2", doing, Prefix=self.prefix + prefix, **after)
-            for one in page.get("Contents", ()):
-                key = one["Key"].removeprefix(self.prefix)
+            prefixed = self.requests.prefix + prefix
+            page = await self.requests.request("list_objects_v2", action, Prefix=prefixed, **after)
+            for listed in page.get("Contents", ()):
+                key = listed["Key"].removeprefix(self.requests.prefix)
                 if is_key(key):
-                    found.append(StoredObject(key, one["Size"], one.get("ETag", "")))
+                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", "")))
             if not page.get("IsTruncated"):
-                return found
+                return objects
             after = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -238,231 +194,75 @@ class S3Store:
             check_key(key)
         if not keys:
             return
-        # The first is the manifest: it must be gone before any shard goes, and a batch has no order.
-        await self._delete_one(keys[0])
+        await self._delete_one(keys[0])  # alone, because a batch has no order
         for begin in range(1, len(keys), DELETE_KEYS_MAX):
             await self._delete_batch(keys[begin : begin + DELETE_KEYS_MAX])
+
+    def exists(self) -> bool:
+        return True
 
     async def free_bytes(self) -> int | None:
         return None
 
     def limit_writes(self, mib_s: float) -> None:
-        self._bandwidth.limit(mib_s * (1 << 20))
+        self.requests.bandwidth.limit(mib_s)
 
-    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
-        doing = f"look for abandoned uploads in {self.url} in {self.name}"
+    async def remove_unfinished(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        action = f"look for abandoned uploads in {self.url} in {self.requests.name}"
         aborted = 0
-        for one in await self.uploads(self.prefix, doing):
-            key = one.object_key.removeprefix(self.prefix)
-            if aborted < ABORTS_MAX and one.age_s > grace_s and is_key(key) and is_abandoned(key):
-                await self.abort_upload(key, one.upload_id, doing)
+        for upload in await unfinished_uploads(self.requests, self.requests.prefix, action):
+            key = upload.object_key.removeprefix(self.requests.prefix)
+            if aborted < ABORTS_MAX and upload.age_s > grace_s and is_key(key) and is_abandoned(key):
+                await abort_upload(self.requests, upload.object_key, upload.upload_id, action)
                 aborted += 1
         return aborted
 
-    async def uploads(self, prefix: str, doing: str) -> list[Begun]:
-        """Multipart uploads under way for object keys with this prefix; none where the server does not list them."""
-        found: list[Begun] = []
-        after: dict[str, str] = {}
-        while True:
-            try:
-                page = await self.request("list_multipart_uploads", doing, Prefix=prefix, **after)
-            except (TierUnreachable, NotFound) as error:
-                if trouble_of(error.__cause__) is Trouble.REFUSED:
-                    return found
-                raise
-            found += [Begun(one["Key"], one["UploadId"], _age_s(page, one)) for one in page.get("Uploads", ())]
-            if not page.get("IsTruncated"):
-                return found
-            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    async def abort_upload(self, key: str, upload_id: str, doing: str) -> None:
-        try:
-            await self.request("abort_multipart_upload", doing, Key=self.object_key(key), UploadId=upload_id)
-        except (TierUnreachable, NotFound) as error:
-            if code_of(error.__cause__) not in ("NoSuchUpload", "404"):  # done or aborted meanwhile
-                raise
-
     async def close(self) -> None:
-        self.pool.close()
-        self.buffers.close()
-        self._client.close()
+        await self.requests.close()
 
-    async def request(
-        self, operation: str, doing: str, use: Callable[[Answer], Any] = lambda answer: answer, /, **arguments: Any
-    ) -> Any:
-        """One request to the bucket, and what `use` makes of its answer. Raises what the caller can act on."""
-        return await self._get(doing, use, operation=operation, **arguments)
+    async def _head(self, key: str, action: str) -> Answer | None:
+        return await self.requests.head(self.requests.object_key(key), action)
 
-    @property
-    def region(self) -> str:
-        """The one in force: known after the first request where the config names none."""
-        return self._client.region
+    async def _existing(self, key: str, action: str) -> Answer:
+        head = await self._head(key, action)
+        if head is None:
+            raise NotFound(f"{action}: no such object")
+        return head
 
-    async def send(
-        self, operation: str, doing: str, make_body: Callable[[], Body], size_bytes: int, **arguments: Any
-    ) -> Answer:
-        """A request that carries a part, within what the tier may use. Each attempt has a body of its own."""
-        await self._bandwidth.take(size_bytes)
-        return await self._get(
-            doing,
-            lambda answer: answer,
-            operation=operation,
-            size_bytes=size_bytes,
-            make_body=make_body,
-            **arguments,
-        )
-
-    async def _get(
-        self,
-        doing: str,
-        use: Callable[[Answer], Any],
-        *,
-        operation: str = "get_object",
-        size_bytes: int = 0,
-        make_body: Callable[[], Body] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """A request, and what `use` makes of the answer and its body, both in one thread; a few times over, if that
-        may help. `size_bytes`: of what is sent or read."""
-        if operation in _ENCRYPTS:
-            arguments |= self._encryption
-        attempt = 0
-        trial = NOTHING  # what is left out this time, to see whether the server minds
-        while True:
-            attempt += 1
-            try:
-                body = None if make_body is None else make_body()
-                result = await self._attempt(doing, use, operation, size_bytes, body, arguments, trial)
-            except (TierUnreachable, NotFound) as error:
-                trial = self.dialect.suspect(error.__cause__, arguments, trial)
-                if trial:
-                    continue
-                trouble = trouble_of(error.__cause__)
-                if trouble is Trouble.THROTTLED:
-                    self.window.slow_down()
-                if trouble is Trouble.CREDENTIALS:
-                    # Read afresh, once: a key that is wrong stays wrong, and the workers come back anyway.
-                    attempt = max(attempt, ATTEMPTS - 1)
-                if trouble in _FINAL or attempt >= ATTEMPTS:
-                    raise
-                pause_s = backoff_s(attempt, self._retry_min_s, asked_s=retry_after_s(error.__cause__))
-            else:
-                self.dialect.learn(trial)
-                if make_body is not None:
-                    self.window.went_well()
-                return result
-            await asyncio.sleep(pause_s)
-
-    async def _attempt(
-        self,
-        doing: str,
-        use: Callable[[Answer], Any],
-        operation: str,
-        size_bytes: int,
-        body: Body | None,
-        arguments: Answer,
-        trial: Trial,
-    ) -> Any:
-        line = Line(signs_payload=self.dialect.signs_payload(trial))
-        arguments = self.dialect.spoken(arguments, trial)
-
-        def cut() -> None:
-            line.cut()
-            if body is not None:
-                body.cut()
-
-        if body is not None:
-            body.keeps_size = line.signs_payload
-            arguments = {**arguments, "Body": body}
-        # Twice the timeout of a socket, which is to speak first where nothing comes at all.
-        stop_watching = self._watch(line, cut, 2 * self._request_timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
-        outcome = "cancelled"
-        try:
-            outcome, result = await self.pool.run_until(cut, self._client.call, operation, doing, line, use, arguments)
-        except Exception as error:
-            if body is not None and body.damage is not None and not line.is_cut:
-                outcome = "damaged"
-                raise body.damage from None
-            if not isinstance(error, TierdError):
-                raise
-            outcome = "deadline" if line.is_cut else code_of(error.__cause__ or error)
-            if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
-                self._client.renew(line)
-            raise
-        finally:
-            stop_watching()
-            if self._on_request is not None:
-                self._on_request(operation, outcome)
-        return result
-
-    def _watch(self, line: Line, cut: Callable[[], None], deadline_s: float) -> Callable[[], None]:
-        """Cuts the line when its request has not ended `deadline_s` after it got a thread."""
-        loop = asyncio.get_running_loop()
-
-        def look() -> None:
-            nonlocal timer
-            left_s = deadline_s if line.began_s is None else line.began_s + deadline_s - time.monotonic()
-            if left_s > 0:
-                timer = loop.call_later(left_s, look)
-            else:
-                cut()
-
-        timer = loop.call_later(deadline_s, look)
-        return lambda: timer.cancel()
-
-    def object_key(self, key: str) -> str:
-        return self.prefix + check_key(key)
-
-    def _doing(self, verb: str, key: str) -> str:
-        return f"{verb} {check_key(key)} in {self.name} ({self.url})"
-
-    async def head(self, key: str, doing: str) -> Answer | None:
-        try:
-            return await self.request("head_object", doing, Key=self.object_key(key), ChecksumMode="ENABLED")
-        except NotFound:
-            return None
-
-    async def _check_arrived(self, key: str, entry: FileEntry, doing: str) -> None:
-        """After an upload whose answer proves nothing. A server that keeps no checksums is believed: readers check
-        every chunk anyway."""
-        found = await self.head(key, doing)
-        if found is None:
-            raise TierUnreachable(f"{doing}: written, and gone again", hint="does someone else delete there?")
-        if found["ContentLength"] != entry.size_bytes:
-            raise Corrupt(f"{doing}: {found['ContentLength']} bytes arrived of {entry.size_bytes}")
-        if whole_checksum(found) not in (None, entry.crc64nvme):
-            raise Corrupt(f"{doing}: crc64nvme {whole_checksum(found)} arrived, {entry.crc64nvme} was sent")
+    async def _check_arrived(self, key: str, entry: FileEntry, action: str) -> None:
+        """After an upload whose answer proves nothing. Without a checksum of the server, the size must do: readers
+        check every chunk."""
+        head = await self._head(key, action)
+        if head is None:
+            raise TierUnreachable(f"{action}: written, and gone again", hint="does someone else delete there?")
+        if head["ContentLength"] != entry.size_bytes:
+            raise Corrupt(f"{action}: {head['ContentLength']} bytes arrived of {entry.size_bytes}")
+        if whole_checksum(head) not in (None, entry.crc64nvme):
+            raise Corrupt(f"{action}: crc64nvme {whole_checksum(head)} arrived, {entry.crc64nvme} was sent")
 
     async def _delete_one(self, key: str) -> None:
-        doing = self._doing("delete", key)
+        action = self.requests.action("delete", key)
         try:
-            await self.request("delete_object", doing, Key=self.object_key(key))
+            await self.requests.request("delete_object", action, Key=self.requests.object_key(key))
         except NotFound:
             return
         except TierUnreachable as error:
-            if code_of(error.__cause__) == "AccessDenied":
+            if code_of(error.__cause__) == "AccessDenied":  # also the answer for an object under Object Lock
                 with suppress(TierUnreachable, KeyError, TypeError, ValueError):
-                    retained = retention(await self.head(key, doing) or {}, doing)
+                    retained = retention(await self._head(key, action) or {}, action)
                     if retained is not None:
                         raise retained from error
             raise
 
     async def _delete_batch(self, keys: Sequence[str]) -> None:
-        doing = f"delete {keys[0]} and {len(keys) - 1} more in {self.name} ({self.url})"
-        objects = [{"Key": self.object_key(key)} for key in keys]
+        action = f"delete {keys[0]} and {len(keys) - 1} more in {self.requests.name} ({self.url})"
+        objects = [{"Key": self.requests.object_key(key)} for key in keys]
         try:
-            answer = await self.request("delete_objects", doing, Delete={"Objects": objects, "Quiet": True})
-            refused = bool(answer.get("Errors"))
+            batch = {"Objects": objects, "Quiet": True}
+            is_refused = bool((await self.requests.request("delete_objects", action, Delete=batch)).get("Errors"))
         except TierUnreachable as error:
-            if code_of(error.__cause__) not in _BATCH_UNKNOWN:
+            if code_of(error.__cause__) not in _BATCH_REFUSED:
                 raise
-            refused = True
-        if refused:  # one by one, so that the error names its key
-            await each(self.parts_in_flight, keys, self._delete_one)
-
-
-def _age_s(page: Answer, upload: Answer) -> float:
-    try:
-        return (server_time(page) - upload["Initiated"]).total_seconds()
-    except (KeyError, ValueError, TypeError):
-        return 0.0
+            is_refused = True
+        if is_refused:  # one by one, so that the error names its key
+            await for_each(self.requests.parts_in_flight, keys, self._delete_one)

@@ -1,7 +1,7 @@
-"""What the manifests of a bucket said when they were last read on this machine: one file for each bucket.
+"""A file on this machine with the manifests of a bucket, so that a start does not read them all again.
 
-A manifest is taken from it only where the listing still shows the same size and ETag, and is checked as if it came
-from the bucket. Absent, damaged, or not writable, it costs the requests that it would have saved, and nothing else.
+A cached manifest is used only where the listing still shows the same size and ETag, and is checked like one from the
+bucket. Where the file is absent, damaged or not writable, the manifests are read from the bucket.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, decode
 from tierd.tiers.directory import DirectoryStore
 
-CACHE_BYTES_MAX = 128 << 20  # 10,000 manifests of 13 KB; what is beyond is read from the bucket each time
+CACHE_BYTES_MAX = 128 << 20  # 10,000 manifests of 13 KB; further ones are not cached
+
+Fingerprint = tuple[int, str]
+"""Size in bytes and ETag of a manifest."""
 
 
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
+class _CachedManifest(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: str
     size_bytes: int
     etag: str
@@ -31,14 +34,14 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestCache:
-    """In `folder`, which only its owner may look into; with None, nothing is kept. `place`: which bucket it is."""
+    """In `folder`, readable by its owner only; None: nothing is cached. `bucket`: which bucket's manifests."""
 
-    def __init__(self, folder: Path | None, place: str) -> None:
+    def __init__(self, folder: Path | None, bucket: str) -> None:
         self._folder = folder
-        self._key = f"manifests-{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
+        self._key = f"manifests-{hashlib.sha256(bucket.encode()).hexdigest()[:32]}.json"
 
-    async def read(self, wanted: Mapping[CheckpointId, tuple[int, str]]) -> dict[CheckpointId, Manifest]:
-        """Those of `wanted` that were read with this very size and ETag. Empty for whatever reason."""
+    async def read(self, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
+        """The cached manifests of `wanted`. Never raises."""
         if self._folder is None or not self._folder.is_dir():
             return {}
         store = DirectoryStore(self._folder, create=False)
@@ -51,9 +54,9 @@ class ManifestCache:
             await store.close()
 
     async def write(
-        self, manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, tuple[int, str]]
+        self, manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, Fingerprint]
     ) -> None:
-        """In place of what was kept before. A store that has no ETags cannot be told to have changed: nothing then."""
+        """Replaces the cache. Manifests without an ETag are left out: a change of them would not be noticed."""
         if self._folder is None:
             return
         store = DirectoryStore(self._folder)
@@ -69,30 +72,31 @@ class ManifestCache:
             await store.close()
 
 
-def _encode(manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, tuple[int, str]]) -> bytes:
-    kept: list[msgspec.Raw] = []
+def _encode(manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, Fingerprint]) -> bytes:
+    cached: list[msgspec.Raw] = []
     size_bytes = 0
-    for checkpoint in sorted(manifests, key=lambda one: one.recency, reverse=True):
+    for checkpoint in sorted(manifests, key=lambda checkpoint: checkpoint.recency, reverse=True):
         size, etag = fingerprints[checkpoint]
         if not etag:
             continue
-        name = layout.checkpoint_prefix(checkpoint)
-        raw = msgspec.json.encode(_Kept(name, size, etag, msgspec.Raw(msgspec.json.encode(manifests[checkpoint]))))
+        manifest = msgspec.Raw(msgspec.json.encode(manifests[checkpoint]))
+        raw = msgspec.json.encode(_CachedManifest(layout.checkpoint_prefix(checkpoint), size, etag, manifest))
         size_bytes += len(raw) + 1
         if size_bytes > CACHE_BYTES_MAX - 2:
             break
-        kept.append(msgspec.Raw(raw))
-    return msgspec.json.encode(kept)
+        cached.append(msgspec.Raw(raw))
+    return msgspec.json.encode(cached)
 
 
-def _decode(raw: bytes, wanted: Mapping[CheckpointId, tuple[int, str]]) -> dict[CheckpointId, Manifest]:
-    kept = {
-        (one.checkpoint, one.size_bytes, one.etag): one.manifest for one in msgspec.json.decode(raw, type=list[_Kept])
+def _decode(raw: bytes, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
+    cached = {
+        (entry.checkpoint, entry.size_bytes, entry.etag): entry.manifest
+        for entry in msgspec.json.decode(raw, type=list[_CachedManifest])
     }
-    found: dict[CheckpointId, Manifest] = {}
-    for checkpoint, (size_bytes, etag) in wanted.items():
-        manifest = kept.get((layout.checkpoint_prefix(checkpoint), size_bytes, etag))
+    manifests: dict[CheckpointId, Manifest] = {}
+    for checkpoint, fingerprint in wanted.items():
+        manifest = cached.get((layout.checkpoint_prefix(checkpoint), *fingerprint))
         if manifest is not None:
             with suppress(TierdError):
-                found[checkpoint] = decode(bytes(manifest), where=f"{checkpoint} in the cache", expect=checkpoint)
-    return found
+                manifests[checkpoint] = decode(bytes(manifest), where=f"{checkpoint} in the cache", expect=checkpoint)
+    return manifests

@@ -1,4 +1,4 @@
-"""What O_DIRECT asks of a file and of memory: alignment, reserved room, a way back to buffered writes."""
+"""O_DIRECT files: aligned memory, reserved space, positional reads and writes, and the fallback to buffered writes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ import fcntl
 import mmap
 import os
 
-ALIGN_BYTES = 4096  # O_DIRECT wants offset, length and address so; every block size in use divides it
+from tierd.format.shard import ALIGN_BYTES  # O_DIRECT wants offset, length and address so; all block sizes divide it
+
+
+def round_up(length: int) -> int:
+    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def page_aligned(size_bytes: int) -> memoryview:
+    """Zeroed memory that begins at a page; freed with the last view of it.
+
+    O_DIRECT needs it, and preadv is faster into it: glibc puts a large bytearray 16 bytes into its page, where AMD Zen
+    was measured at 1.5 GB/s instead of 6.
+    """
+    return memoryview(mmap.mmap(-1, size_bytes))
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """A full disk is known before the first write. And writes within a file's size go in parallel."""
+    """Reserve disk space, so that a full disk raises before the first write and writes within the file run in
+    parallel."""
     try:
         os.posix_fallocate(fd, 0, round_up(size_bytes))
     except OSError as error:
@@ -20,8 +34,8 @@ def reserve(fd: int, size_bytes: int) -> None:
 
 
 def set_direct(fd: int, *, wanted: bool = True) -> bool:
-    """Whether writes go past the page cache from here on. Set after opening: open(O_CREAT | O_DIRECT) makes the file
-    even where it then refuses."""
+    """Turn O_DIRECT on or off; returns whether it is on. Call it after opening the file: open(O_CREAT | O_DIRECT)
+    creates the file even where it refuses the flag."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -30,12 +44,26 @@ def set_direct(fd: int, *, wanted: bool = True) -> bool:
     return wanted
 
 
-def round_up(length: int) -> int:
-    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
+def write_all(fd: int, offset: int, view: memoryview, *, is_direct: bool) -> bool:
+    """Write the whole view at `offset`. Returns whether `fd` is still O_DIRECT: where it refuses the address or the
+    rest of a short write, the write continues buffered."""
+    while view:
+        try:
+            count = os.pwrite(fd, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not is_direct:
+                raise
+            is_direct = set_direct(fd, wanted=False)
+            continue
+        view, offset = view[count:], offset + count
+    return is_direct
 
 
-def page_aligned(size_bytes: int) -> memoryview:
-    """Zeroed memory that begins with a page; freed with the last view of it. O_DIRECT asks for it; and whatever the
-    kernel copies into a large bytearray, which glibc puts 16 bytes into its page, goes at a quarter of the speed on
-    AMD's Zen: 1.5 GB/s instead of 6, measured with preadv."""
-    return memoryview(mmap.mmap(-1, size_bytes))
+def read_all(fd: int, offset: int, view: memoryview) -> int:
+    """Fill the view from `offset`. Returns how many bytes were missing because the file ended."""
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            break
+        view, offset = view[count:], offset + count
+    return len(view)

@@ -1,7 +1,7 @@
-"""How a store waits and how much it holds: a bounded pool of threads, bounded work in flight, bounded buffers.
+"""Bounded threads, bounded concurrency and bounded buffers of a store.
 
-Blocking calls of the outside world (files, boto3) run here and never on the event loop. A cancelled caller
-still waits for the call that a thread has begun: until it ends, its buffer and its descriptor are in use.
+Blocking calls (files, boto3) run in these threads and never on the event loop. A cancelled caller waits until a call
+that has begun ends: until then, the call uses its buffer and its descriptor.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BUFFERS_KEPT_S = 10.0
-"""First touch of fresh memory was measured at 0.3 GB/s on a VM, so buffers outlive the gap between two files."""
+"""Buffers are kept between two files: first touch of fresh memory was measured at 0.3 GB/s on a VM."""
 
 
-class Pool:
-    """At most `threads` blocking calls at once; the others queue."""
+class ThreadPool:
+    """At most `threads` blocking calls at once; further ones queue."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.run_until(_nothing, function, *args, **kwargs)
+        return await self.run_abortable(lambda: None, function, *args, **kwargs)
 
-    async def run_until(
-        self, cut: Callable[[], None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def run_abortable(
+        self, abort: Callable[[], None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """As `run`; `cut` makes the call end early, and is called when the caller is cancelled."""
+        """As `run`. When the caller is cancelled, `abort` is called and must make `function` end early."""
         call: asyncio.Task[T] = asyncio.ensure_future(
             aiofiles.os.wrap(function)(*args, executor=self._threads, **kwargs)
         )
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            cut()
+            abort()
             while not call.done():
                 try:
                     await asyncio.wait([call])
                 except asyncio.CancelledError:
                     continue
             if not call.cancelled():
-                call.exception()  # looked at, so that asyncio does not report it as forgotten
+                call.exception()  # retrieve it: asyncio logs an exception that nobody retrieved
             raise
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[object]]) -> None:
-    """`act` on every item, at most `limit` at once. The first error stops the rest and is raised alone.
+async def for_each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[object]]) -> None:
+    """Await `act` on every item, at most `limit` at once. The first error cancels the others and is raised alone.
 
-    Returns only when every item is done: a task group holds a member that was cancelled from within for one that ended
-    well, and its item would be left out in silence. Raises RuntimeError then.
+    Raises RuntimeError when an `act` ended by an asyncio.CancelledError of its own: a task group takes that for
+    success, and the item would be skipped silently.
     """
     waiting = iter(items)
 
@@ -75,21 +75,21 @@ async def each(limit: int, items: Iterable[T], act: Callable[[T], Awaitable[obje
         first: BaseException = errors.exceptions[0]
         raise first from first.__cause__
     if any(member.cancelled() for member in members):
-        raise RuntimeError("work was cancelled from within, and is not done")
+        raise RuntimeError("an item was cancelled from within and is not done")
 
 
 class Buffers:
-    """At most `count` page-aligned buffers lent at once, all users together. Those of the usual size are reused."""
+    """At most `count` page-aligned buffers in use at once. Buffers of `usual_bytes` are reused."""
 
     def __init__(self, *, usual_bytes: int, count: int) -> None:
         self._usual_bytes = usual_bytes
-        self._lent = asyncio.Semaphore(count)
+        self._free = asyncio.Semaphore(count)
         self._kept: list[memoryview] = []
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def lend(self, size_bytes: int) -> AsyncGenerator[memoryview]:
-        async with self._lent:
+    async def borrow(self, size_bytes: int) -> AsyncGenerator[memoryview]:
+        async with self._free:
             self._stop_timer()
             is_usual = size_bytes == self._usual_bytes
             buffer = self._kept.pop() if is_usual and self._kept else page_aligned(size_bytes)
@@ -109,7 +109,3 @@ class Buffers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _nothing() -> None:
-    pass

@@ -1,63 +1,60 @@
-"""Limits how fast a store is written: bytes per second, and for a bucket the parts in flight.
-
-A bucket gets as many parts at once as it takes without complaint.
-"""
+"""Limits on how fast a store is written: bytes per second, and parts in flight that adapt to a bucket's throttling."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
-BACKOFF_S_MAX = 20.0
+MIB = 1 << 20
 
 
 class Bandwidth:
-    """A cap on bytes per second: each part waits until the ones before it have had their time. 0: no cap."""
+    """A cap in MiB per second: a piece waits until the time of the pieces before it has passed. 0: no cap."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._promised = 0.0  # bytes of all parts so far
-        self._passed = 0.0  # bytes that there was time for
-        self._looked_at = 0.0
+    def __init__(self, mib_s: float) -> None:
+        self._bytes_per_s = mib_s * MIB
+        self._requested = 0.0  # bytes of all pieces so far
+        self._allowed = 0.0  # of these, the bytes whose time has passed
+        self._updated_s = 0.0
         self._changed = asyncio.Event()
 
-    def limit(self, bytes_per_s: float) -> None:
-        """From now on, for parts that wait already too."""
-        self._look()
-        self._bytes_per_s = bytes_per_s
+    def limit(self, mib_s: float) -> None:
+        """Change the cap, also for pieces that are waiting."""
+        self._update()
+        self._bytes_per_s = mib_s * MIB
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def take(self, size_bytes: int) -> None:
-        self._look()
-        begin = self._promised
-        self._promised += size_bytes
-        while self._bytes_per_s > 0 and self._passed < begin:
+        """Wait until a piece of `size_bytes` may begin."""
+        self._update()
+        begin = self._requested
+        self._requested += size_bytes
+        while self._bytes_per_s > 0 and self._allowed < begin:
             with suppress(TimeoutError):
-                async with asyncio.timeout((begin - self._passed) / self._bytes_per_s):
+                async with asyncio.timeout((begin - self._allowed) / self._bytes_per_s):
                     await self._changed.wait()
-            self._look()
+            self._update()
 
-    def _look(self) -> None:
-        now = asyncio.get_running_loop().time()
-        passed = self._passed + (now - self._looked_at) * self._bytes_per_s
-        self._passed = min(self._promised, passed) if self._bytes_per_s > 0 else self._promised
-        self._looked_at = now
+    def _update(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        allowed = self._allowed + (now_s - self._updated_s) * self._bytes_per_s
+        self._allowed = min(self._requested, allowed) if self._bytes_per_s > 0 else self._requested
+        self._updated_s = now_s
 
 
-class Window:
-    """Parts in flight over all uploads: half as many when the server asks to slow down, and one more again for each
-    round that went well. Additive increase, multiplicative decrease, as in TCP (RFC 5681)."""
+class UploadWindow:
+    """The number of parts in flight over all uploads: halved when the server throttles, and one more after each round
+    that succeeded. Additive increase, multiplicative decrease, as in TCP (RFC 5681)."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
         self._limit = float(count_max)
         self._in_flight = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._unpunished = 0  # parts begun before the last halving, whose complaints are about the old rate
+        self._sent_before_halving = 0  # parts still in flight, whose throttling says nothing about the new limit
 
     @property
     def limit(self) -> int:
@@ -65,6 +62,7 @@ class Window:
 
     @asynccontextmanager
     async def part(self) -> AsyncGenerator[None, None]:
+        """Wait for a place in the window, and hold it within the block."""
         while self._in_flight >= self.limit:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -78,26 +76,21 @@ class Window:
             yield
         finally:
             self._in_flight -= 1
-            self._unpunished = max(0, self._unpunished - 1)
-            self._call()
+            self._sent_before_halving = max(0, self._sent_before_halving - 1)
+            self._wake()
 
-    def went_well(self) -> None:
+    def grow(self) -> None:
+        """A part succeeded."""
         self._limit = min(float(self._count_max), self._limit + 1 / self._limit)
-        self._call()
+        self._wake()
 
-    def slow_down(self) -> None:
-        if self._unpunished == 0:
+    def shrink(self) -> None:
+        """The server throttled a part."""
+        if self._sent_before_halving == 0:
             self._limit = max(1.0, self._limit / 2)
-            self._unpunished = self._in_flight
+            self._sent_before_halving = self._in_flight
 
-    def _call(self) -> None:
+    def _wake(self) -> None:
         for turn in self._waiting:
             if not turn.done():
                 turn.set_result(None)
-
-
-def backoff_s(attempt: int, least_s: float, *, asked_s: float = 0.0) -> float:
-    """Doubling from `least_s`, times 0.5 to 1 at random so that ranks and nodes do not come back in step.
-    `asked_s`: what the server asks for; it gets as much, up to the limit."""
-    ours_s = min(BACKOFF_S_MAX, least_s * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1.0)
-    return max(ours_s, min(BACKOFF_S_MAX, asked_s))

@@ -1,12 +1,14 @@
-"""What a tier sits on: flat keys with whole objects. A directory or a bucket; nothing here knows checkpoints.
+"""What a tier is built on: a flat set of keys, each with a whole object. A directory and a bucket implement it.
 
-Objects appear whole or not at all, are durable when a put returns, and are never overwritten with other bytes.
-Every call raises NotFound, Full, Corrupt or TierUnreachable; nothing else of the outside world gets through.
+An object appears whole or not at all, is durable when its put returns, and is never overwritten with other bytes.
+A store knows nothing of checkpoints. Its methods raise NotFound, Full, Corrupt, Retained, BadRequest or
+TierUnreachable, and no exception of the operating system or of boto3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -16,30 +18,29 @@ from tierd.format import layout
 from tierd.format.manifest import FileEntry
 
 Progress = Callable[[int], None]
-"""Told after every chunk how many bytes it had."""
-
+"""Called after each piece with its size in bytes."""
 
 KEY_BYTES_MAX = 900
-"""S3 allows 1024 with the bucket's prefix, a path 4096."""
+"""S3 allows 1024 bytes with the bucket's prefix; a path may have 4096."""
 
 
 def is_key(text: str) -> bool:
-    """Whether every component is a plain name: no leading dot or slash, no '..', no NUL, nothing half-written."""
+    """Whether every component is a plain name: no leading dot or slash, no '..', no NUL, no partial file."""
     return len(text) <= KEY_BYTES_MAX and all(layout.is_safe_file_name(name) for name in text.split("/"))
 
 
 def check_key(key: str) -> str:
-    """Raises BadRequest for what is no key: nothing that a manifest names can leave its tier."""
+    """Returns `key`. Raises BadRequest when it is not a key: no name in a manifest leads out of its tier."""
     if not is_key(key):
         raise BadRequest(
-            f"{key[:80]!r} is no key of a tier",
+            f"{key[:80]!r} is not a key of a tier",
             hint="components of letters, digits, '.', '-' and '_', each beginning with a letter or digit",
         )
     return key
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """`etag`: another one for other content, as S3 has it; empty where the store has none."""
+    """`etag` differs when the content differs, as in S3; empty where the store has none."""
 
     key: str
     size_bytes: int
@@ -47,7 +48,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """Where the bytes of a put come from when they are not already in memory."""
+    """Bytes that a put reads piece by piece."""
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`. Raises Corrupt when the source ends early."""
@@ -56,19 +57,38 @@ class Source(Protocol):
 
 @runtime_checkable
 class LocalSource(Source, Protocol):
-    """One that whoever is in a thread already reads there: each turn of the event loop costs 0.5 ms of processor time,
-    which for pieces of 4 MiB is 0.3 CPU-s per GB."""
+    """A source that a thread can read without the event loop. A round trip through the loop takes 0.5 ms of processor
+    time, which is 0.3 CPU-s per GB at pieces of 4 MiB."""
 
-    def fill_now(self, offset: int, buffer: memoryview) -> None:
-        """As `fill`, and blocks as long as the disk does."""
+    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
+        """As `fill`, but blocks."""
         ...
 
 
-class Store(Protocol):
-    """`puts_at_once`: as many as make full use of it; what more of them hold in memory and send at once has the same
-    bounds, so they would only wait."""
+class ReadableStore(Protocol):
+    """What a restore needs of a store. The memory tier has no more than this."""
+
+    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        """A small object whole. Raises NotFound, or Corrupt when it is larger than `size_max`."""
+        ...
+
+    async def read(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset` of the object. Raises NotFound, or Corrupt when it ends early."""
+        ...
+
+    def source(self, key: str) -> Source:
+        """The bytes of an object, to be read piece by piece."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Store(ReadableStore, Protocol):
+    """`is_local`: reading costs no requests and no egress. `puts_at_once`: how many puts use the store fully; more of
+    them would share the same buffers and bandwidth and only wait."""
 
     url: str
+    is_local: bool
     puts_at_once: int
 
     async def put(
@@ -83,58 +103,79 @@ class Store(Protocol):
         is_lasting: bool = False,
         replace: bool = False,
     ) -> FileEntry:
-        """Write `size_bytes` bytes as `key`, one checksum per `chunk_bytes`, computed from the very buffer that is
-        written. Returns the file's entry (its name is the last component of the key).
+        """Write `size_bytes` bytes as `key`, with one checksum per `chunk_bytes` of what is written.
 
-        `expect`: raises Corrupt at the first chunk whose checksum differs; nothing becomes visible then.
-        Repeating a put of the same bytes is harmless. `replace`: what lies there is damaged, whatever the store says of
-        it; it stays until the whole file takes its place. A memoryview source may be read up to the next multiple
-        of 4096 past `size_bytes` where it is that long. `is_lasting`: nothing will ever delete it, so it may lie where
-        that is cheaper.
+        Returns the file's entry, named as the last component of the key. Repeating a put of the same bytes is harmless.
+        `expect`: raises Corrupt at the first chunk whose checksum differs, and nothing becomes visible.
+        `replace`: the object is damaged, whatever the store reports about it; it stays until the new one is whole.
+        `is_lasting`: the object is never deleted, so it may be stored where that is cheaper. A memoryview may be read
+        up to the next multiple of 4096 after `size_bytes` where it is that long.
         """
         ...
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
-        """Write a small object at once. `if_absent`: leave an existing one alone and return False."""
-        ...
-
-    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        """A small object whole. Raises NotFound, or Corrupt when it is larger than `size_max`."""
+        """Write a small object at once. `if_absent`: leave an existing one unchanged and return False."""
         ...
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
         """Small objects, each whole or with the error that `get_bytes` would raise. Raises TierUnreachable."""
         ...
 
-    async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset` of the object. Raises NotFound, or Corrupt when it ends early."""
-        ...
-
-    async def kept_checksum(self, key: str) -> str | None:
-        """The CRC64NVME of the whole object that the store keeps with it, for no byte read; None: it keeps none. Raises
-        NotFound."""
+    async def stored_checksum(self, key: str) -> str | None:
+        """The CRC64NVME of the whole object that the store keeps beside it, without reading the object; None where it
+        keeps none. Raises NotFound."""
         ...
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
-        """Every object whose key begins with `prefix`, in any order. Half-written ones are never among them."""
+        """Every whole object whose key begins with `prefix`, in any order."""
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; absent ones are fine. Durable on return, in the order given. Raises Retained where the store
-        keeps one for a while, whatever it is asked."""
+        """Delete objects, the first one before all others; absent ones are ignored. Durable on return. Raises Retained
+        where the store refuses to delete an object for some time."""
+        ...
+
+    def exists(self) -> bool:
+        """False where the directory is missing, so that no object can be there. True for a bucket, which only a
+        request can tell."""
         ...
 
     async def free_bytes(self) -> int | None:
-        """Room left, or None where there is no such limit."""
+        """Free space, or None where there is no limit."""
         ...
 
     def limit_writes(self, mib_s: float) -> None:
-        """From now on puts take no more than so much, those under way too; 0: no cap."""
+        """Cap puts, those in progress too, at `mib_s` MiB/s from now on; 0: no cap."""
         ...
 
-    async def abort_uploads(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
-        """Give up what was begun longer than `grace_s` ago and never finished, for keys that are abandoned; a bounded
-        number each time. Returns how many. Nothing, where what is unfinished leaves no such thing."""
+    async def remove_unfinished(self, is_abandoned: Callable[[str], bool], *, grace_s: float) -> int:
+        """Remove what puts left that never finished, a bounded number in each call. Returns how many.
+
+        What a later put of the key could continue is removed only where `is_abandoned(key)` holds, and only when it is
+        older than `grace_s`.
+        """
         ...
 
-    async def close(self) -> None: ...
+
+@dataclass(frozen=True)
+class StoredSource:
+    """An object of a store as a source."""
+
+    store: ReadableStore
+    key: str
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        await self.store.read(self.key, offset, buffer)
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """Bytes in memory as a source."""
+
+    view: memoryview
+
+    async def fill(self, offset: int, buffer: memoryview) -> None:
+        self.fill_blocking(offset, buffer)
+
+    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.view[offset : offset + len(buffer)]

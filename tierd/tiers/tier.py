@@ -1,7 +1,7 @@
-"""A tier: a store with the commit protocol on top. The manifest is written last and deleted first.
+"""A tier: a store and the commit protocol on top of it. The manifest is written last and deleted first.
 
-So a checkpoint is listed in a tier if and only if it is whole there, whoever was killed and when. Copying between tiers
-lives here too: every byte is checked against the manifest on its way.
+So a checkpoint is listed in a tier if and only if it is whole there, whenever a writer was killed. Copies between
+tiers are here too; every byte is checked against the manifest.
 """
 
 from __future__ import annotations
@@ -15,112 +15,146 @@ from tierd.format import health, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
-from tierd.tiers.cache import ManifestCache
-from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.pool import each
-from tierd.tiers.store import Progress, Source, Store
+from tierd.tiers.cache import Fingerprint, ManifestCache
+from tierd.tiers.pool import for_each
+from tierd.tiers.store import Progress, ReadableStore, Source, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one look at a tier gave. `files` has the sizes by file name of every checkpoint, committed or not;
-    `fingerprints`, size and ETag of the manifests."""
+    """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints`: of
+    the manifests. `generations`: the highest of each run."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)
-    fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
+    fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        marked = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
-        return frozenset(name for name in marked if name is not None)
+        names = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
+        return frozenset(name for name in names if name is not None)
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether it was found healthy; None when it was not judged."""
+        """Whether the checkpoint is healthy; None when it was not examined."""
         return layout.diagnosis_of(self.files.get(checkpoint, ()))
 
+    def add_generation(self, run: Run, generation: Generation) -> None:
+        self.generations[run] = max(generation, self.generations.get(run, generation))
 
-class Tier:
-    """`cache`: what its manifests said when they were last read here, where that is kept."""
 
-    def __init__(self, name: str, store: Store, cache: ManifestCache | None = None) -> None:
-        self.name = name
-        self.store = store
-        self.cache = cache
+@dataclass(frozen=True, eq=False)
+class ReadableTier:
+    """Replicas that can be restored, by checkpoint. The memory tier is one."""
+
+    name: str
+    store: ReadableStore
+
+    async def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        """Raises NotFound when the checkpoint is not committed here, Corrupt or NewerFormat when it cannot be used."""
+        return self._decode(checkpoint, await self._manifest_bytes(checkpoint))
+
+    async def manifest_bytes(self, manifest: Manifest) -> bytes:
+        """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
+        raw = await self._manifest_bytes(manifest.id)
+        if self._decode(manifest.id, raw) != manifest:
+            raise self._conflict(manifest.id)
+        return raw
+
+    async def diagnosis(self, checkpoint: CheckpointId, *, is_healthy: bool) -> Diagnosis:
+        """What the marker here says; without details where it cannot be read."""
+        key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
+        try:
+            raw = await self.store.get_bytes(key, size_max=health.MARKER_BYTES_MAX)
+            return health.decode(raw, where=f"of {checkpoint} in {self.name}")
+        except TierdError:
+            return Diagnosis(healthy=is_healthy)
+
+    def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
+        """The bytes of one file of a checkpoint."""
+        return self.store.source(layout.file_key(checkpoint, entry.name))
+
+    async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
+        return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
+
+    def _decode(self, checkpoint: CheckpointId, raw: bytes) -> Manifest:
+        return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
+
+    def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
+        return Corrupt(
+            f"commit {checkpoint} in {self.name}: another checkpoint is committed there under this name",
+            hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Tier(ReadableTier):
+    """`cache`: manifests that were read here before; None: not cached."""
+
+    store: Store
+    cache: ManifestCache | None = None
 
     async def listing(self) -> Listing:
-        """Everything here, from one listing of the store and no manifest."""
-        found = Listing()
+        """Everything in the tier, from one listing of the store and without reading a manifest."""
+        listing = Listing()
         folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
         for stored in await self.store.list():
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
                 if parsed := layout.parse_key(stored.key):
                     checkpoint = folders[folder] = parsed[0]
-                    found.files[checkpoint] = {}
-                    _raise_generation(found, checkpoint.run, checkpoint.generation)
-                elif claimed := layout.parse_generation_key(stored.key):
-                    _raise_generation(found, *claimed)
-                    continue
+                    listing.files[checkpoint] = {}
+                    listing.add_generation(checkpoint.run, checkpoint.generation)
                 else:
+                    if claimed := layout.parse_generation_key(stored.key):
+                        listing.add_generation(*claimed)
                     continue
-            found.files[folders[folder]][name] = stored.size_bytes
+            listing.files[folders[folder]][name] = stored.size_bytes
             if name == layout.MANIFEST:
-                found.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
-        for checkpoint, files in found.files.items():
-            (found.committed if layout.MANIFEST in files else found.partial).add(checkpoint)
-        return found
-
-    async def manifest(self, checkpoint: CheckpointId) -> Manifest:
-        """Raises NotFound when it is not committed here, Corrupt or NewerFormat when it cannot be used."""
-        raw = await self._manifest_bytes(checkpoint)
-        return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
+                listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
+        for checkpoint, files in listing.files.items():
+            (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)
+        return listing
 
     async def manifests(self, checkpoints: Sequence[CheckpointId]) -> list[Manifest | TierdError]:
-        """Of many checkpoints at once: each manifest, or what `manifest` would raise. Raises TierUnreachable."""
+        """For each checkpoint its manifest, or the error that `manifest` would raise. Raises TierUnreachable."""
         keys = [layout.manifest_key(checkpoint) for checkpoint in checkpoints]
-        found: list[Manifest | TierdError] = []
-        for checkpoint, raw in zip(
-            checkpoints, await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX), strict=True
-        ):
-            if isinstance(raw, TierdError):
-                found.append(raw)
-                continue
+        manifests: list[Manifest | TierdError] = []
+        raws = await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX)
+        for checkpoint, raw in zip(checkpoints, raws, strict=True):
             try:
-                found.append(decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint))
+                manifests.append(raw if isinstance(raw, TierdError) else self._decode(checkpoint, raw))
             except TierdError as error:
-                found.append(error)
-        return found
+                manifests.append(error)
+        return manifests
 
     async def commit(self, manifest: Manifest, *, raw: bytes | None = None) -> None:
-        """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes where they exist.
+        """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes, where they exist.
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
         content = manifest.encode() if raw is None else raw
-        key = layout.manifest_key(manifest.id)
-        if await self.store.put_bytes(key, content, if_absent=True):
+        if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
             return
-        # Taken: by ourselves, when an answer was lost or a daemon was killed after the write, or by someone else.
-        try:
-            await self._check_committed(manifest.id, content)
-        except NotFound as error:
+        # It exists: another writer made it, or we did and the response was lost, or this daemon was killed.
+        if not await self.is_committed(manifest, raw=content):
             raise TierUnreachable(
                 f"commit {manifest.id} in {self.name}: the manifest was there, and is gone",
-                hint="someone is deleting it; it is tried again",
-            ) from error
+                hint="someone is deleting it; the commit is tried again",
+            )
 
     async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
         """Raises Corrupt when another checkpoint is committed under this id."""
         try:
-            await self._check_committed(manifest.id, raw)
+            committed = await self._manifest_bytes(manifest.id)
         except NotFound:
             return False
+        if committed != raw:
+            raise self._conflict(manifest.id)
         return True
 
     async def delete(self, checkpoint: CheckpointId) -> None:
-        """Manifest first: killed at any instant, what is left is no checkpoint."""
+        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file."""
         manifest = layout.manifest_key(checkpoint)
         keys = {stored.key for stored in await self.store.list(layout.checkpoint_prefix(checkpoint))}
         if keys:
@@ -134,37 +168,10 @@ class Tier:
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
         await self.store.put_bytes(key, health.encode(diagnosis), if_absent=True)
 
-    async def diagnosis(self, checkpoint: CheckpointId, *, is_healthy: bool) -> Diagnosis:
-        """What its marker here says, or the bare fact when that cannot be read: details are not worth a failure."""
-        key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
-        try:
-            raw = await self.store.get_bytes(key, size_max=health.MARKER_BYTES_MAX)
-            return health.decode(raw, where=f"of {checkpoint} in {self.name}")
-        except TierdError:
-            return Diagnosis(healthy=is_healthy)
-
     async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
-        """False when someone else has claimed it already."""
+        """False when it is claimed already."""
         key = layout.generation_key(run, generation)
         return await self.store.put_bytes(key, encode_marker(dict(content)), if_absent=True)
-
-    def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
-        """The bytes of one file of a checkpoint here."""
-        return stored_file(self.store, layout.file_key(checkpoint, entry.name))
-
-    async def manifest_bytes(self, manifest: Manifest) -> bytes:
-        """The very bytes of the manifest here. Raises Corrupt when they say something else than `manifest`."""
-        raw = await self._manifest_bytes(manifest.id)
-        if decode(raw, where=f"{manifest.id} in {self.name}", expect=manifest.id) != manifest:
-            raise _conflict(manifest.id, self.name)
-        return raw
-
-    async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
-        return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
-
-    async def _check_committed(self, checkpoint: CheckpointId, content: bytes) -> None:
-        if await self._manifest_bytes(checkpoint) != content:
-            raise _conflict(checkpoint, self.name)
 
 
 async def copy_checkpoint(
@@ -176,7 +183,7 @@ async def copy_checkpoint(
     is_healthy: bool | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Copies a committed checkpoint: files, several at once, then the markers, then the manifest's own bytes.
+    """Copies a committed checkpoint: its files, several at once, then the markers, then the manifest's exact bytes.
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
@@ -188,7 +195,7 @@ async def copy_checkpoint(
 
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
-        await each(target.store.puts_at_once, manifest.files, copy)
+        await for_each(target.store.puts_at_once, manifest.files, copy)
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)
     if is_healthy is not None:
@@ -200,14 +207,14 @@ async def copy_checkpoint(
 async def copy_file(
     checkpoint: CheckpointId,
     entry: FileEntry,
-    source: Tier,
+    source: ReadableTier,
     target: Tier,
     *,
     progress: Progress | None = None,
     is_lasting: bool = False,
     replace: bool = False,
 ) -> None:
-    """One file of a checkpoint, to its place in `target`. Raises and means what `Store.put` does."""
+    """Copies one file of a checkpoint. Options and errors as of `Store.put`."""
     await target.store.put(
         layout.file_key(checkpoint, entry.name),
         source.source(checkpoint, entry),
@@ -217,41 +224,4 @@ async def copy_file(
         progress=progress,
         is_lasting=is_lasting,
         replace=replace,
-    )
-
-
-def stored_file(store: Store, key: str) -> Source:
-    """The bytes of one object."""
-    return _LocalFile(store, key) if isinstance(store, DirectoryStore) else _StoredFile(store, key)
-
-
-@dataclass(frozen=True)
-class _StoredFile:
-    store: Store
-    key: str
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self.store.read(self.key, offset, buffer)
-
-
-@dataclass(frozen=True)
-class _LocalFile:
-    store: DirectoryStore
-    key: str
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self.store.read(self.key, offset, buffer)
-
-    def fill_now(self, offset: int, buffer: memoryview) -> None:
-        self.store.read_now(self.key, offset, buffer)
-
-
-def _raise_generation(listing: Listing, run: Run, generation: Generation) -> None:
-    listing.generations[run] = max(generation, listing.generations.get(run, generation))
-
-
-def _conflict(checkpoint: CheckpointId, tier: str) -> Corrupt:
-    return Corrupt(
-        f"commit {checkpoint} in {tier}: another checkpoint is committed there under this name",
-        hint="do two jobs write one run into one place? Give one of them another run name; nothing was overwritten",
     )

@@ -1,6 +1,6 @@
-"""Says when a person or another program changes the hot directory: a marker set, a checkpoint put there by hand.
+"""Notices when another program changes the hot directory: a milestone marker, a checkpoint copied there by hand.
 
-Only a hint that saves waiting for the next look: where inotify is not to be had, nothing else is lost.
+It only saves waiting for the next listing. Without inotify, changes are found by that listing.
 """
 
 from __future__ import annotations
@@ -24,45 +24,42 @@ from tierd.format import layout
 
 log = logging.getLogger("tierd")
 
-# Asked of the kernel: else every manifest that a listing opens and reads would be an event too, and overflow its queue.
+# Only these: otherwise each manifest that a listing opens would be an event too, and overflow the kernel's queue.
 _EVENTS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent, FileDeletedEvent]
 
 
 class _OnChange(FileSystemEventHandler):
-    """Called on watchdog's thread: hands over to the event loop what may have changed a listing."""
+    """Called on watchdog's thread. Calls `notify` for a file whose change may alter a listing."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[], object]) -> None:
+        self._notify = notify
 
     def on_created(self, event: FileSystemEvent) -> None:
-        self._look(str(event.src_path))
+        self._check(str(event.src_path))
 
     def on_moved(self, event: FileSystemEvent) -> None:
-        self._look(str(event.dest_path))
+        self._check(str(event.dest_path))
 
     def on_deleted(self, event: FileSystemEvent) -> None:
-        self._look(str(event.src_path))
+        self._check(str(event.src_path))
 
-    def _look(self, path: str) -> None:
+    def _check(self, path: str) -> None:
         name = path.rpartition("/")[2]
         if name == layout.MANIFEST or layout.milestone_of(name):
-            self._tell()
+            self._notify()
 
 
 @contextmanager
 def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
-    """Within the block, `on_change` is called on the running event loop after manifests or markers change."""
+    """Within the block, calls `on_change` on the running event loop after a manifest or a milestone marker changes."""
     loop = asyncio.get_running_loop()
     observer = Observer()
-
-    def tell() -> None:
-        loop.call_soon_threadsafe(on_change)
-
+    handler = _OnChange(lambda: loop.call_soon_threadsafe(on_change))
     try:
-        observer.schedule(_OnChange(tell), str(root), recursive=True, event_filter=_EVENTS)
+        observer.schedule(handler, str(root), recursive=True, event_filter=_EVENTS)
         observer.start()
     except OSError as error:
-        log.warning("watch %s: %s; changes by hand are seen at the next look instead", root, error)
+        log.warning("watch %s: %s; changes made by hand are found by the next listing", root, error)
         yield
         return
     try:

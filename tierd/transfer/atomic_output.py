@@ -1,8 +1,7 @@
-"""What appears whole or not at all, a directory or a file: built in `<target>.partial`, put in place by one rename.
+"""A directory or file that appears whole or not at all: built in `<target>.partial`, moved in place by one rename.
 
-Killed at any instant it leaves at most `<target>.partial`, which nothing takes for a checkpoint. The next attempt
-removes of it what it does not ask to keep. Refuses a target that holds anything, and a second attempt while the first
-one still runs.
+Killed at any instant, it leaves at most `<target>.partial`, which nothing takes for a checkpoint; the next attempt
+removes what it cannot use. A target with any content is refused, and so is a second attempt while the first one runs.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
 
-_MARK = ".tierd-restore"  # tells a leftover of ours from somebody's folder that happens to have this name
-_ROOM_MARGIN_BYTES = 8 << 20  # for directories, markers and the file system's own needs
+_MARK = ".tierd-restore"  # tells our leftover from someone else's folder of the same name
+_MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
 
 
 class AtomicOutput:
-    """`partial` is the folder to build in. Nothing is seen at `target` before `publish`. `is_worth_keeping`: set it to
-    leave what is built for the next attempt, should this one break off."""
+    """`partial`: the folder to build in. `is_worth_keeping`: set it to keep the folder for the next attempt when this
+    one fails."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -36,59 +35,57 @@ class AtomicOutput:
 
     @property
     def taken_bytes(self) -> int:
-        """The room that `partial` takes already."""
-        return sum(one.stat().st_blocks * 512 for one in self.partial.rglob("*") if one.is_file())
+        """The disk space that `partial` uses already."""
+        return sum(path.stat().st_blocks * 512 for path in self.partial.rglob("*") if path.is_file())
 
     def check_room(self, size_bytes: int) -> None:
         """Raises Full when `partial` cannot grow to `size_bytes`."""
         free = shutil.disk_usage(self.target.parent).free
-        needed = size_bytes - self.taken_bytes + _ROOM_MARGIN_BYTES
+        needed = size_bytes - self.taken_bytes + _MARGIN_BYTES
         if free < needed:
-            raise Full(
-                f"write into {self.target}: {needed} bytes are needed, {free} are free",
-                hint="make room, or name another disk",
-            )
+            message = f"write into {self.target}: {needed} bytes are needed, {free} are free"
+            raise Full(message, hint="free space there, or name another disk")
 
     def publish(self, built: Path) -> None:
-        """Puts `built`, a durable file or folder below `partial`, at the target. Durable on return."""
+        """Moves `built`, a durable file or folder below `partial`, to the target. Durable on return."""
         os.rename(built, self.target)
         self.is_published = True
-        descriptor = os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)  # without it the rename itself may be lost on power failure
-        finally:
-            os.close(descriptor)
+        _fsync(self.target.parent.resolve())  # without it the rename itself may be lost on power failure
 
 
 def make_durable(built: Path) -> None:
-    """What another program has written there, a file or a folder with all below it, outlives a power failure."""
-    for one in [*(sorted(built.rglob("*"), reverse=True) if built.is_dir() else ()), built]:
-        descriptor = os.open(one, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Fsyncs a file, or a folder and all below it, that another program has written."""
+    for path in [*(sorted(built.rglob("*"), reverse=True) if built.is_dir() else ()), built]:
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def atomic_output(target: Path, *, size_bytes: int, keep: Container[str] = ()) -> Generator[AtomicOutput, Any]:
-    """Claims `target` for the length of the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig.
+    """Claims `target` within the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig.
 
-    `keep`: paths below `partial` that may stay from an earlier attempt; the room they take counts as there.
+    `keep`: paths below `partial` that an earlier attempt may have left; the disk space they use counts as available.
     """
-    found = AtomicOutput(target)
+    output = AtomicOutput(target)
     made: list[Path] = []
     try:
         check_target(target)
         made = _make_parents(target.parent)
-        with _claimed(found):
-            _clear(found.partial, keep)
-            found.check_room(size_bytes)
-            yield found
+        with _claimed(output):
+            _clear(output.partial, keep)
+            output.check_room(size_bytes)
+            yield output
     except OSError as error:
-        raise _explained(error, target) from error
+        raise _translated(error, target) from error
     finally:
-        if not found.is_published:
+        if not output.is_published:
             for parent in made:
                 with contextlib.suppress(OSError):
                     parent.rmdir()
@@ -99,25 +96,25 @@ def check_target(target: Path) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():
-        raise TargetNotEmpty(f"write into {target}: it is there and is no directory", hint="name a new directory")
+        raise TargetNotEmpty(f"write into {target}: it exists and is no directory", hint="name a new directory")
     if target.is_mount():
         raise BadConfig(f"write into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}")
-    if entries := sorted(one.name for one in target.iterdir()):
+    if entries := sorted(path.name for path in target.iterdir()):
         shown = ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
         raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
 
 
 def _make_parents(parent: Path) -> list[Path]:
-    """The directories that had to be made, innermost first."""
-    missing = [one for one in (parent, *parent.parents) if not one.exists()]
+    """The directories that were missing, innermost first."""
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 @contextmanager
-def _claimed(found: AtomicOutput) -> Generator[None, Any]:
-    """`partial` is ours alone, removed at the end unless it is worth keeping. A dead process has no claim."""
-    partial = found.partial
+def _claimed(output: AtomicOutput) -> Generator[None, Any]:
+    """Locks `partial`, and removes it at the end unless it is worth keeping. The lock ends with its process."""
+    partial = output.partial
     partial.mkdir(exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -127,39 +124,39 @@ def _claimed(found: AtomicOutput) -> Generator[None, Any]:
         except BlockingIOError:
             is_ours = False
         if not is_ours:
-            raise LockHeld(f"write into {partial}: another one is at work there", hint="wait for it, or stop it")
+            raise LockHeld(f"write into {partial}: another process is writing there", hint="wait for it, or stop it")
         entries = os.listdir(partial)
         if entries and _MARK not in entries:
-            raise TargetNotEmpty(f"write through {partial}: it is there and not ours", hint="move it out of the way")
+            raise TargetNotEmpty(f"write through {partial}: it is not tierd's", hint="move it out of the way")
         try:
             (partial / _MARK).touch()
             yield
         finally:
-            if found.is_published or not found.is_worth_keeping:
+            if output.is_published or not output.is_worth_keeping:
                 _clear(partial, ())
-                (partial / _MARK).unlink(missing_ok=True)  # last: killed here, the rest is still known to be ours
+                (partial / _MARK).unlink(missing_ok=True)  # last: killed before this, the rest is still known as ours
                 partial.rmdir()
     finally:
         os.close(descriptor)
 
 
 def _clear(partial: Path, keep: Container[str]) -> None:
-    """Removes everything but the mark and what is kept."""
+    """Removes everything but the mark and the files to keep."""
     for folder, folders, files in os.walk(partial, topdown=False):
         for name in (*files, *folders):
-            one = Path(folder, name)
-            path = one.relative_to(partial).as_posix()
-            if one.is_symlink() or not one.is_dir():
-                if path != _MARK and (path not in keep or one.is_symlink()):
-                    one.unlink()
-            elif not os.listdir(one):
-                one.rmdir()
+            path = Path(folder, name)
+            key = path.relative_to(partial).as_posix()
+            if path.is_symlink() or not path.is_dir():
+                if key != _MARK and (key not in keep or path.is_symlink()):
+                    path.unlink()
+            elif not os.listdir(path):
+                path.rmdir()
 
 
-def _explained(error: OSError, target: Path) -> TierdError:
+def _translated(error: OSError, target: Path) -> TierdError:
     message = f"write into {target}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Full(message, hint="make room, or name another disk")
+        return Full(message, hint="free space there, or name another disk")
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-        return TargetNotEmpty(message, hint="something else wrote there meanwhile")
+        return TargetNotEmpty(message, hint="another process wrote there meanwhile")
     return TierdError(message, hint="check the path and its permissions")

@@ -1,8 +1,8 @@
-"""A checkpoint on its way into a directory: what verifies there stays, each replica in turn gives what is missing.
+"""Fetches a checkpoint into a directory from several replicas: each gives the chunks that are still missing.
 
-Nothing is believed but checksums: what an earlier attempt left is read and compared, chunk by chunk, and a chunk that
-differs, or that one replica cannot give, comes from the next. No file has its own name before all of them are whole;
-to commit is left to the caller.
+Only checksums decide. Files of an earlier attempt are read and compared chunk by chunk; a chunk that differs, or that
+one replica cannot give, comes from the next. No file gets its final name before all of them are whole. The commit is
+left to the caller.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tierd.format.shard import header_length
 from tierd.tiers.chunks import ChunkSums, difference
 from tierd.tiers.direct_io import round_up
 from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
-from tierd.tiers.pool import each
+from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, Source
-from tierd.tiers.tier import Tier
-from tierd.transfer.partial_file import PartialFile, arriving_name
+from tierd.tiers.tier import ReadableTier
+from tierd.transfer.partial_file import PartialFile, partial_name
 
-READINGS = 2  # of a chunk in one replica: it may have been altered on its way, which a second reading tells
+READS = 2  # of a chunk that differs: a second read shows whether it was altered on its way
 
 
-def arriving_keys(manifest: Manifest, files: Collection[str] | None = None) -> set[str]:
-    """The paths below a store that a fetch of this checkpoint, or of these files of it, may go on with."""
+def partial_keys(manifest: Manifest, files: Collection[str] | None = None) -> set[str]:
+    """The paths below a store that a fetch of these files, by default all, can continue."""
     entries = [entry for entry in manifest.files if files is None or entry.name in files]
-    names = {name for entry in entries for name in (entry.name, arriving_name(entry))}
+    names = {name for entry in entries for name in (entry.name, partial_name(entry))}
     return {layout.file_key(manifest.id, name) for name in names}
 
 
 class Fetch:
-    """Files of `manifest` into `store`. `wanted`: these chunks of these files only; else all of all.
+    """Files of `manifest` into `store`. `wanted`: chunk numbers by file name; None: all of all files.
 
-    `begin()`, `take()` from replicas until `missing_bytes` is 0, then `finish()`; killed or given up at any point, the
-    next Fetch goes on. After `want()` it begins again, and only with what is new. Two at once for one checkpoint and
-    store are for the caller to prevent.
+    Call `begin()`, then `take()` for each replica until `missing_bytes` is 0, then `finish()`. After `want()`, start
+    again with `begin()`. An interrupted fetch is continued by a new Fetch. The caller must not run two at once for one
+    checkpoint and store.
     """
 
     def __init__(
@@ -49,113 +49,106 @@ class Fetch:
     ) -> None:
         self.manifest = manifest
         self.store = store
-        self._files: list[_File] = []
-        for entry in manifest.files:
-            if wanted is None or entry.name in wanted:
-                self._files.append(
-                    _File(
-                        entry=entry,
-                        arriving=PartialFile(store, self._key(entry.name), entry),
-                        wanted=bytearray(len(entry.chunks)),
-                        missing=bytearray(len(entry.chunks)),
-                        sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
-                    )
-                )
+        self._files = {
+            entry.name: _File(
+                entry=entry,
+                partial=PartialFile(store, self._key(entry.name), entry),
+                wanted=bytearray(len(entry.chunks)),
+                missing=bytearray(len(entry.chunks)),
+                sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
+            )
+            for entry in manifest.files
+            if wanted is None or entry.name in wanted
+        }
         self.wanted_bytes = self.missing_bytes = 0
         self.want(wanted)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is to bring all of the checkpoint."""
+        """Whether all of the checkpoint is wanted."""
         return self.wanted_bytes == self.manifest.size_bytes
 
     def want(self, more: Mapping[str, Collection[int]] | None) -> None:
-        """These chunks of its files too; None: all of them."""
-        for one in self._files:
-            count = len(one.entry.chunks)
-            for index in range(count) if more is None else more.get(one.entry.name, ()):
-                if index < count and not one.wanted[index]:
-                    one.wanted[index] = one.missing[index] = 1
-                    self.wanted_bytes += one.chunk_length(index)
-                    self.missing_bytes += one.chunk_length(index)
+        """Adds chunks of the files of this fetch; None: all chunks."""
+        for file in self._files.values():
+            count = len(file.entry.chunks)
+            for index in range(count) if more is None else more.get(file.entry.name, ()):
+                if index < count and not file.wanted[index]:
+                    file.wanted[index] = file.missing[index] = 1
+                    self.wanted_bytes += file.chunk_length(index)
+                    self.missing_bytes += file.chunk_length(index)
 
     async def begin(self, progress: Progress | None = None) -> None:
-        """Takes stock of what lies there, and makes room for what does not. `progress`: told of all that it reads."""
+        """Verifies what the directory has already, and makes files for the rest. `progress`: of what is read."""
         sizes = {stored.key: stored.size_bytes for stored in await self.store.list(self._key(""))}
 
-        async def prepare(one: _File) -> None:
-            has_right_size = sizes.get(self._key(one.entry.name)) == one.entry.size_bytes
-            one.is_in_place = has_right_size and not await self.store.pool.run(one.arriving.exists)
-            if not one.is_in_place:
-                await make(one)
+        async def prepare(file: _File) -> None:
+            has_size = sizes.get(self._key(file.entry.name)) == file.entry.size_bytes
+            file.is_in_place = has_size and not await self.store.pool.run(file.partial.exists)
+            if not file.is_in_place:
+                await make(file)
 
-        async def make(one: _File) -> None:
-            if not await self.store.pool.run(one.arriving.begin, is_whole=all(one.wanted)):
-                self.missing_bytes += one.forget()  # what had come may have been swept away
-                one.is_blank = True
+        async def make(file: _File) -> None:
+            if not await self.store.pool.run(file.partial.begin, is_whole=all(file.wanted)):
+                self.missing_bytes += file.forget()  # an earlier file may have been removed
+                file.is_blank = True
 
-        await each(self.store.pieces_in_flight, self._files, prepare)
-        known = [one for one in self._files if one.is_in_place or not one.is_blank]
-        await self._read(known, self._source, is_own=True, writes=False, seen=progress)
-        if hurt := [one for one in self._files if one.is_in_place and any(one.missing)]:
-            # Damaged under its own name: a new file is made, of what is good in it and of what the replicas give.
-            in_place = [self._source(one) for one in hurt]
-            for one in hurt:
-                self.missing_bytes += one.forget()
-                await make(one)
-            sources = dict(zip([one.entry.name for one in hurt], in_place, strict=True))
-            await self._read(hurt, lambda one: sources[one.entry.name], is_own=True)
+        await for_each(self.store.pieces_in_flight, self._files.values(), prepare)
+        existing = [file for file in self._files.values() if file.is_in_place or not file.is_blank]
+        await self._read(existing, self._source, is_own=True, writes=False, read_progress=progress)
+        if damaged := [file for file in existing if file.is_in_place and any(file.missing)]:
+            # Damaged under its final name: a new file takes the good chunks of it, and the others from replicas.
+            sources = {file.entry.name: self._source(file) for file in damaged}
+            for file in damaged:
+                self.missing_bytes += file.forget()
+                await make(file)
+            await self._read(damaged, lambda file: sources[file.entry.name], is_own=True)
 
-    async def take(self, tier: Tier, progress: Progress | None = None) -> TierdError | None:
-        """What this replica can give of what is missing. Returns why that is not all; None when nothing is missing.
+    async def take(self, tier: ReadableTier, progress: Progress | None = None) -> TierdError | None:
+        """Reads the missing chunks from a replica. Returns why some are still missing; None when none is.
 
-        `progress`: told of every chunk that is here and verified. Raises what goes wrong in the directory itself.
+        `progress`: of the chunks that are verified here. Raises errors of the directory.
         """
-        found = _Found()
+        result = _ReadResult()
         try:
-            for _ in range(READINGS):
-                found = await self._read(
-                    self._files,
-                    lambda one: tier.source(self.manifest.id, one.entry),
-                    verified=progress,
+            for _ in range(READS):
+                result = await self._read(
+                    list(self._files.values()),
+                    lambda file: tier.source(self.manifest.id, file.entry),
+                    verified_progress=progress,
                 )
-                if not found.differing:
+                if not result.differing:
                     break
-            return found.problem(f"{self.manifest.id} in {tier.name}")
-        except _Gone as gone:
-            return gone.error
+            return result.problem(f"{self.manifest.id} in {tier.name}")
+        except _ReplicaUnavailable as unavailable:
+            return unavailable.error
 
     async def finish(self) -> None:
-        """Every file durable, then every file under its own name. Only for whole files of which nothing is missing."""
-        if any(any(one.missing) or not all(one.wanted) for one in self._files):
-            raise BadRequest(f"finish the fetch of {self.manifest.id}: some of it has not come")
-        new = [one.arriving for one in self._files if not one.is_in_place]
-        await each(self.store.pieces_in_flight, new, lambda one: self.store.pool.run(one.make_durable))
-        await each(self.store.pieces_in_flight, new, lambda one: self.store.pool.run(one.publish))
+        """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole."""
+        if any(any(file.missing) or not all(file.wanted) for file in self._files.values()):
+            raise BadRequest(f"finish the fetch of {self.manifest.id}: chunks are missing")
+        new = [file.partial for file in self._files.values() if not file.is_in_place]
+        await for_each(self.store.pieces_in_flight, new, lambda file: self.store.pool.run(file.make_durable))
+        await for_each(self.store.pieces_in_flight, new, lambda file: self.store.pool.run(file.publish))
 
     def source(self, name: str) -> Source:
-        """The bytes of a file as they are here; those of its wanted chunks, once nothing is missing, are verified."""
-        return self._source(self._file(name))
+        """A file as it is here. Its wanted chunks are verified once `missing_bytes` is 0."""
+        return self._source(self._files[name])
 
     def open_fd(self, name: str) -> int:
-        """The same as a read-only descriptor, of the file's full size, for a trainer. The caller closes it."""
-        one = self._file(name)
-        return self.store.open_fd(self._key(name)) if one.is_in_place else one.arriving.open_fd()
+        """As `source`, but a read-only descriptor of the file's full size. The caller closes it."""
+        file = self._files[name]
+        return self.store.open_fd(self._key(name)) if file.is_in_place else file.partial.open_fd()
 
     async def header_bytes(self, name: str) -> int:
-        """How long the header of a shard is, as its first chunk says, which must be here. Raises Corrupt."""
-        entry = self._file(name).entry
+        """The length of a shard's header, read from its first chunk, which must be here. Raises Corrupt."""
+        entry = self._files[name].entry
         first = bytearray(min(8, entry.size_bytes))
         await self.source(name).fill(0, memoryview(first))
         return header_length(bytes(first), entry.size_bytes, where=f"{self.manifest.id}/{name}")
 
-    def _file(self, name: str) -> _File:
-        return next(one for one in self._files if one.entry.name == name)
-
-    def _source(self, one: _File) -> Source:
-        if one.is_in_place:
-            return Tier("", self.store).source(self.manifest.id, one.entry)
-        return _Arrived(self.store, one.arriving)
+    def _source(self, file: _File) -> Source:
+        return self.store.source(self._key(file.entry.name)) if file.is_in_place else file.partial
 
     def _key(self, name: str) -> str:
         return layout.checkpoint_prefix(self.manifest.id) + name
@@ -167,59 +160,62 @@ class Fetch:
         *,
         is_own: bool = False,
         writes: bool = True,
-        seen: Progress | None = None,
-        verified: Progress | None = None,
-    ) -> _Found:
-        """All missing chunks of `files`, once, from wherever it is said. Those that verify are missing no longer.
+        read_progress: Progress | None = None,
+        verified_progress: Progress | None = None,
+    ) -> _ReadResult:
+        """Reads all missing chunks of `files` once; those that verify are no longer missing.
 
-        `is_own`: from this directory, where nothing that cannot be read is worth more than to be fetched.
+        `is_own`: the source is this directory, where every error only means that the file must be fetched. `writes`:
+        the chunks are written to the partial files.
         """
-        found = _Found()
-        for one in files:
-            one.sums = ChunkSums(one.entry.size_bytes, one.entry.chunk_bytes)
+        result = _ReadResult()
+        for file in files:
+            file.sums = ChunkSums(file.entry.size_bytes, file.entry.chunk_bytes)
 
-        def keep(one: _File, offset: int, buffer: memoryview, length: int) -> None:
-            one.sums.add(offset, buffer[:length])
+        def keep(file: _File, offset: int, buffer: memoryview, length: int) -> None:
+            file.sums.add(offset, buffer[:length])
             if writes:
-                one.arriving.write(offset, buffer, length)
+                file.partial.write(offset, buffer, length)
 
-        async def bring(piece: tuple[_File, int, int]) -> None:
-            one, offset, length = piece
-            if one.entry.name in found.lost:
+        async def read(piece: tuple[_File, int, int]) -> None:
+            file, offset, length = piece
+            entry = file.entry
+            if entry.name in result.failed:
                 return
-            async with self.store.buffers.lend(min(PIECE_BYTES, round_up(one.entry.size_bytes))) as buffer:
+            async with self.store.buffers.borrow(min(PIECE_BYTES, round_up(entry.size_bytes))) as buffer:
                 try:
-                    await source_of(one).fill(offset, buffer[:length])
+                    await source_of(file).fill(offset, buffer[:length])
                 except TierdError as error:
                     if not is_own and not isinstance(error, (Corrupt, NotFound, BadRequest)):
-                        raise _Gone(error) from error
-                    found.lost[one.entry.name] = error
+                        raise _ReplicaUnavailable(error) from error
+                    result.failed[entry.name] = error
                     return
-                await self.store.pool.run(keep, one, offset, buffer, length)
-            for index in range(offset // one.entry.chunk_bytes, -(-(offset + length) // one.entry.chunk_bytes)):
-                got = one.sums.take(index)
-                if got == one.entry.chunks[index]:
-                    one.missing[index] = 0
-                    self.missing_bytes -= one.chunk_length(index)
-                    if verified is not None:
-                        verified(one.chunk_length(index))
-                elif got is not None:
-                    found.differing += 1
-                    found.first = found.first or f"{one.entry.name}: {difference(one.entry, index, got)}"
-            if seen is not None:
-                seen(length)
+                await self.store.pool.run(keep, file, offset, buffer, length)
+            for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
+                crc = file.sums.pop_chunk(index)
+                if crc == entry.chunks[index]:
+                    file.missing[index] = 0
+                    self.missing_bytes -= file.chunk_length(index)
+                    if verified_progress is not None:
+                        verified_progress(file.chunk_length(index))
+                elif crc is not None:
+                    result.differing += 1
+                    result.first = result.first or f"{entry.name}: {difference(entry, index, crc)}"
+            if read_progress is not None:
+                read_progress(length)
 
-        await each(self.store.pieces_in_flight, ((one, *at) for one in files for at in one.pieces()), bring)
-        return found
+        pieces = ((file, *piece) for file in files for piece in file.missing_pieces())
+        await for_each(self.store.pieces_in_flight, pieces, read)
+        return result
 
 
 @dataclass(slots=True)
 class _File:
-    """`missing`: 1 for each chunk that is wanted and has not been verified here. `is_blank`: it was made for this
-    fetch, so there is nothing to be found in it."""
+    """`wanted`, `missing`: one flag for each chunk; missing chunks are wanted and not verified here. `is_blank`: this
+    fetch made the partial file, so it has nothing to verify."""
 
     entry: FileEntry
-    arriving: PartialFile
+    partial: PartialFile
     wanted: bytearray
     missing: bytearray
     sums: ChunkSums
@@ -233,19 +229,19 @@ class _File:
         return sum(self.chunk_length(index) for index, flag in enumerate(self.missing) if flag)
 
     def forget(self) -> int:
-        """All that is wanted is missing again. Returns how many bytes more that is."""
+        """All wanted chunks are missing again. Returns by how many bytes more are missing."""
         before = self.missing_bytes()
         self.missing[:] = self.wanted
         self.is_in_place = False
         return self.missing_bytes() - before
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) of what is missing: within one chunk, or a number of whole ones; at most PIECE_BYTES."""
-        at_once = max(1, PIECE_BYTES // self.entry.chunk_bytes)
+    def missing_pieces(self) -> Iterator[tuple[int, int]]:
+        """(offset, length) of each: within one chunk, or several whole chunks; at most PIECE_BYTES."""
+        count_max = max(1, PIECE_BYTES // self.entry.chunk_bytes)
         index = self.missing.find(1)
         while index >= 0:
             end = index + 1
-            while end < min(index + at_once, len(self.missing)) and self.missing[end]:
+            while end < min(index + count_max, len(self.missing)) and self.missing[end]:
                 end += 1
             begin = index * self.entry.chunk_bytes
             for offset, length in checksum.chunk_ranges(sum(map(self.chunk_length, range(index, end))), PIECE_BYTES):
@@ -254,37 +250,24 @@ class _File:
 
 
 @dataclass(slots=True)
-class _Found:
-    """What one reading met with. `lost`: files that could not be read on, by name. `differing`: how many chunks."""
+class _ReadResult:
+    """`failed`: errors by file name. `differing`: the number of chunks with another checksum; `first`: one of them."""
 
-    lost: dict[str, TierdError] = field(default_factory=dict[str, TierdError])
+    failed: dict[str, TierdError] = field(default_factory=dict[str, TierdError])
     differing: int = 0
     first: str = ""
 
     def problem(self, where: str) -> TierdError | None:
-        if not self.lost and not self.differing:
+        if not self.failed and not self.differing:
             return None
-        told = next(iter(self.lost.values())).message if self.lost else f"read {where}: {self.first}"
-        more = [f"{len(self.lost)} files"] * (len(self.lost) > 1) + [f"{self.differing} chunks"] * (self.differing > 1)
-        told += f" ({' and '.join(more)} in all)" if more else ""
-        return Corrupt(told, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
+        message = next(iter(self.failed.values())).message if self.failed else f"read {where}: {self.first}"
+        counts = [f"{len(self.failed)} files"] * (len(self.failed) > 1)
+        counts += [f"{self.differing} chunks"] * (self.differing > 1)
+        message += f" ({' and '.join(counts)} in all)" if counts else ""
+        return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
 
-class _Gone(Exception):
-    """A replica that gives nothing more now."""
-
+class _ReplicaUnavailable(Exception):
     def __init__(self, error: TierdError) -> None:
         super().__init__(error)
         self.error = error
-
-
-class _Arrived:
-    """A file that is arriving, as far as it has."""
-
-    def __init__(self, store: DirectoryStore, file: PartialFile) -> None:
-        self._store = store
-        self._file = file
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        if not await self._store.pool.run(self._file.read, offset, buffer):
-            raise Corrupt(f"read a file that is arriving in {self._store.url}: it ends before byte {offset}")

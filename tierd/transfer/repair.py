@@ -1,8 +1,8 @@
-"""Makes a damaged replica whole again, file by file, from the replicas of other tiers.
+"""Repairs a damaged replica, file by file, from the replicas of other tiers.
 
-A good file takes the place of a bad one in one step, and only when every chunk of it has been checked against the
-manifest on its way: nothing is deleted first, so that killed at any instant, or with no good file to be had, all is as
-it was. What no other replica can prove is left alone.
+A good file replaces a bad one in one step, and only after every chunk of it was compared with the manifest. Nothing is
+deleted first: when the repair is killed, or finds no good file, the replica stays as it was. So does a file that no
+other replica can prove.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from tierd.transfer.verify import Proof, Verification, verify_files
 log = logging.getLogger("tierd")
 
 _SOURCE_FAULTS = (Corrupt, NewerFormat, NotFound, TierUnreachable, BadRequest)
-"""What another tier may do better."""
+"""Errors of one source, after which the next one is tried."""
 
 
 @dataclass(slots=True)
 class Repair:
-    """`manifest`: what it was judged by. `repaired`: by file name, the tier that had it whole. `refused`: what was not,
-    and why. `is_for_later`: it may go better once a tier is in reach again."""
+    """`manifest`: what the files were compared with. `repaired`: by file name, the tier that had it whole. `refused`:
+    why files were not repaired. `is_for_later`: it may succeed once a tier can be reached again."""
 
     manifest: Manifest | None = None
-
     repaired: dict[str, str] = field(default_factory=dict[str, str])
     refused: list[str] = field(default_factory=list[str])
     is_for_later: bool = False
@@ -40,19 +39,19 @@ class Repair:
 async def repair_replica(
     tier: Tier,
     checkpoint: CheckpointId,
-    found: Verification,
+    damage: Verification,
     sources: Sequence[Tier],
     *,
     progress: Progress | None = None,
 ) -> Repair:
-    """Replaces what `found` calls bad. Raises Full or TierUnreachable where `tier` itself does not let it."""
-    repair = Repair(found.manifest)
-    others = [one for one in sources if one.name != tier.name]
-    if found.manifest is None:
+    """Replaces the files that `damage` names. Raises Full or TierUnreachable where `tier` itself cannot be written."""
+    repair = Repair(damage.manifest)
+    others = [source for source in sources if source.name != tier.name]
+    if damage.manifest is None:
         await _rebuild(tier, checkpoint, others, repair, progress)
     else:
-        is_deep = found.proof is Proof.DEEP
-        await _replace(tier, found.manifest, found.problems, others, repair, progress, is_deep=is_deep)
+        is_deep = damage.proof is Proof.DEEP
+        await _replace(tier, damage.manifest, damage.problems, others, repair, progress, is_deep=is_deep)
     return repair
 
 
@@ -83,18 +82,18 @@ async def _replace(
             why = "; ".join(f"{name}: {error.message}" for name, error in failures.items()) or "no other tier has it"
             repair.refused.append(f"{manifest.id}/{entry.name} in {tier.name} is left as it is: {why}")
             repair.is_for_later |= any(isinstance(error, TierUnreachable) for error in failures.values())
-    # Called repaired only when the look that found the damage finds none.
+    # A file counts as repaired only when the verification that found the damage passes.
     again = await verify_files(tier, manifest, is_deep=is_deep, only=repair.repaired)
     for name, sentences in again.problems.items():
         del repair.repaired[name]
-        repair.refused += [f"written again, and still wrong: {one}" for one in sentences]
+        repair.refused += [f"written again, and still wrong: {sentence}" for sentence in sentences]
 
 
 async def _rebuild(
     tier: Tier, checkpoint: CheckpointId, sources: Sequence[Tier], repair: Repair, progress: Progress | None
 ) -> None:
-    """A manifest that cannot be read, from a tier whose manifest can: when every file that lies beside it is the one
-    which that manifest means. Else this may be the wreck of another checkpoint of the same name."""
+    """Replaces an unreadable manifest by that of another tier, when every file beside it is the one which that manifest
+    describes. Otherwise the files may be those of another checkpoint with the same name."""
     where = f"{layout.manifest_key(checkpoint)} in {tier.name} is left as it is"
     failures: list[str] = []
     for source in sources:

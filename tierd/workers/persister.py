@@ -15,7 +15,7 @@ from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import Snapshot, SnapshotSet
-from tierd.tiers.pool import each
+from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
@@ -101,7 +101,7 @@ class Persister:
                 async def put(snapshot: Snapshot) -> None:
                     entries[snapshot.rank] = await self._put(snapshot_set, snapshot, count_written)
 
-                await each(SHARDS_IN_FLIGHT, snapshots, put)
+                await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             manifest = await self._commit(snapshot_set, [entries[snapshot.rank] for snapshot in snapshots])
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up

@@ -165,8 +165,6 @@ class Lister:
 
     async def run_once(self) -> bool:
         try:
-            if not self.has_looked.is_set() and isinstance(self._tier.store, DirectoryStore):
-                await self._tier.store.sweep_partials()  # what killed copies left; live writers hold a lock
             await refresh(self._catalog, self._tier)
         finally:
             self.has_looked.set()

@@ -17,8 +17,8 @@ from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted
-from tierd.workers.retention import Retentions
 
 log = logging.getLogger("tierd")
 
@@ -52,7 +52,7 @@ class Replicator:
         if began_at == self._done_at:
             return True
         await self._clear_leftovers()
-        await self._abort_uploads()
+        await self._remove_unfinished()
         await self._mark()
         tried: set[CheckpointId] = set()
         while untried := [checkpoint for checkpoint in self.pending() if checkpoint not in tried]:
@@ -119,8 +119,8 @@ class Replicator:
                 self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, checkpoint)
 
-    async def _abort_uploads(self) -> None:
-        """Abort uploads that nobody will finish: S3 bills their parts until then. As often as the tier is listed."""
+    async def _remove_unfinished(self) -> None:
+        """Remove uploads that nobody will finish: S3 bills their parts until then. As often as the tier is listed."""
         if self._context.monotonic_s() - self._uploads_swept_at_s < self._config.limits.cold_list_interval_s:
             return
         local_runs, pending = self._local_runs(), set(self.pending())
@@ -129,10 +129,10 @@ class Replicator:
             parsed = layout.parse_key(key)
             return parsed is not None and parsed[0].run in local_runs and parsed[0] not in pending
 
-        aborted = await self._cold.store.abort_uploads(is_abandoned, grace_s=UPLOAD_GRACE_S)
+        removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
         self._uploads_swept_at_s = self._context.monotonic_s()
-        if aborted:
-            log.info("aborted %d abandoned uploads in %s", aborted, self._cold.name)
+        if removed:
+            log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
 
     def _local_runs(self) -> set[str]:
         return {manifest.run for manifest in self._catalog.held(self._hot.name)}

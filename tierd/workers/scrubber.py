@@ -15,7 +15,7 @@ from tierd.format.ids import CheckpointId
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import repair_replica
-from tierd.transfer.verify import Verification, is_read_for_nothing, verify_replica
+from tierd.transfer.verify import Verification, verify_replica
 
 _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-replica"
 
@@ -42,7 +42,7 @@ class Scrubber:
         self._config = context.config.scrub
         self._retry_s = context.config.limits.retry_max_s
         self._now_s = context.monotonic_s
-        self._bandwidth = Bandwidth(self._config.max_read_mib_s * (1 << 20))
+        self._bandwidth = Bandwidth(self._config.max_read_mib_s)
         self._remaining: list[CheckpointId] = []  # of this round, in random order
         self._count = 0  # of replicas in this round
         self._round_began_s = float("-inf")
@@ -55,7 +55,7 @@ class Scrubber:
         unreadable = self._catalog.tiers[self._tier.name].unreadable
         self._known = {checkpoint: known for checkpoint, known in self._known.items() if checkpoint in unreadable}
         for checkpoint in list(unreadable):
-            known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=is_read_for_nothing(self._tier))
+            known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=self._tier.store.is_local)
             if self._now_s() >= known.again_at_s:
                 await self._verify(checkpoint, is_deep=known.is_deep)
         while checkpoint := self._due():

@@ -7,10 +7,10 @@ when that has been recorded where it happened; the loop backs off with jitter be
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from tierd.backoff import backoff_s
 from tierd.config import LimitsConfig
 
 
@@ -65,14 +65,10 @@ async def run_forever(
         failures = 0 if is_well else failures + 1
         if failures == 0:
             await wake.wait(worker.interval_s)
-        elif worker.is_urgent:
+            continue
+        pause_s = backoff_s(failures, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
+        if worker.is_urgent:
             await asyncio.sleep(limits.retry_min_s)
-            await wake.wait(backoff_s(failures, limits))
+            await wake.wait(pause_s)
         else:
-            await asyncio.sleep(backoff_s(failures, limits))
-
-
-def backoff_s(failures: int, limits: LimitsConfig) -> float:
-    """Doubling from retry_min_s to retry_max_s, times 0.5 to 1 at random so that nodes do not move in step."""
-    ceiling = min(limits.retry_max_s, limits.retry_min_s * 2 ** min(failures - 1, 32))
-    return ceiling * random.uniform(0.5, 1.0)
+            await asyncio.sleep(pause_s)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tierd.tiers import directory_probe
-from tierd.tiers.directory_probe import filesystem_of, is_same_disk, probe_directory, probe_space
+from tierd.tiers import probe
+from tierd.tiers.probe import filesystem_of, is_same_disk, probe_directory, probe_space
 
 MOUNTS = """21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 22 21 0:5 / /dev/shm rw,nosuid - tmpfs tmpfs rw
@@ -38,7 +38,7 @@ def verdicts(path: Path) -> dict[str, str]:
 def test_what_is_no_local_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"21 1 8:1 / / rw - {kind} x rw\n")
-    monkeypatch.setattr(directory_probe, "_MOUNTS", mounts)
+    monkeypatch.setattr(probe, "_MOUNTS", mounts)
     assert verdicts(tmp_path)["filesystem"] == "warning"
     mounts.write_text("21 1 8:1 / / rw - xfs x rw\n")
     assert verdicts(tmp_path)["filesystem"] == "ok"

@@ -1,0 +1,223 @@
+"""Requests to the bucket of one tier: attempts, deadlines, throttling, encryption and the server's dialect.
+
+A request is attempted a few times here. When that fails, the worker that made it tries again later, without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from tierd.backoff import backoff_s
+from tierd.config import ColdConfig, LimitsConfig
+from tierd.errors import NotFound, TierdError, TierUnreachable
+from tierd.s3.body import PIECE_BYTES, Body
+from tierd.s3.client import Answer, RequestConnection, S3Client
+from tierd.s3.dialect import NO_EXTRAS, Dialect, Extras
+from tierd.s3.errors import Trouble, code_of, retry_after_s, trouble_of
+from tierd.tiers.pool import Buffers, ThreadPool
+from tierd.tiers.rate_limit import Bandwidth, UploadWindow
+from tierd.tiers.store import check_key
+
+ATTEMPTS = 3
+RETRY_MIN_S, RETRY_MAX_S = 0.2, 20.0  # pauses between attempts; the maximum also where the server asks for more
+SLOWEST_BYTES_PER_S = 64 << 10  # below this rate a request counts as stopped
+_FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # another attempt at once would not help
+_ENCRYPTED = {"put_object", "create_multipart_upload"}
+
+NEEDED_ACTIONS = {
+    "put_object": "s3:PutObject",
+    "create_multipart_upload": "s3:PutObject",
+    "upload_part": "s3:PutObject",
+    "complete_multipart_upload": "s3:PutObject",
+    "get_object": "s3:GetObject",
+    "head_object": "s3:GetObject",
+    "delete_object": "s3:DeleteObject",
+    "delete_objects": "s3:DeleteObject",
+    "list_objects_v2": "s3:ListBucket",
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+    "list_parts": "s3:ListMultipartUploadParts",
+    "abort_multipart_upload": "s3:AbortMultipartUpload",
+}
+"""The IAM action of each request. deploy/iam-policy.json allows exactly these and DOCTOR_ACTIONS."""
+
+DOCTOR_ACTIONS = {
+    "get_bucket_lifecycle_configuration": "s3:GetLifecycleConfiguration",
+    "get_bucket_versioning": "s3:GetBucketVersioning",
+    "get_object_lock_configuration": "s3:GetBucketObjectLockConfiguration",
+}
+"""Only for `tierd doctor`, which reports what it may not read and continues."""
+
+ACTIONS = NEEDED_ACTIONS | DOCTOR_ACTIONS
+
+OnRequest = Callable[[str, str], None]
+
+
+class S3Requests:
+    """`on_request` gets (operation, outcome) of every attempt: an HTTP status, an S3 error code, or the name of a
+    network error. `retry_min_s`: the pause before the second attempt."""
+
+    def __init__(
+        self,
+        cold: ColdConfig,
+        limits: LimitsConfig,
+        *,
+        on_request: OnRequest | None = None,
+        retry_min_s: float = RETRY_MIN_S,
+    ) -> None:
+        parts = urlsplit(cold.url)
+        path = parts.path.strip("/")
+        self.url = cold.url
+        self.name = cold.name
+        self.prefix = f"{path}/" if path else ""
+        self.parts_in_flight = limits.parts_in_flight
+        self.window = UploadWindow(limits.parts_in_flight)
+        self.bandwidth = Bandwidth(cold.max_upload_mib_s)
+        self.pool = ThreadPool(limits.parts_in_flight + 2, "tierd-s3")
+        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=limits.parts_in_flight)
+        self.dialect = Dialect(f"{cold.url} in {cold.name}")
+        self._timeout_s = limits.request_timeout_s
+        self._retry_min_s = retry_min_s
+        self._on_request = on_request
+        encryption = {"ServerSideEncryption": cold.sse, "SSEKMSKeyId": cold.sse_kms_key_id}
+        self._encryption = {name: value for name, value in encryption.items() if value}
+        self._client = S3Client(
+            cold, parts.netloc, connections=limits.parts_in_flight + 2, timeout_s=limits.request_timeout_s
+        )
+
+    @property
+    def region(self) -> str:
+        """The region in force, known after the first request where the config names none."""
+        return self._client.region
+
+    def object_key(self, key: str) -> str:
+        return self.prefix + check_key(key)
+
+    def action(self, verb: str, key: str) -> str:
+        """What a request does, for messages."""
+        return f"{verb} {check_key(key)} in {self.name} ({self.url})"
+
+    async def request(
+        self,
+        operation: str,
+        action: str,
+        *,
+        use: Callable[[Answer], Any] = lambda answer: answer,
+        size_bytes: int = 0,
+        make_body: Callable[[], Body] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """A request of S3's API. Returns what `use` returns for the answer; it may read the body, in the same thread.
+
+        `size_bytes`: of the payload in either direction; the deadline grows with it. `make_body`: makes the payload,
+        anew for each attempt. Raises TierdError, whose cause is boto3's exception.
+        """
+        if operation in _ENCRYPTED:
+            arguments |= self._encryption
+        attempt = 0
+        omitted = NO_EXTRAS  # tried without these, in case the server refuses them
+        while True:
+            attempt += 1
+            body = None if make_body is None else make_body()
+            try:
+                result = await self._attempt(operation, action, use, size_bytes, body, arguments, omitted)
+            except (TierUnreachable, NotFound) as error:
+                omitted = self.dialect.to_omit(error.__cause__, arguments, omitted)
+                if omitted:
+                    continue
+                trouble = trouble_of(error.__cause__)
+                if trouble is Trouble.THROTTLED:
+                    self.window.shrink()
+                if trouble is Trouble.CREDENTIALS:
+                    attempt = max(attempt, ATTEMPTS - 1)  # one more attempt, with credentials that are read again
+                if trouble in _FINAL or attempt >= ATTEMPTS:
+                    raise
+                pause_s = self._pause_s(attempt, error.__cause__)
+            else:
+                self.dialect.learn(omitted)
+                if make_body is not None:
+                    self.window.grow()
+                return result
+            await asyncio.sleep(pause_s)
+
+    async def head(self, object_key: str, action: str) -> Answer | None:
+        """None when there is no such object."""
+        try:
+            return await self.request("head_object", action, Key=object_key, ChecksumMode="ENABLED")
+        except NotFound:
+            return None
+
+    async def close(self) -> None:
+        self.pool.close()
+        self.buffers.close()
+        self._client.close()
+
+    def _pause_s(self, attempt: int, error: BaseException | None) -> float:
+        """At least as long as the server asks for, within the maximum."""
+        return max(
+            backoff_s(attempt, min_s=self._retry_min_s, max_s=RETRY_MAX_S), min(RETRY_MAX_S, retry_after_s(error))
+        )
+
+    async def _attempt(
+        self,
+        operation: str,
+        action: str,
+        use: Callable[[Answer], Any],
+        size_bytes: int,
+        body: Body | None,
+        arguments: Answer,
+        omitted: Extras,
+    ) -> Any:
+        connection = RequestConnection(signs_payload=self.dialect.signs_payload(omitted))
+        arguments = self.dialect.adapt(arguments, omitted)
+
+        def abort() -> None:
+            connection.abort()
+            if body is not None:
+                body.abort()
+
+        if body is not None:
+            body.limits_reads = connection.signs_payload
+            arguments = {**arguments, "Body": body}
+        # Twice the socket's timeout, so that the socket reports first when nothing arrives at all.
+        deadline_s = 2 * self._timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+        stop_timer = _abort_after(deadline_s, connection, abort)
+        outcome = "cancelled"
+        try:
+            outcome, result = await self.pool.run_abortable(
+                abort, self._client.call, operation, action, connection, use, arguments
+            )
+        except Exception as error:
+            if body is not None and body.source_error is not None and not connection.is_aborted:
+                outcome = "damaged"
+                raise body.source_error from None
+            if not isinstance(error, TierdError):
+                raise
+            outcome = "deadline" if connection.is_aborted else code_of(error.__cause__ or error)
+            if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
+                self._client.renew(connection)
+            raise
+        finally:
+            stop_timer()
+            if self._on_request is not None:
+                self._on_request(operation, outcome)
+        return result
+
+
+def _abort_after(deadline_s: float, connection: RequestConnection, abort: Callable[[], None]) -> Callable[[], None]:
+    """Aborts the request `deadline_s` after it got a thread. Returns a function that stops the timer."""
+    loop = asyncio.get_running_loop()
+
+    def check() -> None:
+        nonlocal timer
+        left_s = deadline_s if connection.began_s is None else connection.began_s + deadline_s - time.monotonic()
+        if left_s > 0:
+            timer = loop.call_later(left_s, check)
+        else:
+            abort()
+
+    timer = loop.call_later(deadline_s, check)
+    return lambda: timer.cancel()

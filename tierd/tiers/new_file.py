@@ -1,0 +1,121 @@
+"""A file that a put writes: under a temporary name until `commit`, absent after `close` without a commit.
+
+Written with O_DIRECT where the filesystem allows, fsynced, renamed, and its folder fsynced. All calls block.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+
+from tierd.format import layout
+from tierd.format.shard import ALIGN_BYTES
+from tierd.tiers.direct_io import page_aligned, reserve, round_up, set_direct, write_all
+from tierd.tiers.tree import NO_LINK, Tree
+
+
+class NewFile:
+    def __init__(self, tree: Tree, key: str, size_bytes: int, *, is_small: bool = False) -> None:
+        self._tree = tree
+        self._key = key
+        self._size_bytes = size_bytes
+        self._is_direct = not is_small
+        self._folder = -1
+        self._fd = -1
+        self._name = ""
+        self._temporary_name = ""
+
+    def begin(self) -> None:
+        self._folder, self._name = self._tree.open_folder(self._key, create=True)
+        # Random, because two writers of one key must not write into one file.
+        temporary_name = layout.partial_name(self._name, secrets.token_hex(4))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
+        self._fd = os.open(temporary_name, flags, 0o666, dir_fd=self._folder)
+        self._temporary_name = temporary_name
+        with suppress(OSError):  # no locks on this filesystem: a sweep may remove the file, and the put fails
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if self._is_direct and self._size_bytes:
+            reserve(self._fd, self._size_bytes)
+            self._is_direct = set_direct(self._fd)
+
+    def write(self, offset: int, piece: memoryview, length: int) -> None:
+        """Writes `length` bytes of `piece`; may also write the rest of it, up to a multiple of 4096."""
+        if not self._is_direct:
+            self._write_all(offset, piece[:length])
+            return
+        aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
+        self._write_all(offset, piece[:aligned])
+        if aligned < length:
+            tail = page_aligned(ALIGN_BYTES)
+            tail[: length - aligned] = piece[aligned:length]
+            self._write_all(offset + aligned, tail)
+
+    def keep_damaged(self) -> None:
+        """Gives the file that `commit` will replace a second name, which no listing shows, as evidence."""
+        kept = layout.damaged_copy_name(self._name)
+        with suppress(OSError):  # it is missing, or there are no hard links: the repair matters more
+            with suppress(FileNotFoundError):
+                os.unlink(kept, dir_fd=self._folder)  # only the newest is kept
+            os.link(self._name, kept, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
+
+    def commit(self, *, if_absent: bool = False) -> bool:
+        """Makes the file visible and durable. `if_absent`: returns False and changes nothing where the name exists."""
+        os.ftruncate(self._fd, self._size_bytes)
+        os.fsync(self._fd)
+        if if_absent and not self._link():
+            # Whoever made it may have been killed before its own fsync, and the caller relies on it from now on.
+            os.fsync(self._folder)
+            return False
+        if self._temporary_name:
+            os.rename(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._temporary_name = ""
+        # fsync the directory too: without it the rename itself may be lost on power failure.
+        os.fsync(self._folder)
+        return True
+
+    def close(self) -> None:
+        if self._temporary_name:
+            with suppress(FileNotFoundError):
+                os.unlink(self._temporary_name, dir_fd=self._folder)
+            self._temporary_name = ""
+        for fd in (self._fd, self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._folder = -1
+
+    def _link(self) -> bool:
+        """Takes the final name unless it exists. link(2) refuses an existing name, where rename(2) would replace it."""
+        try:
+            os.link(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            # No hard links (exFAT, some FUSE): check, then rename. The tier's lock keeps other daemons away.
+            return not os.access(self._name, os.F_OK, dir_fd=self._folder)
+        os.unlink(self._temporary_name, dir_fd=self._folder)
+        self._temporary_name = ""
+        return True
+
+    def _write_all(self, offset: int, view: memoryview) -> None:
+        if not write_all(self._fd, offset, view, is_direct=self._is_direct):
+            self._is_direct = False
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether no process holds the writer's lock on a partial file. True on a filesystem without locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,124 @@
+"""What `tierd doctor` checks of a directory: whether it can be written, its filesystem, its free space.
+
+Also defines `Advice`, the result of every check of `tierd doctor`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tierd.errors import Full, TierdError
+from tierd.tiers.direct_io import set_direct
+
+Severity = Literal["ok", "note", "warning", "problem"]
+"""note: worth knowing, or could not be checked; warning: works, but will cause trouble; problem: does not work."""
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_OF_A_CONTAINER = {"overlay", "aufs"}
+_NETWORK = re.compile(r"nfs4?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|fuse\..*")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Advice(msgspec.Struct, frozen=True):
+    check: str
+    """A stable name of what was checked: `put`, `lifecycle`, `space`."""
+
+    about: str
+    """The tier, or config, socket, daemon, machine."""
+
+    verdict: Severity
+    message: str
+    hint: str = ""
+    exit_code: int = 1
+    """The exit code of the command when this is a problem."""
+
+
+def problem_of(check: str, about: str, error: TierdError) -> Advice:
+    return Advice(check, about, "problem", error.message, error.hint, error.exit_code)
+
+
+def probe_directory(about: str, path: Path, *, is_hot: bool) -> list[Advice]:
+    """Creates nothing that stays. A directory that does not exist yet is checked at its nearest existing parent."""
+    advice: list[Advice] = []
+    existing = _existing(path)
+    if existing != path:
+        advice.append(Advice("directory", about, "note", f"{path} does not exist yet; `tierd serve` makes it"))
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            advice.append(Advice("directory", about, "ok", f"{existing} can be written"))
+            if is_hot:
+                advice.append(_direct_io(about, existing, file.fileno()))
+    except OSError as error:
+        message = f"{existing} cannot be written: {error.strerror}"
+        hint = "give it to the daemon's user, or run this as that user"
+        return [*advice, Advice("directory", about, "problem", message, hint)]
+    if is_hot:
+        advice.append(_filesystem(about, existing))
+    return advice
+
+
+def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:
+    """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
+    stats = os.statvfs(_existing(path))
+    free_bytes = stats.f_bavail * stats.f_frsize
+    count = keep_last + 2
+    free = f"{free_bytes / 1e9:.3g} GB free"
+    if checkpoint_bytes == 0:
+        return Advice("space", about, "note", f"{free}; space for {count} checkpoints is needed")
+    needed_bytes = max(count * checkpoint_bytes - used_bytes, 0)
+    message = f"{free}; {needed_bytes / 1e9:.3g} GB more are needed for {count} checkpoints in all"
+    if needed_bytes <= free_bytes:
+        return Advice("space", about, "ok", message)
+    hint = "docs/RUNBOOK.md#disk-full"
+    if free_bytes < checkpoint_bytes:
+        return Advice("space", about, "problem", message, hint, Full.exit_code)
+    return Advice("space", about, "warning", message, hint)
+
+
+def is_same_disk(path: Path, other: Path) -> bool:
+    return os.stat(_existing(path)).st_dev == os.stat(_existing(other)).st_dev
+
+
+def filesystem_of(path: Path, mounts: str) -> str:
+    """The type of the filesystem of `path`. `mounts`: the content of /proc/self/mountinfo."""
+    mount_point, kind = "", ""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if len(fields := before.split()) < 5 or not after:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        # Of several mounts on one point, the last one is visible.
+        if path.is_relative_to(point) and len(point) >= len(mount_point):
+            mount_point, kind = point, after.split()[0]
+    return kind
+
+
+def _filesystem(about: str, path: Path) -> Advice:
+    kind = filesystem_of(path.resolve(), _MOUNTS.read_text()) if _MOUNTS.exists() else ""
+    if kind in _IN_MEMORY:
+        what, hint = "memory: it is lost with the machine", "set hot.path to a local disk"
+    elif kind in _OF_A_CONTAINER:
+        what, hint = "the container's own layer: it is lost with the container", "mount a volume there"
+    elif _NETWORK.fullmatch(kind):
+        what, hint = "a network filesystem", "set hot.path to a local disk; use a network filesystem for [[cold]]"
+    else:
+        return Advice("filesystem", about, "ok", f"{path} is on {kind or 'an unknown filesystem'}")
+    return Advice("filesystem", about, "warning", f"{path} is on {kind}, which is {what}", hint)
+
+
+def _direct_io(about: str, path: Path, fd: int) -> Advice:
+    if set_direct(fd):
+        return Advice("o_direct", about, "ok", f"{path} supports O_DIRECT")
+    message = f"{path} does not support O_DIRECT: snapshots are persisted through the page cache, which is slower"
+    return Advice("o_direct", about, "warning", message, "ext4 and xfs on a local disk support it")
+
+
+def _existing(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())

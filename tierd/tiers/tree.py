@@ -1,0 +1,172 @@
+"""The folders and files below one root: opened, listed and deleted without following a link.
+
+Every path is opened component by component with O_NOFOLLOW, so no key leads out of the root. All calls block.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tierd.errors import BadRequest, Full, NotFound, TierdError, TierUnreachable
+from tierd.format import layout
+from tierd.tiers.store import check_key, is_key
+
+NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Tree:
+    """`create`: make the root when a file is first written, unless it existed before: a root that disappears is an
+    unmounted disk, not an empty tier. Methods raise OSError; see `translated`."""
+
+    def __init__(self, root: Path, *, create: bool) -> None:
+        self.root = root.absolute()
+        self.url = f"file://{self.root}"
+        self._may_create = create
+
+    def open_folder(self, key: str, *, create: bool) -> tuple[int, str]:
+        """(descriptor of the key's folder, file name). `create`: make missing folders, durably."""
+        *parents, name = key.split("/")
+        folder = self._open_root(create=create)
+        try:
+            for parent in parents:
+                if create:
+                    with suppress(FileExistsError):
+                        os.mkdir(parent, dir_fd=folder)
+                    os.fsync(folder)  # also an existing one: its maker may have been killed before its fsync
+                below = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(folder)
+                folder = below
+        except OSError:
+            os.close(folder)
+            raise
+        return folder, name
+
+    def open_file(self, key: str) -> int:
+        """A read-only descriptor of a regular file. Raises BadRequest when it is something else."""
+        folder, name = self.open_folder(key, create=False)
+        try:
+            # O_NONBLOCK: opening a FIFO without a writer would block forever.
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK, dir_fd=folder)
+        finally:
+            os.close(folder)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise BadRequest(f"open {key} in {self.url}: not a regular file")
+        return fd
+
+    def walk(self, start: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """(key, entry) of every regular file below the folder `start`, partial files included. Folders whose name
+        cannot be part of a key are skipped."""
+        try:
+            # Opened component by component first, so that the walk does not begin behind a link.
+            os.close(self.open_folder(f"{check_key(start)}/-" if start else "-", create=False)[0])
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        folders = [start]
+        while folders:
+            folder = folders.pop()
+            try:
+                entries = os.scandir(self.root / folder)
+            except FileNotFoundError:
+                continue  # deleted since its parent was read
+            with entries:
+                for entry in entries:
+                    key = f"{folder}/{entry.name}" if folder else entry.name
+                    if entry.is_file(follow_symlinks=False):
+                        yield key, entry
+                    elif entry.is_dir(follow_symlinks=False) and is_key(key):
+                        folders.append(key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Durable on return. The first key is gone from the disk before the others are deleted."""
+        parents: set[str] = set()
+        for position, key in enumerate(keys):
+            try:
+                folder, name = self.open_folder(key, create=False)
+            except FileNotFoundError:
+                continue
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+                if position == 0:
+                    os.fsync(folder)
+            finally:
+                os.close(folder)
+            parents.add(key.rpartition("/")[0])
+        for parent in parents - {""}:
+            self._sync_or_remove(parent)
+        if "" in parents:
+            _fsync_folder(self.root)
+
+    def _sync_or_remove(self, parent: str) -> None:
+        """Makes deletions in a folder durable, and removes the folder when it is empty."""
+        with suppress(FileNotFoundError):
+            above, name = self.open_folder(parent, create=False)
+            try:
+                folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+                try:
+                    os.fsync(folder)
+                    # Damaged copies that repairs kept are deleted with the last of the other files.
+                    left = os.listdir(folder)
+                    for damaged in left if all(map(layout.is_damaged_copy, left)) else ():
+                        os.unlink(damaged, dir_fd=folder)
+                finally:
+                    os.close(folder)
+                try:
+                    os.rmdir(name, dir_fd=above)
+                except OSError:
+                    return  # not empty
+                os.fsync(above)
+            finally:
+                os.close(above)
+
+    def _open_root(self, *, create: bool) -> int:
+        may_create = self._may_create  # read before the open: another thread may be creating it
+        try:
+            folder = os.open(self.root, _FOLDER)
+        except FileNotFoundError as error:
+            if not may_create:
+                hint = "is the disk mounted, and is the path right?"
+                raise TierUnreachable(f"open {self.url}: no such directory", hint=hint) from error
+            if not create:
+                raise
+            for path in reversed([path for path in (self.root, *self.root.parents) if not path.exists()]):
+                path.mkdir(exist_ok=True)
+                _fsync_folder(path.parent)
+            folder = os.open(self.root, _FOLDER)
+        self._may_create = False
+        return folder
+
+
+def _fsync_folder(path: Path) -> None:
+    folder = os.open(path, _FOLDER)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def translated(action: str, *, missing: type[TierdError] = NotFound) -> Generator[None]:
+    """Raises each OSError as the TierdError that says what the caller can do. `missing`: for ENOENT."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{action}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free space there, or keep fewer checkpoints; see docs/RUNBOOK.md#disk-full"
+            raise Full(message, hint=hint) from error
+        if error.errno == errno.ENOENT:
+            raise missing(message) from error
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise BadRequest(message, hint="links below a tier's root are not followed") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "the daemon's user must own the directory, and it must be mounted for writing"
+            raise TierUnreachable(message, hint=hint) from error
+        raise TierUnreachable(message, hint="look at the disk: dmesg, mount, df") from error
