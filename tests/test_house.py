@@ -365,6 +365,7 @@ def test_rooms_are_two_levels_deep_at_most() -> None:
 TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/generation.py": "client/test_client.py",
     "tierd/api/admission.py": "api/test_trainer.py",
+    "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",
