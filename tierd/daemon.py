@@ -184,7 +184,7 @@ class _Daemon:
             self._hot,
             self._hot_store,
             self._cold,
-            [self._listers[name].has_looked for name in self._cold],
+            [self._listers[name].has_listed for name in self._cold],
             metrics=self._metrics,
             incidents=self._incidents,
             judge=self._judge,

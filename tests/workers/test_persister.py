@@ -66,7 +66,7 @@ async def test_sets_are_numbered_in_the_order_in_which_they_were_sealed(rooms: R
         rooms.seal(step)
     await rooms.persister().run_once()
     assert [(one.step, one.sequence) for one in reversed(rooms.catalog.held("hot"))] == [(50, 3), (40, 2), (30, 1)]
-    assert [one.id.step for one in rooms.memory.whole(RUN)] == [50]
+    assert [one.id.step for one in rooms.memory.complete(RUN)] == [50]
 
 
 async def test_error_in_one_rank_cancels_the_other_and_leaves_nothing_behind(rooms: Rooms) -> None:

@@ -144,7 +144,7 @@ async def test_two_tiers_that_say_different_things_of_one_checkpoint_are_reporte
     path = rooms.folder("cold", one.id) / "manifest.json"
     path.write_bytes(msgspec.structs.replace(one, sequence=99).encode())
     await rooms.look()
-    assert "says something else than the one in hot" in rooms.catalog.unreadable()["cold", one.id]
+    assert "differs from the one in hot" in rooms.catalog.unreadable()["cold", one.id]
 
 
 async def test_known_manifests_are_not_read_again(rooms: Rooms) -> None:
@@ -169,7 +169,7 @@ async def test_tier_that_cannot_be_listed_is_not_known_and_keeps_what_was_known(
     lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable):
         await lister.run_once()
-    assert lister.has_looked.is_set(), "who waits for a first look must not wait for a dead tier"
+    assert lister.has_listed.is_set(), "who waits for a first look must not wait for a dead tier"
     root.with_name("unmounted").rename(root)
     assert await lister.run_once()
     assert rooms.catalog.tiers["cold"].is_known

@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any
 
 import tierd
-from tierd.api.handover import Finder, refused
+from tierd.api.handover import RestoreRequests, refused
 from tierd.api.packets import PacketConnection
-from tierd.api.rank_requests import Requests
-from tierd.api.session import FIRST, NO_RANK, TrainerSession, Writer
+from tierd.api.rank_requests import RankRequests
+from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.catalog import MEMORY, Catalog
 from tierd.config import Config
 from tierd.errors import BadRequest, Corrupt, Full, Stale, TierdError, TierUnreachable, Transient
@@ -65,7 +65,7 @@ class TrainerDoor:
         self._catalog = catalog
         self._hot = hot
         self._restorer = restorer
-        self._finder = Finder(restorer, incidents, spawn)
+        self._restore_requests = RestoreRequests(restorer, incidents, spawn)
         self._config = config
         self._metrics = metrics
         self._incidents = incidents
@@ -74,8 +74,8 @@ class TrainerDoor:
         self._spawn = spawn
         self._now = now
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
-        self._requests = Requests(self._sessions)
-        self._writers: dict[tuple[Run, Rank], Writer] = {}  # who may have a rank's slots mapped
+        self._requests = RankRequests(self._sessions)
+        self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # who may have a rank's slots mapped
         self._connections = 0
         self._claiming = asyncio.Lock()
         self._boot = uuid.uuid4().hex
@@ -87,7 +87,7 @@ class TrainerDoor:
         for session in self._sessions.values():
             if session.run == run:
                 session.post(message)
-        self._requests.tell(run, message)
+        self._requests.send_to_operators(run, message)
 
     def settle(self, run: Run) -> None:
         """Tell ranks which slots are free again, now that a newer snapshot is whole or an older one persisted."""
@@ -159,7 +159,7 @@ class TrainerDoor:
             session, kept = await self._enter(connection, hello, run, Rank(hello.rank))
         try:
             self._welcome(session, kept)
-            self._requests.entered(session)
+            self._requests.rank_entered(session)
             async with asyncio.TaskGroup() as group:
                 group.create_task(session.send_queued())
                 try:
@@ -219,7 +219,7 @@ class TrainerDoor:
         if replaced is not None:
             replaced.finish()
         session = self._sessions[key] = TrainerSession(connection, run, rank, generation)
-        writer, former = Writer.open(connection.peer_pid), self._writers.get(key)
+        writer, former = SlotWriter.open(connection.peer_pid), self._writers.get(key)
         # A process that only lost its connection has its slots mapped; any other may take over what is there.
         is_back = former is not None and generation == previous and former.pid == writer.pid and not former.is_dead
         kept = {} if is_back else self._adoptable(run, rank)
@@ -314,10 +314,10 @@ class TrainerDoor:
                     self._part(session, message)
                     return
                 if isinstance(message, wire.Find):
-                    self._finder.ask(session, message)
+                    self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._neighbour.hurry(session)  # it waits for what comes of it
-                    self._requests.ask(session, message)
+                    self._requests.forward(session, message)
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is no trainer")
                 elif isinstance(message, wire.AttachSlot):
@@ -331,7 +331,7 @@ class TrainerDoor:
     def _part(self, session: TrainerSession, goodbye: wire.Goodbye) -> None:
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
         if self._sessions.get((session.run, session.rank)) is session:  # a fenced one has no say
-            self._memory.endings.said(session.run, session.rank, goodbye.state, goodbye.reason)
+            self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, goodbye.reason)
 
     def _attach(self, session: TrainerSession, message: wire.AttachSlot, descriptors: list[int]) -> None:
         if len(descriptors) != 1:
@@ -355,7 +355,7 @@ class TrainerDoor:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
                 else:
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
-                if self._memory.is_lost(found.id):
+                if self._memory.is_given_up(found.id):
                     self._release_lost(session, message.step)
                 self.settle(run)
                 if found.is_pending:
@@ -374,7 +374,7 @@ class TrainerDoor:
             case wire.Convene():
                 self._requests.convene(session, message)
             case wire.Answer():
-                self._requests.answer(session, message)
+                self._requests.forward_answer(session, message)
             case _:
                 raise BadRequest(f"take {type(message).__name__} in the middle of a conversation")
 
@@ -382,7 +382,7 @@ class TrainerDoor:
         """One rank's part is not coming: all ranks hear of it, and those that have sealed get their slots back."""
         run, generation, rank = session.run, session.generation, session.rank
         checkpoint = checkpoint_id(run, lost.step, generation)
-        is_news = not self._memory.is_lost(checkpoint)
+        is_news = not self._memory.is_given_up(checkpoint)
         self._release_lost(session, lost.step)
         if not is_news:
             return
@@ -402,7 +402,7 @@ class TrainerDoor:
         )
 
     def _release_lost(self, session: TrainerSession, step: int) -> None:
-        for rank, index in self._memory.lose(session.run, session.generation, step):
+        for rank, index in self._memory.give_up(session.run, session.generation, step):
             other = self._sessions.get((session.run, rank))
             if other is not None:
                 other.post(wire.Released(slot=index))
@@ -448,7 +448,7 @@ class TrainerDoor:
             pass  # it will not hear the reason
 
     def _leave(self, session: TrainerSession) -> None:
-        self._requests.left(session)
+        self._requests.session_ended(session)
         self._neighbour.calm(session)
         key = (session.run, session.rank)
         if self._sessions.get(key) is session:

@@ -67,7 +67,7 @@ class Examiner:
 
     async def run_once(self) -> bool:
         """Everything that has no diagnosis yet, newest first. False when one is still to be had."""
-        in_memory = [one.id for one in self._memory.whole() if one.diagnosis is None]
+        in_memory = [one.id for one in self._memory.complete() if one.diagnosis is None]
         began_at = self._catalog.moment()
         if began_at == self._done_at and not in_memory:
             return True
