@@ -348,4 +348,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
         return decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
         hint = "do client and daemon have the same version?"
-        raise BadRequest(f"decode a message of {len(raw)} bytes: {error}", hint=hint) from error
+        raise BadRequest(f"read a message of {len(raw)} bytes: {error}", hint=hint) from error
