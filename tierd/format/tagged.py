@@ -32,15 +32,11 @@ _DICTS: dict[type, str] = {
 }
 
 
-def encode(value: object, path: str, leaf: Leaf = lambda value, path: None) -> Json:
+def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, depth: int = 0) -> Json:
     """The JSON form of `value`. `leaf` returns a tagged object, or None for a value that it does not encode.
 
     Raises Unsupported, with the path, for a value without a safe form.
     """
-    return _encode(value, path, leaf, 0)
-
-
-def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
     if depth > DEPTH_MAX:
         raise Unsupported(f"encode {path[:80]}…: nested deeper than {DEPTH_MAX}", hint="is there a cycle in it?")
     kind = type(value)
@@ -62,7 +58,7 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
         # sort sets: the same set must always give the same bytes
         elements = cast("Iterable[object]", value)
         items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else list(elements)
-        encoded = [_encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
+        encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
         tag = _LISTS.get(kind, "$tuple")  # a subclass such as torch.Size is decoded as a tuple
         return encoded if tag is None else {tag: encoded}
     if kind in _DICTS and isinstance(value, dict):
@@ -76,11 +72,11 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
 
 def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
     if type(value) is dict and are_plain_keys(value):
-        return {key: _encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
+        return {key: encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
     pairs = [
         [
-            _encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
-            _encode(item, f"{path}[{key!r}]", leaf, depth + 1),
+            encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
+            encode(item, f"{path}[{key!r}]", leaf, depth + 1),
         ]
         for key, item in value.items()
     ]

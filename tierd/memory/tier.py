@@ -145,21 +145,18 @@ class MemoryTier:
 
     def present(self, run: Run) -> set[Rank]:
         """The ranks that are connected now."""
-        memory = self._runs.get(run)
-        return set(memory.present) if memory else set()
+        return set(self._get(run).present)
 
     def generation(self, run: Run) -> int:
         """The run's current generation; 0 when no trainer has connected since the daemon started."""
-        memory = self._runs.get(run)
-        return memory.generation if memory else 0
+        return self._get(run).generation
 
     def world_size(self, run: Run) -> int:
         return self._runs[run].world_size
 
     def slots(self, run: Run, rank: Rank) -> dict[int, MappedSlot]:
         """A rank's slots by index; a restarted trainer may adopt them."""
-        memory = self._runs.get(run)
-        return dict(memory.slots.get(rank, {})) if memory else {}
+        return dict(self._get(run).slots.get(rank, {}))
 
     def attach(self, run: Run, rank: Rank, index: int, slot: MappedSlot) -> None:
         """Add a slot, and close it when it is no longer used. It replaces the slot with this index."""
@@ -237,8 +234,7 @@ class MemoryTier:
         return freed
 
     def is_given_up(self, checkpoint: CheckpointId) -> bool:
-        memory = self._runs.get(checkpoint.run)
-        return memory is not None and checkpoint in memory.given_up
+        return checkpoint in self._get(checkpoint.run).given_up
 
     def leave(self, run: Run, rank: Rank, *, now_s: float) -> None:
         """The rank has disconnected: slots that it was filling are free, sealed snapshots stay."""
@@ -262,7 +258,7 @@ class MemoryTier:
         Yields (set, is lost): lost when it was not persisted, because that failed or a rank never sealed.
         """
         memory = self._runs[run]
-        newest = self.newest_complete(run)
+        newest = next(iter(self.complete(run)), None)
         for older in list(memory.sets.values()):
             if newest is None or older.id.recency >= newest.id.recency:
                 continue
@@ -306,12 +302,8 @@ class MemoryTier:
 
     def find(self, checkpoint: CheckpointId) -> SnapshotSet | None:
         """The complete set of this step, if it is in memory."""
-        memory = self._runs.get(checkpoint.run)
-        snapshot_set = memory.sets.get(checkpoint) if memory else None
+        snapshot_set = self._get(checkpoint.run).sets.get(checkpoint)
         return snapshot_set if snapshot_set and snapshot_set.is_complete else None
-
-    def newest_complete(self, run: Run) -> SnapshotSet | None:
-        return next(iter(self.complete(run)), None)
 
     def newest_restorable(self, run: Run) -> SnapshotSet | None:
         """The newest complete set that is not known to be unhealthy."""
@@ -321,6 +313,10 @@ class MemoryTier:
         return Counter(
             slot.state for memory in self._runs.values() for slots in memory.slots.values() for slot in slots.values()
         )
+
+    def _get(self, run: Run) -> _RunMemory:
+        """The memory of a run, or an empty one to read from."""
+        return self._runs.get(run) or _RunMemory(Generation(0), world_size=0)
 
     def _sets(self) -> Iterator[SnapshotSet]:
         for memory in self._runs.values():
