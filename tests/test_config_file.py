@@ -1,4 +1,4 @@
-"""The configuration: where it is looked for, what overrides what, and what each wrong value says."""
+"""The configuration: where it is read from, precedence, and the message for each wrong value."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def refusal(folder: Path, text: str, **environ: str) -> str:
     return str(caught.value)
 
 
-# ── where it is looked for ──
+# ── location ──
 
 
-def test_without_a_file_everything_lies_under_one_hidden_folder(tmp_path: Path) -> None:
-    found = load(environ={}, cwd=tmp_path)
-    assert found.socket_path == tmp_path / ".tierd/tierd.sock"
-    assert found.hot_path == tmp_path / ".tierd/hot"
-    assert [one.url for one in found.cold] == [f"file://{tmp_path}/.tierd/cold"]
-    assert found.lifecycle.hot == TierPolicy(keep_last=3)
-    assert (found.lifecycle.cold.keep_last, found.lifecycle.cold.keep_every) == (3, 10)
-    assert found.lifecycle.cold.milestones
+def test_without_a_file_everything_is_under_one_hidden_folder(tmp_path: Path) -> None:
+    defaults = load(environ={}, cwd=tmp_path)
+    assert defaults.socket_path == tmp_path / ".tierd/tierd.sock"
+    assert defaults.hot_path == tmp_path / ".tierd/hot"
+    assert [cold.url for cold in defaults.cold] == [f"file://{tmp_path}/.tierd/cold"]
+    assert defaults.lifecycle.hot == TierPolicy(keep_last=3)
+    assert (defaults.lifecycle.cold.keep_last, defaults.lifecycle.cold.keep_every) == (3, 10)
+    assert defaults.lifecycle.cold.milestones
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_without_a_file_everything_lies_under_one_hidden_folder(tmp_path: Path) 
         ({}, None),
     ],
 )
-def test_cache_lies_where_users_expect_it_or_nowhere(environ: dict[str, str], folder: str | None) -> None:
+def test_the_cache_folder_follows_xdg(environ: dict[str, str], folder: str | None) -> None:
     assert cache_folder(environ) == (None if folder is None else Path(folder))
 
 
-def test_option_wins_over_environment_wins_over_working_directory(tmp_path: Path) -> None:
+def test_the_option_overrides_the_environment_and_that_the_working_directory(tmp_path: Path) -> None:
     for name in ("option", "environment", "tierd"):
         write(tmp_path, f'[hot]\npath = "/{name}"', f"{name}.toml")
     environ = {"TIERD_CONFIG": "environment.toml"}
@@ -69,12 +69,12 @@ def test_option_wins_over_environment_wins_over_working_directory(tmp_path: Path
 
 
 @pytest.mark.parametrize("environ", [{}, {"TIERD_CONFIG": "absent.toml"}])
-def test_named_file_that_is_absent_is_an_error_and_never_the_defaults(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_named_file_that_is_absent_is_an_error(tmp_path: Path, environ: dict[str, str]) -> None:
     with pytest.raises(BadConfig, match=r"absent\.toml: no such file"):
         load(None if environ else "absent.toml", environ=environ, cwd=tmp_path)
 
 
-def test_process_environment_and_working_directory_are_the_default(
+def test_the_environment_and_the_working_directory_of_the_process_are_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -83,30 +83,30 @@ def test_process_environment_and_working_directory_are_the_default(
     assert load().hot_path == Path(os.path.realpath(tmp_path)) / "fast"
 
 
-def test_a_file_without_cold_tiers_means_none(tmp_path: Path) -> None:
+def test_a_file_without_cold_tiers_configures_none(tmp_path: Path) -> None:
     assert loaded(tmp_path, "").cold == []
 
 
 # ── paths ──
 
 
-def test_relative_paths_are_relative_to_the_file_not_to_the_working_directory(tmp_path: Path) -> None:
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     text = '[daemon]\nsocket = "run/s"\n[hot]\npath = "../hot"\n[[cold]]\nurl = "file://cold/./deep"'
     write(tmp_path / "etc", text)
-    found = load(str(tmp_path / "etc/tierd.toml"), environ={}, cwd=Path("/"))
-    assert found.daemon.socket == f"{tmp_path}/etc/run/s"
-    assert found.hot.path == f"{tmp_path}/hot"
-    assert found.cold[0].url == f"file://{tmp_path}/etc/cold/deep"
+    parsed = load(str(tmp_path / "etc/tierd.toml"), environ={}, cwd=Path("/"))
+    assert parsed.daemon.socket == f"{tmp_path}/etc/run/s"
+    assert parsed.hot.path == f"{tmp_path}/hot"
+    assert parsed.cold[0].url == f"file://{tmp_path}/etc/cold/deep"
 
 
-def test_absolute_paths_and_buckets_stay_as_they_are(tmp_path: Path) -> None:
+def test_absolute_paths_and_buckets_are_unchanged(tmp_path: Path) -> None:
     text = '[hot]\npath = "/nvme/tierd"\n[[cold]]\nurl = "s3://bucket/some/prefix"\n[[cold]]\nname = "nas"\nurl = "file:///nas"'
-    found = loaded(tmp_path, text)
-    assert found.hot.path == "/nvme/tierd"
-    assert [one.url for one in found.cold] == ["s3://bucket/some/prefix", "file:///nas"]
+    parsed = loaded(tmp_path, text)
+    assert parsed.hot.path == "/nvme/tierd"
+    assert [cold.url for cold in parsed.cold] == ["s3://bucket/some/prefix", "file:///nas"]
 
 
-def test_node_is_the_name_of_the_host_unless_given(tmp_path: Path) -> None:
+def test_node_defaults_to_the_host_name(tmp_path: Path) -> None:
     assert load(environ={}, cwd=tmp_path).daemon.node == socket.gethostname()
     assert loaded(tmp_path, '[daemon]\nnode = "gpu-017"').daemon.node == "gpu-017"
 
@@ -122,8 +122,8 @@ def test_listen_address_has_host_and_port(tmp_path: Path, listen: str, address: 
 # ── the environment ──
 
 
-def test_every_scalar_key_can_come_from_the_environment(tmp_path: Path) -> None:
-    found = loaded(
+def test_every_scalar_key_can_be_set_in_the_environment(tmp_path: Path) -> None:
+    parsed = loaded(
         tmp_path,
         '[hot]\npath = "/file"\n[lifecycle.cold]\nkeep_every = 5',
         TIERD_HOT_PATH="/env",
@@ -134,11 +134,11 @@ def test_every_scalar_key_can_come_from_the_environment(tmp_path: Path) -> None:
         TIERD_LIFECYCLE_COLD_MILESTONES="false",
         TIERD_LIMITS_PARTS_IN_FLIGHT="2",
     )
-    assert found.hot.path == "/env"
-    assert (found.snapshot.every_steps, found.snapshot.slot_wait_s, found.snapshot.when_busy) == (7, 0.5, "skip")
-    cold = found.lifecycle.cold
+    assert parsed.hot.path == "/env"
+    assert (parsed.snapshot.every_steps, parsed.snapshot.slot_wait_s, parsed.snapshot.when_busy) == (7, 0.5, "skip")
+    cold = parsed.lifecycle.cold
     assert (cold.keep_last, cold.keep_every, cold.milestones) == (9, 5, False)
-    assert found.limits.parts_in_flight == 2
+    assert parsed.limits.parts_in_flight == 2
 
 
 @pytest.mark.parametrize(
@@ -150,24 +150,26 @@ def test_every_scalar_key_can_come_from_the_environment(tmp_path: Path) -> None:
         ("TIERD_LIMITS_RETRY_MIN_S", "1s"),
     ],
 )
-def test_wrong_value_in_the_environment_is_refused_by_the_variables_name(tmp_path: Path, name: str, value: str) -> None:
+def test_a_wrong_value_in_the_environment_is_refused_with_the_name_of_the_variable(
+    tmp_path: Path, name: str, value: str
+) -> None:
     assert f"${name}={value!r}" in refusal(tmp_path, "", **{name: value})
 
 
-def test_environment_does_not_hide_a_file_that_is_wrong_at_the_same_place(tmp_path: Path) -> None:
+def test_the_environment_does_not_hide_an_error_in_the_file(tmp_path: Path) -> None:
     assert "hot is" in refusal(tmp_path, 'hot = "x"', TIERD_HOT_PATH="/y")
     assert "lifecycle is 3" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")
 
 
-def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_other_variables_with_the_prefix_are_ignored(tmp_path: Path) -> None:
     load(environ={"TIERD_SOCKET": "/x", "TIERD_SERVICE_HOST": "10.0.0.1", "TIERD_HOT": "1"}, cwd=tmp_path)
 
 
-# ── what is refused ──
+# ── errors ──
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[daemn]", "daemn"),
         ("[hot]\npaht = '/x'", "paht"),
@@ -181,14 +183,14 @@ def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
         ("[hot]\npath = '/a'\npath = '/b'", "Cannot overwrite"),
     ],
 )
-def test_unknown_keys_wrong_types_and_broken_toml_are_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_unknown_keys_wrong_types_and_invalid_toml_are_refused(tmp_path: Path, text: str, expected: str) -> None:
     message = refusal(tmp_path, text)
-    assert said in message
+    assert expected in message
     assert str(tmp_path / "tierd.toml") in message
     assert "hint: deploy/tierd.toml" in message
 
 
-def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tierd.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadConfig, match=r"tierd\.toml"):
         load(environ={}, cwd=tmp_path)
@@ -200,28 +202,28 @@ def test_listen_must_be_host_and_port(tmp_path: Path, listen: str) -> None:
 
 
 @pytest.mark.parametrize("node", ["", "a b", "-x", "a/b", "../x", "n" * 65])
-def test_node_must_be_fit_for_a_file_name(tmp_path: Path, node: str) -> None:
+def test_node_must_be_a_valid_file_name(tmp_path: Path, node: str) -> None:
     assert "daemon.node" in refusal(tmp_path, f'[daemon]\nnode = "{node}"')
 
 
-def test_socket_path_that_no_kernel_takes_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused_with_a_hint(tmp_path: Path) -> None:
     assert "use one under /run or /tmp" in refusal(tmp_path, f'[daemon]\nsocket = "/{"s" * 107}"')
     assert loaded(tmp_path, f'[daemon]\nsocket = "/{"s" * 106}"').daemon.socket == "/" + "s" * 106
 
 
 @pytest.mark.parametrize("key", ["daemon.socket", "hot.path"])
-def test_empty_path_is_refused_rather_than_taken_for_the_folder_of_the_file(tmp_path: Path, key: str) -> None:
+def test_an_empty_path_is_refused(tmp_path: Path, key: str) -> None:
     section, name = key.split(".")
     assert key in refusal(tmp_path, f'[{section}]\n{name} = ""')
 
 
 @pytest.mark.parametrize("slots", [0, 1, 17])
-def test_slots_are_two_at_least(tmp_path: Path, slots: int) -> None:
+def test_slots_must_be_2_to_16(tmp_path: Path, slots: int) -> None:
     assert "snapshot.slots" in refusal(tmp_path, f"[snapshot]\nslots = {slots}")
 
 
 @pytest.mark.parametrize("name", ["", "hot", "memory", "auto", "Cold", "a b", "-x", "x/y", "n" * 33])
-def test_cold_tiers_name_must_be_usable_in_commands_and_labels(tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_cold_tier_must_be_valid_in_commands_and_labels(tmp_path: Path, name: str) -> None:
     assert "cold.name" in refusal(tmp_path, f'[[cold]]\nname = "{name}"')
 
 
@@ -241,12 +243,12 @@ def test_cold_tiers_name_must_be_usable_in_commands_and_labels(tmp_path: Path, n
         "s3://bucket/x#y",
     ],
 )
-def test_cold_url_must_be_a_bucket_or_a_directory(tmp_path: Path, url: str) -> None:
+def test_the_url_of_a_cold_tier_must_be_a_bucket_or_a_directory(tmp_path: Path, url: str) -> None:
     assert "cold.url of cold" in refusal(tmp_path, f'[[cold]]\nurl = "{url}"')
 
 
 @pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "https://", "https://key:secret@host"])
-def test_endpoint_must_be_http_and_carry_no_credentials(tmp_path: Path, endpoint: str) -> None:
+def test_an_endpoint_must_be_http_without_credentials(tmp_path: Path, endpoint: str) -> None:
     text = f'[[cold]]\nurl = "s3://bucket"\nendpoint_url = "{endpoint}"'
     assert "cold.endpoint_url of cold" in refusal(tmp_path, text)
 
@@ -254,32 +256,30 @@ def test_endpoint_must_be_http_and_carry_no_credentials(tmp_path: Path, endpoint
 @pytest.mark.parametrize(
     ("hot", "cold"), [("/d", "/d"), ("/d", "/d/"), ("/d", "/x/../d"), ("/d", "/d/cold"), ("/d/hot", "/d")]
 )
-def test_hot_and_cold_must_lie_apart(tmp_path: Path, hot: str, cold: str) -> None:
+def test_hot_and_cold_must_be_separate_directories(tmp_path: Path, hot: str, cold: str) -> None:
     message = refusal(tmp_path, f'[hot]\npath = "{hot}"\n[[cold]]\nurl = "file://{cold}"')
     assert "a directory apart from that of hot" in message
 
 
-def test_directories_with_a_common_beginning_are_still_apart(tmp_path: Path) -> None:
+def test_directories_with_a_common_name_prefix_are_separate(tmp_path: Path) -> None:
     loaded(tmp_path, '[hot]\npath = "/data/tier"\n[[cold]]\nurl = "file:///data/tierd"')
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [("file:///a", "file:///a"), ("file:///a", "file:///a/b"), ("s3://b/p", "s3://b/p/"), ("s3://b", "s3://b")],
 )
-def test_two_names_for_one_place_are_refused_since_one_replica_would_look_like_two(
-    tmp_path: Path, one: str, other: str
-) -> None:
-    text = f'[[cold]]\nname = "a"\nurl = "{one}"\n[[cold]]\nname = "b"\nurl = "{other}"'
+def test_two_cold_tiers_at_one_place_are_refused(tmp_path: Path, first: str, second: str) -> None:
+    text = f'[[cold]]\nname = "a"\nurl = "{first}"\n[[cold]]\nname = "b"\nurl = "{second}"'
     assert "cold.url of b" in refusal(tmp_path, text)
 
 
-def test_same_bucket_name_at_two_providers_is_two_places(tmp_path: Path) -> None:
+def test_one_bucket_name_at_two_endpoints_is_two_places(tmp_path: Path) -> None:
     text = '[[cold]]\nurl = "s3://b"\n[[cold]]\nname = "dr"\nurl = "s3://b"\nendpoint_url = "https://other"'
     assert len(loaded(tmp_path, text).cold) == 2
 
 
-def test_two_cold_tiers_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_cold_tiers_with_one_name_are_refused(tmp_path: Path) -> None:
     assert "a different name" in refusal(tmp_path, '[[cold]]\nurl = "s3://a"\n[[cold]]\nurl = "s3://b"')
 
 
@@ -304,35 +304,33 @@ def test_two_cold_tiers_of_one_name_are_refused(tmp_path: Path) -> None:
         ("daemon", "slowdown_max", "-0.1"),
     ],
 )
-def test_numbers_that_would_stop_or_empty_something_are_refused_by_key(
-    tmp_path: Path, section: str, key: str, value: str
-) -> None:
+def test_numbers_out_of_range_are_refused_with_their_key(tmp_path: Path, section: str, key: str, value: str) -> None:
     assert f"{section}.{key} is {value}" in refusal(tmp_path, f"[{section}]\n{key} = {value}")
 
 
-def test_upload_cap_must_not_be_negative(tmp_path: Path) -> None:
+def test_the_upload_limit_must_not_be_negative(tmp_path: Path) -> None:
     assert "cold[0].max_upload_mib_s" in refusal(tmp_path, '[[cold]]\nurl = "s3://b"\nmax_upload_mib_s = -1')
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ('ca_bundle = "absent.pem"', "cold.ca_bundle of cold is '{root}/absent.pem', expected a file"),
         ('sse_kms_key_id = "alias/x"', "cold.sse of cold is '', expected 'aws:kms', since sse_kms_key_id is set"),
         ('sse = "AES-256"', "Invalid enum value 'AES-256' - at `$.cold[0].sse`"),
     ],
 )
-def test_encryption_and_authorities_of_a_bucket_are_checked(tmp_path: Path, keys: str, said: str) -> None:
-    assert said.format(root=tmp_path) in refusal(tmp_path, f'[[cold]]\nurl = "s3://b"\n{keys}')
+def test_encryption_and_ca_bundle_of_a_bucket_are_checked(tmp_path: Path, keys: str, expected: str) -> None:
+    assert expected.format(root=tmp_path) in refusal(tmp_path, f'[[cold]]\nurl = "s3://b"\n{keys}')
 
 
 def test_ca_bundle_is_relative_to_the_config_file(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").touch()
-    found = loaded(tmp_path, '[[cold]]\nurl = "s3://b"\nca_bundle = "ca.pem"\nsse = "aws:kms"')
-    assert found.cold[0].ca_bundle == str(tmp_path / "ca.pem")
+    parsed = loaded(tmp_path, '[[cold]]\nurl = "s3://b"\nca_bundle = "ca.pem"\nsse = "aws:kms"')
+    assert parsed.cold[0].ca_bundle == str(tmp_path / "ca.pem")
 
 
-def test_zero_where_it_means_never_or_no_cap_is_fine(tmp_path: Path) -> None:
+def test_zero_is_accepted_where_it_means_never_or_no_limit(tmp_path: Path) -> None:
     loaded(tmp_path, "[snapshot]\nevery_steps = 0\nevery_s = 0\nslot_wait_s = 0\n[daemon]\nmemory_grace_s = 0")
 
 
@@ -340,29 +338,29 @@ def test_zero_where_it_means_never_or_no_cap_is_fine(tmp_path: Path) -> None:
 
 
 def test_setting_one_key_of_the_cold_policy_keeps_the_defaults_of_the_others(tmp_path: Path) -> None:
-    """Else `keep_last = 5` alone would silently give up every tenth and every milestone."""
-    for found in (
+    """Otherwise `keep_last = 5` alone would silently stop keeping every tenth checkpoint and every milestone."""
+    for parsed in (
         loaded(tmp_path, "[lifecycle.cold]\nkeep_last = 5"),
         loaded(tmp_path, "", TIERD_LIFECYCLE_COLD_KEEP_LAST="5"),
     ):
-        cold = found.lifecycle.cold
+        cold = parsed.lifecycle.cold
         assert (cold.keep_last, cold.keep_every, cold.milestones) == (5, 10, True)
 
 
-def test_no_number_has_a_default_that_is_refused(tmp_path: Path) -> None:
+def test_all_defaults_are_valid(tmp_path: Path) -> None:
     assert loaded(tmp_path, "").limits == config.LimitsConfig()
 
 
 RULES = 'keep_hourly = 24\nkeep_daily = 7\nkeep_weekly = 4\nkeep_best = 2\nbest_metric = "loss"\nbest_mode = "max"'
 
 
-def test_rules_by_time_and_by_metric_are_read(tmp_path: Path) -> None:
-    found = loaded(tmp_path, f"[lifecycle.cold]\n{RULES}").lifecycle.cold
-    assert (found.keep_hourly, found.keep_daily, found.keep_weekly) == (24, 7, 4)
-    assert (found.keep_best, found.best_metric, found.best_mode) == (2, "loss", "max")
+def test_rules_by_time_and_by_metric_are_loaded(tmp_path: Path) -> None:
+    parsed = loaded(tmp_path, f"[lifecycle.cold]\n{RULES}").lifecycle.cold
+    assert (parsed.keep_hourly, parsed.keep_daily, parsed.keep_weekly) == (24, 7, 4)
+    assert (parsed.keep_best, parsed.best_metric, parsed.best_mode) == (2, "loss", "max")
 
 
-def test_a_cold_tier_can_have_a_lifecycle_of_its_own_in_place_of_the_common_one(tmp_path: Path) -> None:
+def test_a_cold_tier_can_have_its_own_lifecycle(tmp_path: Path) -> None:
     text = """
         [[cold]]
         url = "s3://a"
@@ -374,14 +372,14 @@ def test_a_cold_tier_can_have_a_lifecycle_of_its_own_in_place_of_the_common_one(
         keep_last = 9
         keep_weekly = 4
     """
-    found = loaded(tmp_path, text)
-    assert found.own_policies == {"dr": config.ColdPolicy(keep_last=1, keep_every=100)}
-    assert found.own_policies["dr"].keep_weekly == 0, "as a whole: nothing comes from lifecycle.cold"
-    assert found.own_policies["dr"].milestones
+    parsed = loaded(tmp_path, text)
+    assert parsed.own_policies == {"dr": config.ColdPolicy(keep_last=1, keep_every=100)}
+    assert parsed.own_policies["dr"].keep_weekly == 0, "it replaces all of lifecycle.cold"
+    assert parsed.own_policies["dr"].milestones
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "expected"),
     [
         ("keep_best = 2", "best_metric is ''"),
         ('best_metric = "loss"', "keep_best is 0"),
@@ -392,23 +390,23 @@ def test_a_cold_tier_can_have_a_lifecycle_of_its_own_in_place_of_the_common_one(
     ],
 )
 @pytest.mark.parametrize("section", ["[lifecycle.hot]", "[lifecycle.cold]", "[[cold]]\n[cold.lifecycle]"])
-def test_a_rule_that_would_keep_nothing_or_is_unknown_is_refused(
-    tmp_path: Path, section: str, policy: str, said: str
+def test_a_rule_that_keeps_nothing_or_is_unknown_is_refused(
+    tmp_path: Path, section: str, policy: str, expected: str
 ) -> None:
-    assert said in refusal(tmp_path, f"{section}\n{policy}")
+    assert expected in refusal(tmp_path, f"{section}\n{policy}")
 
 
 # ── storage classes ──
 
 
-def test_storage_classes_of_a_bucket_are_read(tmp_path: Path) -> None:
+def test_storage_classes_of_a_bucket_are_loaded(tmp_path: Path) -> None:
     text = '[[cold]]\nurl = "s3://b"\nstorage_class = "STANDARD_IA"\nmilestone_storage_class = "DEEP_ARCHIVE"'
     (cold,) = loaded(tmp_path, text).cold
     assert (cold.storage_class, cold.milestone_storage_class) == ("STANDARD_IA", "DEEP_ARCHIVE")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ('url = "file:///c"\nstorage_class = "STANDARD"', "only a bucket has storage classes"),
         ('url = "file:///c"\nmilestone_storage_class = "GLACIER_IR"', "only a bucket has storage classes"),
@@ -423,7 +421,7 @@ def test_storage_classes_of_a_bucket_are_read(tmp_path: Path) -> None:
         ('url = "s3://b"\nmilestone_storage_class = "GLACIER_IR"\n[lifecycle.cold]\nmilestones = false', "keeps no"),
     ],
 )
-def test_storage_class_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
+def test_an_unusable_storage_class_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
     message = refusal(tmp_path, f"[[cold]]\n{text}")
-    assert said in message
+    assert expected in message
     assert "storage_class of cold" in message

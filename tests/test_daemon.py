@@ -1,4 +1,4 @@
-"""The process as a whole: how it starts, ends, dies and comes back."""
+"""The daemon process: start, stop, kill and restart."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MIB = 1 << 20
 
 
 def fails_to_start(daemon: Daemon) -> tuple[int, str]:
-    """(exit code, what it said)"""
+    """(exit code, log) of a daemon that must not start."""
     code = daemon.wait_end()
     assert "Traceback" not in daemon.log
     return code, daemon.log
 
 
 def snapshot(daemon: Daemon, run: str, *steps: int, content: bytes = b"state") -> None:
-    """A trainer that comes, has these steps persisted, and goes."""
+    """Connect a trainer, persist these steps, and disconnect."""
     with Peer(daemon.socket) as peer:
         peer.greet(run)
         peer.attach(0)
@@ -47,7 +47,7 @@ def snapshot(daemon: Daemon, run: str, *steps: int, content: bytes = b"state") -
 # ── start ──
 
 
-def test_ready_and_ended_quietly(tmp_path: Path) -> None:
+def test_start_and_stop_log_no_warning(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         assert daemon.get("/readyz")[0] == 200
         assert stat.S_IMODE(daemon.socket.stat().st_mode) & 0o077 == 0
@@ -56,16 +56,16 @@ def test_ready_and_ended_quietly(tmp_path: Path) -> None:
         assert "WARNING" not in daemon.log
 
 
-def test_second_daemon_on_the_same_directory_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_daemon_on_the_same_directory_is_refused_and_does_not_affect_the_first(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         second = Daemon(tmp_path)
-        code, said = fails_to_start(second)
+        code, log = fails_to_start(second)
         assert code == LockHeld.exit_code
-        assert f"pid {daemon.pid}" in said
+        assert f"pid {daemon.pid}" in log
         snapshot(daemon, "run42", 1)
 
 
-def test_socket_of_another_daemon_is_not_taken(tmp_path: Path) -> None:
+def test_the_socket_of_another_daemon_is_not_replaced(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         other = tmp_path / "other"
         other.mkdir()
@@ -74,31 +74,31 @@ def test_socket_of_another_daemon_is_not_taken(tmp_path: Path) -> None:
         snapshot(daemon, "run42", 1)
 
 
-def test_socket_path_that_is_a_file_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_at_the_socket_path_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tierd.sock").write_text("precious")
-    code, said = fails_to_start(Daemon(tmp_path))
+    code, log = fails_to_start(Daemon(tmp_path))
     assert code == BadConfig.exit_code
-    assert "no socket" in said
+    assert "is not a socket" in log
     assert (tmp_path / "tierd.sock").read_text() == "precious"
 
 
-def test_port_in_use_is_told_by_name_and_the_socket_removed(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_and_the_socket_is_removed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         daemon = Daemon(tmp_path, environ={"TIERD_DAEMON_LISTEN": f"127.0.0.1:{taken.getsockname()[1]}"})
-        code, said = fails_to_start(daemon)
+        code, log = fails_to_start(daemon)
     assert code == BadConfig.exit_code
-    assert "listen on 127.0.0.1" in said
+    assert "listen on 127.0.0.1" in log
     assert not daemon.socket.exists()
 
 
-def test_hot_directory_that_cannot_be_is_told_by_name(tmp_path: Path) -> None:
+def test_an_unusable_hot_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "hot").write_text("a file")
-    code, said = fails_to_start(Daemon(tmp_path))
+    code, log = fails_to_start(Daemon(tmp_path))
     assert code == TierdError.exit_code or code > 1
-    assert str(tmp_path / "hot") in said
+    assert str(tmp_path / "hot") in log
 
 
-def test_systemd_is_told_when_it_is_ready_and_when_it_ends(tmp_path: Path) -> None:
+def test_systemd_is_notified_of_start_and_stop(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(20)
@@ -108,10 +108,10 @@ def test_systemd_is_told_when_it_is_ready_and_when_it_ends(tmp_path: Path) -> No
             assert systemd.recv(100) == b"STOPPING=1"
 
 
-# ── end ──
+# ── stop ──
 
 
-def test_sigterm_ends_live_conversations_quickly_and_quietly(tmp_path: Path) -> None:
+def test_sigterm_closes_connections_quickly_without_a_warning(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         peers = [Peer(daemon.socket) for _ in range(20)]
         for number, peer in enumerate(peers):
@@ -120,7 +120,7 @@ def test_sigterm_ends_live_conversations_quickly_and_quietly(tmp_path: Path) -> 
         silent = Peer(daemon.socket)
         began_s = time.monotonic()
         assert daemon.stop() == 0
-        assert time.monotonic() - began_s < 10.0, "nothing is left to drain"
+        assert time.monotonic() - began_s < 10.0, "there is nothing to drain"
         assert "Traceback" not in daemon.log
         assert "WARNING" not in daemon.log
         assert all(peer.is_dropped() for peer in peers)
@@ -128,7 +128,7 @@ def test_sigterm_ends_live_conversations_quickly_and_quietly(tmp_path: Path) -> 
             peer.close()
 
 
-def test_sealed_snapshots_reach_hot_before_the_end(tmp_path: Path) -> None:
+def test_sealed_snapshots_are_persisted_before_the_daemon_exits(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         peers = [Peer(daemon.socket) for _ in range(3)]
         for number, peer in enumerate(peers):
@@ -144,7 +144,7 @@ def test_sealed_snapshots_reach_hot_before_the_end(tmp_path: Path) -> None:
             peer.close()
 
 
-def test_snapshot_that_cannot_reach_hot_makes_the_end_late_and_its_exit_code_tell(tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_persisted_delays_the_exit_and_sets_its_code(tmp_path: Path) -> None:
     with serving(tmp_path, environ={"TIERD_DAEMON_DRAIN_TIMEOUT_S": "0.3"}) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run42")
         peer.attach(0)
@@ -157,7 +157,7 @@ def test_snapshot_that_cannot_reach_hot_makes_the_end_late_and_its_exit_code_tel
         assert "Traceback" not in daemon.log
 
 
-def test_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, environ={"TIERD_DAEMON_DRAIN_TIMEOUT_S": "600"}) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run42")
         peer.attach(0)
@@ -170,9 +170,9 @@ def test_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert daemon.wait_end() == 128 + signal.SIGINT
 
 
-def test_region_that_never_answers_does_not_keep_it_alive(tmp_path: Path) -> None:
-    """A thread that waits for S3 cannot be cancelled: the process ends all the same, and with 0."""
-    with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts, and says nothing for ever
+def test_a_region_that_never_answers_does_not_delay_the_exit(tmp_path: Path) -> None:
+    """A thread that waits for S3 cannot be cancelled. The process must exit with 0 nevertheless."""
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts connections and never answers
         more = f"""
             [[cold]]
             name = "hole"
@@ -182,36 +182,36 @@ def test_region_that_never_answers_does_not_keep_it_alive(tmp_path: Path) -> Non
             """
         keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
         with serving(tmp_path, more=more, environ=keys) as daemon:
-            asked, _ = hole.accept()
+            connection, _ = hole.accept()
             began_s = time.monotonic()
             assert daemon.stop() == 0
             assert time.monotonic() - began_s < 10
             assert "Traceback" not in daemon.log
-            asked.close()
+            connection.close()
 
 
-# ── death and return ──
+# ── kill and restart ──
 
 
-def test_killed_and_restarted_it_keeps_what_was_committed_and_clears_what_was_not(tmp_path: Path) -> None:
+def test_a_restarted_daemon_keeps_committed_checkpoints_and_deletes_incomplete_ones(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         snapshot(daemon, "run42", 1, 2)
-        torn = daemon.hot / "run42" / "000000000003-g0001"
-        torn.mkdir()
-        (torn / "rank-00000-of-00001.safetensors").write_bytes(b"whole, but never committed")
-        (daemon.hot / "run42" / "000000000002-g0001" / "x.0a1b.partial").write_bytes(b"torn")
+        incomplete = daemon.hot / "run42" / "000000000003-g0001"
+        incomplete.mkdir()
+        (incomplete / "rank-00000-of-00001.safetensors").write_bytes(b"complete, but never committed")
+        (daemon.hot / "run42" / "000000000002-g0001" / "x.0a1b.partial").write_bytes(b"incomplete")
         daemon.kill()
     with serving(tmp_path) as daemon:
         assert daemon.checkpoints("run42", "hot") == [2, 1]
-        assert not torn.exists()
+        assert not incomplete.exists()
         assert list(daemon.hot.rglob("*.partial")) == []
         with Peer(daemon.socket) as peer:
-            assert peer.greet("run42").generation == 2, "a generation is never given twice"
+            assert peer.greet("run42").generation == 2, "a generation is never claimed twice"
             assert peer.find().tier == "hot"
             assert peer.take_files()[1] == b"state"
 
 
-def test_killed_in_the_middle_of_persisting_leaves_nothing_restorable(tmp_path: Path) -> None:
+def test_a_daemon_killed_while_persisting_leaves_nothing_restorable(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run42")
         peer.attach(0, size_bytes=512 * MIB)
@@ -229,7 +229,7 @@ def test_killed_in_the_middle_of_persisting_leaves_nothing_restorable(tmp_path: 
             peer.hear(wire.FoundReplica)
 
 
-def test_trainer_that_outlives_the_daemon_sends_again_and_nothing_is_written_twice(tmp_path: Path) -> None:
+def test_snapshots_that_a_trainer_resends_to_a_new_daemon_are_not_written_twice(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run42")
         peer.attach(0)
@@ -239,24 +239,24 @@ def test_trainer_that_outlives_the_daemon_sends_again_and_nothing_is_written_twi
         manifest = daemon.hot / "run42" / "000000000001-g0001" / "manifest.json"
         written = manifest.stat().st_ino
         daemon.kill()
-        os.pwrite(peer.slots[1], b"two", 0)  # it was filling this when the daemon died
-        with serving(tmp_path) as daemon, Peer(daemon.socket) as again:
-            assert again.greet("run42", generation=1).boot != peer.heard[0].boot  # type: ignore[union-attr]
+        os.pwrite(peer.slots[1], b"two", 0)  # the slot that was being filled when the daemon died
+        with serving(tmp_path) as daemon, Peer(daemon.socket) as reconnected:
+            assert reconnected.greet("run42", generation=1).boot != peer.heard[0].boot  # type: ignore[union-attr]
             for index, slot in peer.slots.items():
-                again.attach(index, descriptor=os.dup(slot))
-            again.send(make_sealed(1, 3, slot=0, resent=True))
-            assert again.hear(wire.Persisted).step == 1
-            again.send(make_sealed(2, 3, slot=1, resent=True))
-            assert again.hear(wire.Released).slot == 0
-            assert again.hear(wire.Persisted).step == 2
+                reconnected.attach(index, descriptor=os.dup(slot))
+            reconnected.send(make_sealed(1, 3, slot=0, resent=True))
+            assert reconnected.hear(wire.Persisted).step == 1
+            reconnected.send(make_sealed(2, 3, slot=1, resent=True))
+            assert reconnected.hear(wire.Released).slot == 0
+            assert reconnected.hear(wire.Persisted).step == 2
             assert daemon.checkpoints("run42", "hot") == [2, 1]
             assert manifest.stat().st_ino == written
 
 
-# ── trouble ──
+# ── failures ──
 
 
-def test_disk_without_room_costs_snapshots_but_no_slots_and_the_newest_is_kept_when_there_is_room(
+def test_a_full_disk_loses_snapshots_but_no_slots_and_the_newest_is_persisted_later(
     tmp_path: Path,
 ) -> None:
     with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
@@ -270,7 +270,7 @@ def test_disk_without_room_costs_snapshots_but_no_slots_and_the_newest_is_kept_w
         for step in (2, 3, 4):
             peer.seal((step - 1) % 2, step, b"more")
             assert peer.hear(wire.Released).slot == step % 2
-        given_up = [one.step for one in peer.heard if isinstance(one, wire.Failed) and one.is_final]
+        given_up = [message.step for message in peer.heard if isinstance(message, wire.Failed) and message.is_final]
         assert given_up[:2] == [1, 2]
         (daemon.hot / "run42").unlink()
         assert peer.hear(wire.Persisted).step == 4
@@ -278,28 +278,28 @@ def test_disk_without_room_costs_snapshots_but_no_slots_and_the_newest_is_kept_w
         assert daemon.metric('tierd_snapshots_total{outcome="lost",run="run42"}') == 3
 
 
-def test_marker_set_by_hand_is_seen_at_once(tmp_path: Path) -> None:
+def test_a_marker_that_was_created_by_hand_is_seen_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, environ={"TIERD_LIMITS_RECONCILE_INTERVAL_S": "600"}) as daemon:
         snapshot(daemon, "run42", 1)
         (daemon.hot / "run42" / "000000000001-g0001" / "milestone-best.json").write_text("{}")
         wait_until(lambda: daemon.json("/api/v1/checkpoints")[0]["milestone"] == "best")
 
 
-def test_unreadable_manifest_halts_deletion_of_its_run_and_shows(tmp_path: Path) -> None:
+def test_an_unreadable_manifest_halts_deletion_of_its_run_and_is_shown(tmp_path: Path) -> None:
     for number, step in enumerate((100, 200, 300, 400, 500)):
-        for run in ("healthy", "hurt"):
+        for run in ("healthy", "damaged"):
             make_checkpoint(tmp_path / "hot", run=run, step=step, sequence=number + 1)
-    (tmp_path / "hot" / "hurt" / "000000000300-g0001" / "manifest.json").write_text('{"format_version": 99}')
+    (tmp_path / "hot" / "damaged" / "000000000300-g0001" / "manifest.json").write_text('{"format_version": 99}')
     with serving(tmp_path) as daemon:
         wait_until(lambda: daemon.checkpoints("healthy", "hot") == [500, 400, 300])
-        assert daemon.checkpoints("hurt", "hot") == [500, 400, 200, 100]
-        assert len(list((tmp_path / "hot" / "hurt").glob("*/rank-00000-*"))) == 5
+        assert daemon.checkpoints("damaged", "hot") == [500, 400, 200, 100]
+        assert len(list((tmp_path / "hot" / "damaged").glob("*/rank-00000-*"))) == 5
         assert daemon.status()["halted"][0].startswith("unreadable_manifest: ")
         assert daemon.metric('tierd_halted{reason="unreadable_manifest"}') == 1
 
 
-def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Path) -> None:
-    """A new generation 1, while cold has a generation 5 that nobody can see, would write over its timeline."""
+def test_an_unknown_run_is_refused_while_a_cold_tier_cannot_be_listed(tmp_path: Path) -> None:
+    """If cold has a generation 5 that cannot be listed, a new generation 1 would overwrite its timeline."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -316,7 +316,7 @@ def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Pat
     with serving(tmp_path, more=more, environ=keys) as daemon, ExitStack() as stack:
         with Peer(daemon.socket) as new, pytest.raises(AssertionError, match="tier_unreachable"):
             new.greet("unknown")
-        old = stack.enter_context(Peer(daemon.socket))  # now: who connects has hello_timeout_s to say who it is
+        old = stack.enter_context(Peer(daemon.socket))  # connect late: Hello must come within hello_timeout_s
         assert old.greet("known").generation == 4
         assert daemon.get("/readyz")[0] == 200
         old.send(wire.Find(request=1, step=999, generation=None, milestone=None, tier="auto", exclude=[]))
@@ -328,7 +328,7 @@ def test_run_unknown_here_waits_for_the_cold_tier_that_may_know_it(tmp_path: Pat
         old.descriptors = []
 
 
-def test_memory_of_trainers_that_stay_away_is_given_back(tmp_path: Path) -> None:
+def test_memory_of_departed_trainers_is_freed_after_the_grace_time(tmp_path: Path) -> None:
     with serving(tmp_path, environ={"TIERD_DAEMON_MEMORY_GRACE_S": "0.1"}) as daemon:
         before = daemon.descriptors()
         snapshot(daemon, "run42", 1)
@@ -341,7 +341,7 @@ def test_memory_of_trainers_that_stay_away_is_given_back(tmp_path: Path) -> None
             peer.take_files()
 
 
-def test_more_connections_than_descriptors_only_turn_newcomers_away(tmp_path: Path) -> None:
+def test_without_free_descriptors_only_new_connections_wait(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv[0] = 'tierd'; "
         "from tierd.cli import main; main()"
@@ -357,7 +357,7 @@ def test_more_connections_than_descriptors_only_turn_newcomers_away(tmp_path: Pa
         )
     try:
         daemon.wait_ready()
-        crowd = []
+        connections = []
         for _ in range(100):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
@@ -366,9 +366,9 @@ def test_more_connections_than_descriptors_only_turn_newcomers_away(tmp_path: Pa
             except BlockingIOError:
                 sock.close()
                 break
-            crowd.append(sock)
+            connections.append(sock)
         daemon.wait_log("Too many open files")
-        for sock in crowd:
+        for sock in connections:
             sock.close()
         wait_until(lambda: daemon.get("/healthz")[0] == 200)
         snapshot(daemon, "run42", 1)
@@ -378,7 +378,7 @@ def test_more_connections_than_descriptors_only_turn_newcomers_away(tmp_path: Pa
             daemon.kill()
 
 
-def test_several_runs_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_runs_do_not_mix(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         threads = [
             threading.Thread(

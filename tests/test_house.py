@@ -1,7 +1,7 @@
-"""The house itself: floors, one door per outside thing, names, and the promises that only the source can show.
+"""Rules about the source itself: import floors, which files may use an external facility, names, and file sizes.
 
-Each door says who may pass and why. To open one wider, add the file here with its reason; an allowance that
-nothing uses any more fails too.
+A door lists the files that may use a facility, each with its reason. To allow another file, add it here. A file that
+no longer uses the facility must be removed from the list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 TESTS = {path.relative_to(ROOT / "tests").as_posix(): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-LINES_MAX = 500  # near 400 a second noun has usually appeared
+LINES_MAX = 500  # a file near 400 lines usually has two subjects
 
 
 # ── doors ──
@@ -35,7 +35,7 @@ LINES_MAX = 500  # near 400 a second noun has usually appeared
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """`modules`: imports of them or of anything below. `names`: dotted names, or `.method` on any object."""
+    """`modules`: imports of them or of their submodules. `names`: dotted names, or `.method` of any object."""
 
     modules: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ DOORS = {
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
         },
     ),
-    "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares them all"}),
+    "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares all metrics"}),
     "HTTP server": Door(
         modules=frozenset({"aiohttp"}),
         files={"tierd/api/operator.py": "the routes", "tierd/daemon.py": "opens and closes it"},
@@ -73,50 +73,48 @@ DOORS = {
             "client/tierd_client/session.py": "the trainer's side",
         },
     ),
-    "memory that is mapped": Door(
+    "mapped memory": Door(
         modules=frozenset({"mmap"}),
         names=frozenset({"os.memfd_create"}),
         files={
             "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
-            "tierd/api/handover.py": "a manifest's bytes travel as a descriptor",
-            "client/tierd_client/snapshot/slot.py": "makes the slots",
+            "tierd/api/handover.py": "a manifest is sent as a descriptor",
+            "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),
-    "the watch on a directory": Door(
-        modules=frozenset({"watchdog"}), files={"tierd/tiers/watch.py": "a hint from the kernel"}
-    ),
+    "directory events": Door(modules=frozenset({"watchdog"}), files={"tierd/tiers/watch.py": "inotify"}),
     "signals": Door(
         modules=frozenset({"signal"}),
         files={
-            "tierd/daemon.py": "SIGTERM drains, SIGHUP reads the config anew",
-            "tierd/cli/app.py": "SIGTERM ends a verb as Ctrl-C does",
-            "tierd/health/program.py": "it ends with the daemon",
+            "tierd/daemon.py": "SIGTERM drains, SIGHUP reloads the config",
+            "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
+            "tierd/health/program.py": "its process ends with the daemon",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
     "tasks": Door(
         names=frozenset({"asyncio.TaskGroup", "asyncio.ensure_future", ".create_task"}),
         files={
-            "tierd/daemon.py": "the one TaskGroup that lasts",
-            "tierd/api/trainer.py": "what one conversation starts ends with it",
-            "tierd/tiers/pool.py": "the pieces of one copy end with it",
+            "tierd/daemon.py": "the daemon's TaskGroup",
+            "tierd/api/trainer.py": "the tasks of one connection",
+            "tierd/tiers/pool.py": "the pieces of one copy",
         },
     ),
     "event loops": Door(
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
-            "tierd/cli/doctor.py": "a verb that looks at tiers itself",
-            "tierd/cli/drill.py": "a verb that looks at tiers itself",
-            "tierd/cli/export.py": "a verb that looks at tiers itself",
-            "tierd/cli/lifecycle.py": "a verb that looks at tiers itself",
-            "tierd/cli/ls.py": "a verb that looks at tiers itself",
-            "tierd/cli/milestone.py": "a verb that looks at tiers itself",
-            "tierd/cli/restore.py": "a verb that looks at tiers itself",
-            "tierd/cli/show.py": "a verb that looks at tiers itself",
-            "tierd/cli/status.py": "a verb that looks at tiers itself",
-            "tierd/cli/verify.py": "a verb that looks at tiers itself",
+            "tierd/cli/doctor.py": "a command that reads the tiers itself",
+            "tierd/cli/drill.py": "a command that reads the tiers itself",
+            "tierd/cli/export.py": "a command that reads the tiers itself",
+            "tierd/cli/lifecycle.py": "a command that reads the tiers itself",
+            "tierd/cli/ls.py": "a command that reads the tiers itself",
+            "tierd/cli/milestone.py": "a command that reads the tiers itself",
+            "tierd/cli/restore.py": "a command that reads the tiers itself",
+            "tierd/cli/show.py": "a command that reads the tiers itself",
+            "tierd/cli/status.py": "a command that reads the tiers itself",
+            "tierd/cli/verify.py": "a command that reads the tiers itself",
         },
     ),
     "the environment": Door(
@@ -137,41 +135,41 @@ DOORS = {
             "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
             "client/tierd_client/snapshot/snapshotter.py": "created_at of a snapshot",
-            "client/tierd_client/client.py": "how much time there is until a deadline",
-            "client/tierd_client/stopping/requests.py": "how much is left of it",
+            "client/tierd_client/client.py": "the time until a deadline",
+            "client/tierd_client/stopping/requests.py": "the time until a deadline",
         },
     ),
     "other processes": Door(
         modules=frozenset({"subprocess", "multiprocessing"}),
         names=frozenset({"asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"}),
         files={
-            "tierd/cli/demo.py": "it runs real ones",
+            "tierd/cli/demo.py": "runs a trainer and a daemon",
             "tierd/cli/export.py": "torch writes its own formats",
-            "tierd/health/examiner.py": "the look for NaN is a process of its own",
+            "tierd/health/examiner.py": "counts NaN in a separate process",
         },
     ),
     "numpy": Door(
         modules=frozenset({"numpy"}),
         files={path: "the client" for path in SOURCES if path.startswith("client/")}
-        | {"tierd/health/program.py": "looks for NaN, in a process of its own"},
+        | {"tierd/health/program.py": "counts NaN in a separate process"},
     ),
     "the terminal": Door(
         modules=frozenset({"typer", "click", "rich"}),
-        files={path: "an operator's verb" for path in SOURCES if path.startswith("tierd/cli/")},
+        files={path: "a command" for path in SOURCES if path.startswith("tierd/cli/")},
     ),
 }
-LOOSE = {"the terminal", "numpy"}  # a room, not a list: not every file of it must use it
+ROOM_DOORS = {"the terminal", "numpy"}  # all files of a room: not every file must use it
 
 NEVER = {
-    "pickle": "runs code from bytes",
-    "_pickle": "runs code from bytes",
-    "cloudpickle": "runs code from bytes",
-    "dill": "runs code from bytes",
-    "marshal": "is a format of no one version",
+    "pickle": "executes code from bytes",
+    "_pickle": "executes code from bytes",
+    "cloudpickle": "executes code from bytes",
+    "dill": "executes code from bytes",
+    "marshal": "has no stable format",
     "shelve": "is pickle in a file",
     "torch.load": "unpickles",
     "torch.save": "pickles",
-    "sqlite3": "manifests and listings are the truth",
+    "sqlite3": "manifests and listings are the only record",
 }
 
 
@@ -185,7 +183,7 @@ def tree_of(path: str) -> ast.Module:
 
 @functools.cache
 def uses(path: str) -> tuple[tuple[str, int], ...]:
-    """(dotted name, line) of every import and of every attribute, import aliases resolved."""
+    """(dotted name, line) of every import and every attribute, with import aliases resolved."""
     return tuple(_uses(tree_of(path)))
 
 
@@ -193,20 +191,21 @@ def _uses(tree: ast.Module) -> Iterator[tuple[str, int]]:
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for one in node.names:
-                known[one.asname or one.name.partition(".")[0]] = one.name if one.asname else one.name.partition(".")[0]
-                yield one.name, node.lineno
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                known[alias.asname or top] = alias.name if alias.asname else top
+                yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for one in node.names:
-                known[one.asname or one.name] = f"{node.module}.{one.name}"
-                yield f"{node.module}.{one.name}", node.lineno
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield _dotted(node, known), node.lineno
 
 
 def _dotted(node: ast.Attribute, known: Mapping[str, str]) -> str:
-    """`os.path.join` for what was imported; `.join` for a method of anything else."""
+    """`os.path.join` for an attribute of an import; `.join` for a method of any other object."""
     parts = [node.attr]
     inner = node.value
     while isinstance(inner, ast.Attribute):
@@ -219,49 +218,48 @@ def _dotted(node: ast.Attribute, known: Mapping[str, str]) -> str:
 
 def passes(door: Door, name: str) -> bool:
     in_module = any(name == module or name.startswith(module + ".") for module in door.modules)
-    methods = {one for one in door.names if one.startswith(".")}
-    is_method = any(name.endswith(one) for one in methods)
+    is_method = any(name.endswith(method) for method in door.names if method.startswith("."))
     return in_module or name in door.names or is_method
 
 
-def refuse(found: list[str], why: str) -> None:
-    """Fails with one finding a line, so that nothing of the list is cut off."""
-    if found:
-        pytest.fail("\n".join([why, *(f"  {one}" for one in found)]), pytrace=False)
+def refuse(findings: list[str], why: str) -> None:
+    """Fail with one finding per line; pytest would cut off a long list."""
+    if findings:
+        pytest.fail("\n".join([why, *(f"  {finding}" for finding in findings)]), pytrace=False)
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_outside_thing_has_one_door(name: str) -> None:
+def test_an_external_facility_is_used_only_by_the_files_of_its_door(name: str) -> None:
     door = DOORS[name]
-    found = [
+    findings = [
         f"{path}:{line} uses {used}"
         for path in SOURCES
         if path not in door.files
         for used, line in uses(path)
         if passes(door, used)
     ]
-    refuse(found, f"the door for {name} is {', '.join(door.files)}, not:")
+    refuse(findings, f"{name}: only {', '.join(door.files)} may use it, not:")
 
 
-@pytest.mark.parametrize("name", [name for name in DOORS if name not in LOOSE])
-def test_no_door_is_open_for_a_file_that_does_not_use_it(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in DOORS if name not in ROOM_DOORS])
+def test_every_file_of_a_door_uses_it(name: str) -> None:
     door = DOORS[name]
     unused = [
         path for path in door.files if path not in SOURCES or not any(passes(door, used) for used, _ in uses(path))
     ]
-    refuse(unused, f"take out of the door for {name}:")
+    refuse(unused, f"{name}: remove these files from its door:")
 
 
 @pytest.mark.parametrize("banned", NEVER)
-def test_never_used_anywhere(banned: str) -> None:
+def test_a_banned_module_is_never_used(banned: str) -> None:
     door = Door(modules=frozenset({banned}))
-    found = [
+    findings = [
         f"{path}:{line}"
         for path in SOURCES
         for used, line in uses(path)
         if passes(door, used) and EXCEPT.get(path) != banned
     ]
-    refuse(found, f"{banned} {NEVER[banned]}:")
+    refuse(findings, f"{banned} {NEVER[banned]}:")
 
 
 TRANSFER_MANAGER = re.compile(
@@ -270,32 +268,35 @@ TRANSFER_MANAGER = re.compile(
 
 
 def test_the_transfer_manager_of_boto3_is_never_used() -> None:
-    """On GPU nodes it takes another client by itself: one that ignores endpoint_url, with buffers of up to 24 GiB."""
+    """On GPU nodes it uses another client, which ignores endpoint_url and has buffers of up to 24 GiB."""
     named = [(path, used, line) for path in SOURCES for used, line in uses(path)]
     named += [
         (path, node.value, node.lineno)
         for path in SOURCES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)  # an operation may be named by a string
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)  # an operation may be named in a string
     ]
-    refuse([f"{path}:{line} {used}" for path, used, line in named if TRANSFER_MANAGER.search(used)], "use our own:")
+    refuse(
+        [f"{path}:{line} {used}" for path, used, line in named if TRANSFER_MANAGER.search(used)],
+        "use tierd's own uploads:",
+    )
     assert TRANSFER_MANAGER.search("boto3.s3.transfer.TransferConfig")
     assert TRANSFER_MANAGER.search(".upload_file")
 
 
-def test_checks_see_through_aliases() -> None:
+def test_import_aliases_are_resolved() -> None:
     source = (
         "import os as o\nfrom datetime import datetime as d\nfrom os import replace\no.fsync(1)\nd.now()\nx.y.rename(z)"
     )
-    found = {name for name, _ in _uses(ast.parse(source))}
-    assert {"os.fsync", "datetime.datetime.now", "os.replace", ".rename"} <= found
+    names = {name for name, _ in _uses(ast.parse(source))}
+    assert {"os.fsync", "datetime.datetime.now", "os.replace", ".rename"} <= names
 
 
 # ── floors ──
 
 
-def test_imports_go_down_only() -> None:
-    """The contracts of [tool.importlinter] in pyproject.toml."""
+def test_import_contracts_hold() -> None:
+    """The contracts are in pyproject.toml, [tool.importlinter]."""
     linter = Path(sys.executable).with_name("lint-imports")
     if not linter.exists():
         pytest.skip("import-linter is not installed")
@@ -313,7 +314,7 @@ def test_imports_go_down_only() -> None:
         ("tierd_client.frameworks", ["transformers", "accelerate", "lightning", "torchdata"]),
     ],
 )
-def test_importing_brings_no_more_than_it_needs(module: str, unwanted: list[str]) -> None:
+def test_importing_a_module_does_not_import_unneeded_ones(module: str, unwanted: list[str]) -> None:
     done = run([sys.executable, "-c", f"import {module}, sys; print(*sorted(set({unwanted!r}) & set(sys.modules)))"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
@@ -324,38 +325,38 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
-# ── names and shapes ──
+# ── names and sizes ──
 
 BANNED_FILES = {"utils", "common", "helpers", "core", "base", "misc", "manager", "handler", "data", "info", "process"}
 
 
-def test_no_file_has_a_name_that_says_nothing() -> None:
+def test_no_file_has_a_vague_name() -> None:
     named = {path: {*Path(path).parts[:-1], Path(path).stem} for path in SOURCES}
     named |= {f"tests/{name}": {Path(name).stem.removeprefix("test_")} for name in TESTS}
     assert [path for path, words in named.items() if words & BANNED_FILES] == []
 
 
-def test_no_function_or_class_has_a_name_that_says_nothing() -> None:
-    found = [
+def test_no_function_or_class_has_a_vague_name() -> None:
+    findings = [
         f"{path}:{node.lineno} {node.name}"
         for path in SOURCES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and re.match(r"_*do_|.*_impl$|.*(Manager|Handler|Helper|Utils?|Info)$", node.name)
     ]
-    refuse(found, "names that say nothing:")
+    refuse(findings, "vague names:")
 
 
 @pytest.mark.parametrize("path", SOURCES)
-def test_file_says_what_it_is_and_holds_one_noun(path: str) -> None:
+def test_a_file_has_a_short_docstring_and_is_not_too_long(path: str) -> None:
     docstring = ast.get_docstring(tree_of(path))
-    assert docstring, "a file opens with what it is, what it promises, what it leaves to others"
-    assert len(docstring.splitlines()) <= 12, "the docstring of a file is a few lines"
+    assert docstring, "a file begins with a docstring"
+    assert len(docstring.splitlines()) <= 12, "the docstring of a file has at most 12 lines"
     lines = len(SOURCES[path].read_text(encoding="utf-8").splitlines())
-    assert lines <= LINES_MAX, f"{lines} lines: is there a second noun in it?"
+    assert lines <= LINES_MAX, f"{lines} lines: split it by subject"
 
 
-def test_rooms_are_two_levels_deep_at_most() -> None:
+def test_folders_are_at_most_two_levels_deep() -> None:
     deep = [path for path in SOURCES if len(Path(path.removeprefix("client/")).parts) > 3]
     assert deep == []
 
@@ -369,7 +370,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",
-    # The verbs are tested as people run them, in a process.
+    # The commands are tested as users run them, in a process.
     "tierd/cli/selection.py": "cli/test_restore.py",
     "tierd/cli/console.py": "cli/test_ls.py",
     "tierd/cli/memory_store.py": "cli/test_serve.py",
@@ -383,27 +384,27 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/status.py": "cli/test_ls.py",
     "tierd/cli/version.py": "cli/test_verbs.py",
 }
-"""A module with no test file at its mirrored place and that no test imports: the test file that exercises it."""
+"""Modules without a test file at the mirrored path that no test imports: the test file that exercises each."""
 
 
 def imported_by_tests() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         for name, _ in _uses(ast.parse(path.read_text(encoding="utf-8"))):
-            found.add(name)
-            found.add(name.rpartition(".")[0])
-    return found
+            names.add(name)
+            names.add(name.rpartition(".")[0])
+    return names
 
 
 def mirrored(path: str) -> str:
-    """Where its test file is: tierd/s3/upload.py → s3/test_upload.py, client/tierd_client/x.py → client/test_x.py."""
+    """Its test file: tierd/s3/upload.py → s3/test_upload.py, client/tierd_client/x.py → client/test_x.py."""
     parts = Path(path).parts
     room = ("client", *parts[2:-1]) if parts[0] == "client" else parts[1:-1]
     return "/".join((*room, f"test_{parts[-1]}"))
 
 
 def test_every_module_has_its_tests() -> None:
-    """A test file at its mirrored place, or a test that imports it, or a line in TESTED_THROUGH."""
+    """A test file at the mirrored path, a test that imports it, or a line in TESTED_THROUGH."""
     imported = imported_by_tests()
     missing: list[str] = []
     for path in SOURCES:
@@ -415,14 +416,14 @@ def test_every_module_has_its_tests() -> None:
     refuse(missing, "no test file of that name, and no test imports it:")
 
 
-def test_list_of_modules_tested_through_others_is_true() -> None:
+def test_the_list_of_modules_tested_through_others_is_correct() -> None:
     assert [path for path, name in TESTED_THROUGH.items() if path not in SOURCES or name not in TESTS] == []
 
 
-# ── what the source promises elsewhere ──
+# ── references ──
 
 
-def test_every_page_of_the_runbook_that_a_message_names_exists() -> None:
+def test_every_section_of_the_runbook_that_a_message_names_exists() -> None:
     headings = re.findall(r"^#+ (.+)$", (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8"), re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     missing = [
@@ -434,7 +435,7 @@ def test_every_page_of_the_runbook_that_a_message_names_exists() -> None:
     refuse(missing, "docs/RUNBOOK.md has no such section:")
 
 
-def test_links_inside_the_runbook_lead_somewhere() -> None:
+def test_links_inside_the_runbook_are_valid() -> None:
     text = (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -445,7 +446,7 @@ PRESET = {"outcome": metrics.SNAPSHOT_OUTCOMES, "direction": metrics.DIRECTIONS,
 
 
 def test_every_label_value_that_the_code_writes_begins_at_zero() -> None:
-    """A series that appears with its first failure is one whose first failure no alert sees."""
+    """If a series appeared with its first failure, no alert would see that failure."""
     strange: list[str] = []
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
@@ -457,7 +458,7 @@ def test_every_label_value_that_the_code_writes_begins_at_zero() -> None:
 
 
 def label_values(call: ast.Call) -> Iterator[tuple[str, str]]:
-    """What `.labels(outcome="x")` and `incidents.record("stage", …)` write."""
+    """The label values in `.labels(outcome="x")` and `incidents.record("stage", …)`."""
     assert isinstance(call.func, ast.Attribute)
     if call.func.attr == "labels":
         for keyword in call.keywords:

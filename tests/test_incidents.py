@@ -1,4 +1,4 @@
-"""One record of what went wrong: log, counter and list say the same."""
+"""A failure is recorded in the log, in the counter and in the list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def incidents(metrics: Metrics) -> Incidents:
     return Incidents(metrics, lambda: "2025-01-01T00:00:00+00:00")
 
 
-def test_error_of_ours_is_told_with_its_kind_and_hint_and_no_traceback(
+def test_a_tierd_error_is_recorded_with_its_kind_and_hint_and_without_a_traceback(
     metrics: Metrics, incidents: Incidents, caplog: pytest.LogCaptureFixture
 ) -> None:
     incidents.record("persist", Full("write x", hint="free space"), checkpoint_id("run42", 7, 1))
@@ -40,12 +40,12 @@ def test_error_of_ours_is_told_with_its_kind_and_hint_and_no_traceback(
         }
     ]
     assert metrics.registry.get_sample_value("tierd_failures_total", {"stage": "persist", "kind": "full"}) == 1
-    assert [(one.levelno, one.getMessage(), one.exc_info) for one in caplog.records] == [
+    assert [(record.levelno, record.getMessage(), record.exc_info) for record in caplog.records] == [
         (logging.WARNING, "persist: write x (hint: free space)", None)
     ]
 
 
-def test_bug_is_told_as_one_with_its_traceback(
+def test_another_error_is_recorded_as_a_bug_with_its_traceback(
     metrics: Metrics, incidents: Incidents, caplog: pytest.LogCaptureFixture
 ) -> None:
     try:
@@ -58,12 +58,12 @@ def test_bug_is_told_as_one_with_its_traceback(
     assert "Traceback" in caplog.text
 
 
-def test_list_is_bounded_and_newest_first(incidents: Incidents) -> None:
+def test_the_list_of_incidents_is_bounded_and_newest_first(incidents: Incidents) -> None:
     for number in range(LISTED_MAX + 5):
         incidents.record("list", Corrupt(str(number)))
-    assert [one["message"] for one in incidents.recent()] == [str(n) for n in range(LISTED_MAX + 4, 4, -1)]
+    assert [incident["message"] for incident in incidents.recent()] == [str(n) for n in range(LISTED_MAX + 4, 4, -1)]
 
 
-def test_message_with_bytes_that_are_no_text_can_still_be_told(incidents: Incidents) -> None:
+def test_a_message_with_invalid_utf_8_can_be_encoded(incidents: Incidents) -> None:
     incidents.record("list", Corrupt("read " + os.fsdecode(b"caf\xe9")))
     assert json.dumps(incidents.recent(), ensure_ascii=False).encode()

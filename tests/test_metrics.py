@@ -1,4 +1,4 @@
-"""Metrics: names and labels as promised, series that exist before anything happens, an exposition that parses."""
+"""Metrics: names, labels, initial series and the exposition."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierd import __version__
 from tierd.memory.slot_states import SlotState
 from tierd.metrics import Metrics
 
-# The public surface, as docs and dashboards know it: name → (type, labels).
-PROMISED = {
+# Used in docs and dashboards: name → (type, labels).
+PUBLIC = {
     "tierd_build_info": ("gauge", {"version", "python"}),
     "tierd_snapshots_total": ("counter", {"run", "outcome"}),
     "tierd_snapshot_stall_seconds": ("histogram", set[str]()),
@@ -56,7 +56,7 @@ def metrics() -> Metrics:
 
 def samples(metrics: Metrics) -> list[Sample]:
     body, _ = metrics.render()
-    return [one for family in text_string_to_metric_families(body.decode()) for one in family.samples]
+    return [sample for family in text_string_to_metric_families(body.decode()) for sample in family.samples]
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -64,54 +64,54 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def touch_every_series(metrics: Metrics) -> None:
-    for name, (_, labels) in PROMISED.items():
+    for name, (_, labels) in PUBLIC.items():
         metric = getattr(metrics, name.removeprefix("tierd_"))
         if labels:
             metric.labels(**dict.fromkeys(labels, "x"))
 
 
-def test_every_promised_metric_exists_with_exactly_its_labels_and_type(metrics: Metrics) -> None:
+def test_every_public_metric_exists_with_its_labels_and_type(metrics: Metrics) -> None:
     touch_every_series(metrics)
     body, _ = metrics.render()
-    families = {one.name: one for one in text_string_to_metric_families(body.decode())}
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     ours = {name: family for name, family in families.items() if name.startswith("tierd_")}
-    assert set(ours) == {name.removesuffix("_total") for name in PROMISED}
-    for name, (kind, labels) in PROMISED.items():
+    assert set(ours) == {name.removesuffix("_total") for name in PUBLIC}
+    for name, (kind, labels) in PUBLIC.items():
         family = ours[name.removesuffix("_total")]
         assert family.type == kind, name
-        found = {frozenset(one.labels) - {"le"} for one in family.samples}
-        assert found == {frozenset(labels)}, name
+        used = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+        assert used == {frozenset(labels)}, name
         assert family.documentation.endswith("."), f"the help of {name} is a sentence"
 
 
-def test_attribute_is_the_name_without_its_prefix(metrics: Metrics) -> None:
-    for name in PROMISED:
+def test_an_attribute_is_the_name_without_its_prefix(metrics: Metrics) -> None:
+    for name in PUBLIC:
         assert hasattr(metrics, name.removeprefix("tierd_")), name
 
 
-def test_no_series_says_when_it_was_created(metrics: Metrics) -> None:
+def test_there_are_no_created_series(metrics: Metrics) -> None:
     touch_every_series(metrics)
-    assert not [one.name for one in samples(metrics) if one.name.endswith("_created")]
+    assert not [sample.name for sample in samples(metrics) if sample.name.endswith("_created")]
 
 
 def test_no_label_is_a_step(metrics: Metrics) -> None:
     touch_every_series(metrics)
-    assert not [one for one in samples(metrics) if "step" in one.labels]
+    assert not [sample for sample in samples(metrics) if "step" in sample.labels]
 
 
-def test_two_daemons_in_one_process_share_nothing() -> None:
-    one, other = Metrics(), Metrics()
-    one.snapshots_total.labels("gpt", "persisted").inc()
-    assert value(other, "tierd_snapshots_total", run="gpt", outcome="persisted") is None
+def test_two_daemons_in_one_process_share_no_series() -> None:
+    first, second = Metrics(), Metrics()
+    first.snapshots_total.labels("gpt", "persisted").inc()
+    assert value(second, "tierd_snapshots_total", run="gpt", outcome="persisted") is None
 
 
-def test_build_info_names_the_version(metrics: Metrics) -> None:
-    found = next(one for one in samples(metrics) if one.name == "tierd_build_info")
-    assert found.value == 1
-    assert found.labels["version"] == __version__
+def test_build_info_has_the_version(metrics: Metrics) -> None:
+    build_info = next(sample for sample in samples(metrics) if sample.name == "tierd_build_info")
+    assert build_info.value == 1
+    assert build_info.labels["version"] == __version__
 
 
-def test_known_series_exist_at_zero_before_anything_happens(metrics: Metrics) -> None:
+def test_series_with_known_labels_exist_at_zero(metrics: Metrics) -> None:
     for tier in ("hot", "cold", "dr"):
         assert value(metrics, "tierd_verify_failures_total", tier=tier) == 0
         assert value(metrics, "tierd_queue_checkpoints", tier=tier) == 0
@@ -124,13 +124,13 @@ def test_known_series_exist_at_zero_before_anything_happens(metrics: Metrics) ->
     assert value(metrics, "tierd_replicate_seconds_count", tier="hot") is None
 
 
-def test_what_is_unknown_has_no_series_rather_than_a_zero(metrics: Metrics) -> None:
-    names = {one.name for one in samples(metrics)}
-    assert "tierd_tier_free_bytes" not in names, "0 would read as a full disk"
-    assert "tierd_last_committed_timestamp_seconds" not in names, "0 would read as a commit in 1970"
+def test_an_unknown_value_has_no_series(metrics: Metrics) -> None:
+    names = {sample.name for sample in samples(metrics)}
+    assert "tierd_tier_free_bytes" not in names, "0 would mean a full disk"
+    assert "tierd_last_committed_timestamp_seconds" not in names, "0 would mean a commit in 1970"
 
 
-def test_series_of_a_run_begin_at_zero_and_beginning_again_changes_nothing(metrics: Metrics) -> None:
+def test_series_of_a_run_begin_at_zero_and_are_created_once(metrics: Metrics) -> None:
     metrics.begin_run("gpt")
     assert value(metrics, "tierd_snapshots_total", run="gpt", outcome="skipped") == 0
     metrics.snapshots_total.labels("gpt", "skipped").inc()
@@ -138,27 +138,27 @@ def test_series_of_a_run_begin_at_zero_and_beginning_again_changes_nothing(metri
     assert value(metrics, "tierd_snapshots_total", run="gpt", outcome="skipped") == 1
 
 
-def test_process_metrics_are_there(metrics: Metrics) -> None:
+def test_process_metrics_exist(metrics: Metrics) -> None:
     assert (value(metrics, "process_resident_memory_bytes") or 0) > 0
     assert (value(metrics, "process_open_fds") or 0) > 0
 
 
-def test_exposition_is_the_text_format_that_every_prometheus_reads(metrics: Metrics) -> None:
+def test_the_exposition_is_the_prometheus_text_format(metrics: Metrics) -> None:
     body, content_type = metrics.render()
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert body.endswith(b"\n")
 
 
-def test_hostile_label_stays_one_escaped_label(metrics: Metrics) -> None:
+def test_special_characters_in_a_label_are_escaped(metrics: Metrics) -> None:
     metrics.checkpoints.labels('a"b\\c\nd', "hot").set(2)
-    found = [one for one in samples(metrics) if one.name == "tierd_checkpoints"]
-    assert [(one.labels["run"], one.value) for one in found] == [('a"b\\c\nd', 2.0)]
+    matching = [sample for sample in samples(metrics) if sample.name == "tierd_checkpoints"]
+    assert [(sample.labels["run"], sample.value) for sample in matching] == [('a"b\\c\nd', 2.0)]
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, _) in PROMISED.items() if kind == "histogram"])
-def test_buckets_of_times_reach_from_tens_of_milliseconds_to_a_minute_and_more(metrics: Metrics, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, (kind, _) in PUBLIC.items() if kind == "histogram"])
+def test_time_buckets_cover_50_ms_to_a_minute(metrics: Metrics, name: str) -> None:
     touch_every_series(metrics)
-    bounds = {float(one.labels["le"]) for one in samples(metrics) if one.name == f"{name}_bucket"}
+    bounds = {float(sample.labels["le"]) for sample in samples(metrics) if sample.name == f"{name}_bucket"}
     finite = sorted(bound for bound in bounds if math.isfinite(bound))
     assert finite[0] <= 0.05
     assert finite[-1] >= 60

@@ -1,3 +1,3 @@
-"""tierd: the checkpoint sidecar. Kept empty but for the version, because the client imports through it."""
+"""tierd: a checkpoint sidecar for PyTorch. Only the version is here: importing the client runs this file too."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m tierd` is `tierd`."""
+"""`python -m tierd` runs the `tierd` command."""
 
 from tierd.cli import main
 

@@ -124,7 +124,7 @@ class _Daemon:
             context.hot,
             hot_store,
             context.cold,
-            [self._listers[name].has_looked for name in context.cold],
+            [self._listers[name].has_listed for name in context.cold],
             metrics=self._metrics,
             incidents=context.incidents,
             judge=self._judge,

@@ -1,7 +1,7 @@
-"""One tree of errors, sorted by what the caller can do about them.
+"""The errors of tierd, by what the caller can do about them.
 
-The message says what was being done, to what, and what was found; the hint says what to try.
-`exit_code` is what the CLI ends with. `kind` is the word used on the wire, in metrics and in logs.
+A message says what was being done, to what, and what was found; a hint says what to try. `exit_code`: of the CLI.
+`kind`: the name on the wire, in metrics and in logs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 
 class TierdError(Exception):
-    """Raised when tierd could not do what was asked. The base of all errors that tierd raises on purpose."""
+    """The base of all errors that tierd raises on purpose."""
 
     exit_code = 1
 
@@ -25,8 +25,7 @@ class TierdError(Exception):
 
     @property
     def kind(self) -> str:
-        """The class name in snake_case: `DaemonUnreachable` is `daemon_unreachable`."""
-        return _snake_case(type(self).__name__)
+        return _kind(type(self))
 
 
 class Transient(TierdError):
@@ -40,13 +39,13 @@ class Full(TierdError):
 
 
 class Corrupt(TierdError):
-    """Raised when bytes are not what their checksum, size or format says. Never retried, never deleted: alert."""
+    """Raised when bytes do not match their checksum, size or format. They are never retried or deleted: alert."""
 
     exit_code = 12
 
 
 class Retained(TierdError):
-    """Raised when a store does not let go of an object yet. `remaining_s`: for how long, inf where it does not say."""
+    """Raised when a store refuses to delete an object yet. `remaining_s`: for how long; inf: not known."""
 
     def __init__(self, message: str, *, hint: str = "", remaining_s: float = math.inf) -> None:
         super().__init__(message, hint=hint)
@@ -54,7 +53,7 @@ class Retained(TierdError):
 
 
 class NewerFormat(TierdError):
-    """Raised when something was written by a later tierd than this one can read."""
+    """Raised when a later version of tierd wrote something that this one cannot read."""
 
 
 class Stale(TierdError):
@@ -86,7 +85,7 @@ class Unsupported(TierdError):
 
 
 class Torn(TierdError):
-    """Raised when state was changed while a snapshot of it was being copied: that snapshot is given up, no other."""
+    """Raised when state was changed while a snapshot of it was being copied. Only that snapshot is given up."""
 
 
 class Mismatch(TierdError):
@@ -94,7 +93,7 @@ class Mismatch(TierdError):
 
 
 class Unhealthy(TierdError):
-    """Raised when a checkpoint holds numbers that are not finite, and nobody has said that it is wanted even so."""
+    """Raised when a checkpoint contains NaN or Inf, and the caller has not allowed that."""
 
     exit_code = 18
 
@@ -106,11 +105,11 @@ class LockHeld(TierdError):
 
 
 EXIT_HALTED = 17
-"""Not raised by tierd: a trainer that called `halt` ends so, and `tierd stop` that finds its run halted."""
+"""The exit code of a trainer that called `halt`, and of `tierd stop` when the run has halted."""
 
 
 class SlotsBusy(Transient):
-    """Raised when no slot became free within the bounded wait. The step was not staged; training may go on."""
+    """Raised when no slot became free within the bounded wait. The step was not staged; training may continue."""
 
 
 class DaemonUnreachable(Transient):
@@ -126,22 +125,19 @@ class TierUnreachable(Transient):
 
 
 class TargetNotEmpty(TierdError):
-    """Raised when what is to begin is there already: a directory to restore into, a run to start from scratch."""
+    """Raised when the target already exists: a directory to restore into, or a run to start from scratch."""
 
     exit_code = 15
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def _kinds(base: type[TierdError]) -> dict[str, type[TierdError]]:
-    found = {_snake_case(base.__name__): base}
-    for child in base.__subclasses__():
-        found |= _kinds(child)
-    return found
+def _kind(error: type[TierdError]) -> str:
+    """The class name in snake_case: `DaemonUnreachable` is `daemon_unreachable`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", error.__name__).lower()
 
 
 def from_kind(kind: str, message: str, hint: str) -> TierdError:
-    """The error that a peer named by `kind`; an unknown kind becomes a plain TierdError."""
-    return _kinds(TierdError).get(kind, TierdError)(message, hint=hint)
+    """The error that a peer named by `kind`; a plain TierdError for an unknown kind."""
+    classes = [TierdError]
+    for error in classes:  # grows while it is read: all subclasses
+        classes += error.__subclasses__()
+    return {_kind(error): error for error in classes}.get(kind, TierdError)(message, hint=hint)

@@ -1,6 +1,6 @@
-"""What went wrong lately, told in one place: the log, the failure counter, and the list that status shows.
+"""Records failures in one place: the log, the failure counter, and the list of recent failures in the status.
 
-`honest`: whoever answers an error records it here, so that log, metrics and status cannot disagree.
+`honest`: every error that is handled is recorded here, so log, metrics and status agree.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Incidents:
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=LISTED_MAX)
 
     def record(self, stage: str, error: Exception, checkpoint: CheckpointId | None = None) -> None:
-        """`stage` is the worker or door where it happened: stage, persist, replicate, reap, list, restore, wire."""
-        is_ours = isinstance(error, TierdError)
-        kind = error.kind if is_ours else "bug"
+        """`stage`: one of metrics.STAGES."""
+        is_expected = isinstance(error, TierdError)
+        kind = error.kind if is_expected else "bug"
         self._metrics.failures_total.labels(stage=stage, kind=kind).inc()
         self._recent.appendleft(
             {
@@ -37,13 +37,12 @@ class Incidents:
                 "step": checkpoint.step if checkpoint else None,
                 "stage": stage,
                 "kind": kind,
-                # A file name may hold bytes that are no text: no answer may fail for that.
-                "message": (error.message if is_ours else repr(error)).encode("utf-8", "backslashreplace").decode(),
-                "hint": error.hint if is_ours else "a bug in tierd: please report it with the log",
+                # A message may contain a file name that is not valid UTF-8; the status must still be encodable.
+                "message": (error.message if is_expected else repr(error)).encode("utf-8", "backslashreplace").decode(),
+                "hint": error.hint if is_expected else "a bug in tierd: please report it with the log",
             }
         )
-        # A bug comes with its traceback; an error of ours says what there is to say.
-        log.warning("%s: %s", stage, error, exc_info=None if is_ours else error)
+        log.warning("%s: %s", stage, error, exc_info=None if is_expected else error)
 
     def recent(self) -> list[dict[str, Any]]:
         """Newest first."""

@@ -1,4 +1,4 @@
-"""Answers to peers that ask for a checkpoint: always one, bounded in number, and never a descriptor too many."""
+"""Answers to Find: every request gets one, pending requests are bounded, and no descriptor leaks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.api import handover as finding
-from tierd.api.handover import Finder
+from tierd.api import handover
+from tierd.api.handover import RestoreRequests
 from tierd.api.packets import PacketConnection, receive_packet
 from tierd.api.session import TrainerSession
 from tierd.errors import TierdError
@@ -22,12 +22,12 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run
 from tierd.workers.restorer import Handover, Restorer
 
 
-async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
+async def not_examined(checkpoint: CheckpointId) -> bool | None:
     return None
 
 
 class Slow(Restorer):
-    """Waits before it looks, and then may meet a bug."""
+    """Waits before it looks for a checkpoint, and may then raise `bug`."""
 
     may_go: asyncio.Event
     bug: Exception | None = None
@@ -40,8 +40,8 @@ class Slow(Restorer):
         return await super().find(run, find, on_progress)
 
 
-class Asked:
-    """A session with its peer, and a finder that is slow."""
+class Requester:
+    """A session with its peer, and a slow restorer."""
 
     def __init__(self, rooms: Rooms) -> None:
         ours, self.peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,99 +57,97 @@ class Asked:
             [],
             metrics=rooms.metrics,
             incidents=rooms.incidents,
-            judge=nobody_knows,
+            judge=not_examined,
         )
         self.restorer.may_go = asyncio.Event()
-        self.finder = Finder(self.restorer, rooms.incidents, self.spawn)
+        self.requests = RestoreRequests(self.restorer, rooms.incidents, self.spawn)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self.tasks.add(asyncio.ensure_future(coroutine))
 
     def ask(self, request: int = 1) -> None:
-        self.finder.ask(
+        self.requests.answer(
             self.session,
             wire.Find(request=request, step=None, generation=None, milestone=None, tier="memory", exclude=[]),
         )
 
-    async def answered(self) -> None:
+    async def wait_answers(self) -> None:
         self.restorer.may_go.set()
         await asyncio.gather(*self.tasks)
 
-    async def heard(self) -> list[wire.ToClient]:
-        """All that was posted; descriptors are closed."""
+    async def received(self) -> list[wire.ToClient]:
+        """All messages that were posted. Their descriptors are closed."""
         self.session.finish()
         await self.session.send_queued()
-        found: list[wire.ToClient] = []
+        messages: list[wire.ToClient] = []
         while True:
             raw, descriptors, _ = receive_packet(self.peer)
             for descriptor in descriptors:
                 os.close(descriptor)
             if not raw:
-                return found
-            found.append(wire.decode_to_client(raw))
+                return messages
+            messages.append(wire.decode_to_client(raw))
 
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path) as found:
-        found.seal(7)
-        yield found
+    async with rooms_at(tmp_path) as rooms:
+        rooms.seal(7)
+        yield rooms
 
 
 @pytest.fixture
-async def asked(rooms: Rooms) -> AsyncIterator[Asked]:
+async def requester(rooms: Rooms) -> AsyncIterator[Requester]:
     before = len(os.listdir("/proc/self/fd"))
-    found = Asked(rooms)
-    yield found
-    found.session.close()
-    found.session.connection.close()
-    found.peer.close()
+    requester = Requester(rooms)
+    yield requester
+    requester.session.close()
+    requester.session.connection.close()
+    requester.peer.close()
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
 
 
-async def test_peer_hears_that_it_is_being_looked_for_and_then_gets_it(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind another rank's fetch it may wait for many minutes, and silence would look like a dead daemon."""
-    monkeypatch.setattr(finding, "PROGRESS_INTERVAL_S", 0.01)
-    asked.ask()
+async def test_a_peer_receives_progress_until_the_answer(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch may take many minutes, and a daemon that sends nothing looks dead."""
+    monkeypatch.setattr(handover, "PROGRESS_INTERVAL_S", 0.01)
+    requester.ask()
     async with asyncio.timeout(10):
-        while asked.session._outbox.qsize() < 3:
+        while requester.session._outbox.qsize() < 3:
             await asyncio.sleep(0.01)
-    await asked.answered()
-    heard = await asked.heard()
-    assert heard[0] == wire.Progress(request=1, done_bytes=1, total_bytes=3)
-    assert heard[-1] == wire.FoundReplica(request=1, tier="memory")
+    await requester.wait_answers()
+    received = await requester.received()
+    assert received[0] == wire.Progress(request=1, done_bytes=1, total_bytes=3)
+    assert received[-1] == wire.FoundReplica(request=1, tier="memory")
     await asyncio.sleep(0.03)
-    assert asked.session._outbox.empty(), "no news after the answer"
+    assert requester.session._outbox.empty(), "no progress after the answer"
 
 
-async def test_bug_on_the_way_is_answered_and_recorded(asked: Asked, rooms: Rooms) -> None:
+async def test_an_unexpected_error_is_answered_and_recorded(requester: Requester, rooms: Rooms) -> None:
     for number, bug in enumerate((ZeroDivisionError("x"), OSError(24, "Too many open files"), TierdError("known"))):
-        asked.restorer.bug = bug
-        asked.ask(number)
-        await asked.answered()
-    refusals = [message for message in await asked.heard() if isinstance(message, wire.Refused)]
-    assert [one.request for one in refusals] == [0, 1, 2]
+        requester.restorer.bug = bug
+        requester.ask(number)
+        await requester.wait_answers()
+    refusals = [message for message in await requester.received() if isinstance(message, wire.Refused)]
+    assert [refusal.request for refusal in refusals] == [0, 1, 2]
     assert "ZeroDivisionError" in refusals[0].message
-    assert [one["stage"] for one in rooms.incidents.recent()] == ["restore"] * 3
+    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["restore"] * 3
 
 
-async def test_answer_to_a_peer_that_has_gone_closes_what_was_opened(asked: Asked) -> None:
-    asked.ask()
+async def test_the_descriptors_for_a_peer_that_has_disconnected_are_closed(requester: Requester) -> None:
+    requester.ask()
     await asyncio.sleep(0)
-    asked.session.close()
-    await asked.answered()
+    requester.session.close()
+    await requester.wait_answers()
 
 
-async def test_more_questions_than_the_limit_are_turned_away(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "FINDS_MAX", 3)
+async def test_requests_beyond_the_limit_are_refused(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "FINDS_MAX", 3)
     for request in range(1, 6):
-        asked.ask(request)
-    assert len(asked.tasks) == 3
-    await asked.answered()
-    asked.ask(6)
-    await asked.answered()
-    heard = await asked.heard()
-    assert [one.request for one in heard if isinstance(one, wire.Refused)] == [4, 5]
-    assert sorted(one.request for one in heard if isinstance(one, wire.FoundReplica)) == [1, 2, 3, 6]
+        requester.ask(request)
+    assert len(requester.tasks) == 3
+    await requester.wait_answers()
+    requester.ask(6)
+    await requester.wait_answers()
+    received = await requester.received()
+    assert [message.request for message in received if isinstance(message, wire.Refused)] == [4, 5]
+    assert sorted(message.request for message in received if isinstance(message, wire.FoundReplica)) == [1, 2, 3, 6]

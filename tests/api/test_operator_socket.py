@@ -1,4 +1,4 @@
-"""The CLI's side of the trainers' door."""
+"""The CLI's side of the trainers' socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import Daemon, Peer, serving
-from tierd.api import operator_socket as asking
+from tierd.api import operator_socket
 from tierd.api.operator_socket import find_in_memory
 from tierd.errors import BadRequest, DaemonUnreachable, NotFound
 from tierd.format import wire
@@ -21,12 +21,12 @@ from tierd.format.manifest import decode
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with serving(tmp_path_factory.mktemp("asked")) as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("asked")) as daemon:
+        yield daemon
 
 
-def test_checkpoint_in_memory_comes_as_its_manifest_and_open_files(daemon: Daemon) -> None:
-    gc.collect()  # what tests before this one have left to it
+def test_a_checkpoint_in_memory_is_received_as_its_manifest_and_open_files(daemon: Daemon) -> None:
+    gc.collect()  # closes descriptors that earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     with Peer(daemon.socket) as peer:
         peer.greet("run42")
@@ -34,21 +34,21 @@ def test_checkpoint_in_memory_comes_as_its_manifest_and_open_files(daemon: Daemo
         peer.seal(0, 7, b"seven")
         raw, descriptors = find_in_memory(daemon.socket, "run42", step=7)
         manifest = decode(raw, where="memory")
-        assert (manifest.step, [os.pread(one, 5, 0) for one in descriptors]) == (7, [b"seven"])
-        for one in descriptors:
-            os.close(one)
+        assert (manifest.step, [os.pread(descriptor, 5, 0) for descriptor in descriptors]) == (7, [b"seven"])
+        for descriptor in descriptors:
+            os.close(descriptor)
         with pytest.raises(NotFound):
             find_in_memory(daemon.socket, "run42", step=8)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_daemon_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+def test_an_absent_daemon_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachable, match="tierd serve"):
         find_in_memory(tmp_path / "absent.sock", "run42")
 
 
-def answering(path: Path, talk: Callable[[socket.socket], object]) -> threading.Thread:
-    """Something that listens there and is no daemon."""
+def answer_with(path: Path, talk: Callable[[socket.socket], object]) -> threading.Thread:
+    """A socket that is not a daemon's: it receives one message, then calls `talk`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen()
@@ -94,8 +94,8 @@ def found_after_progress(sock: socket.socket) -> None:
     os.close(read)
 
 
-def test_news_of_progress_is_passed_by(tmp_path: Path) -> None:
-    thread = answering(tmp_path / "sock", found_after_progress)
+def test_progress_messages_are_ignored(tmp_path: Path) -> None:
+    thread = answer_with(tmp_path / "sock", found_after_progress)
     assert find_in_memory(tmp_path / "sock", "run42") == (b"{}", [])
     thread.join()
 
@@ -112,19 +112,21 @@ def test_news_of_progress_is_passed_by(tmp_path: Path) -> None:
     ],
     ids=["hangs up", "garbage", "another message", "refusal", "no descriptors"],
 )  # fmt: skip
-def test_answer_that_is_none_is_told_as_such(
+def test_an_invalid_answer_raises_a_typed_error(
     tmp_path: Path, talk: Callable[[socket.socket], object], error: type[Exception]
 ) -> None:
-    thread = answering(tmp_path / "sock", talk)
+    thread = answer_with(tmp_path / "sock", talk)
     with pytest.raises(error):
         find_in_memory(tmp_path / "sock", "run42")
     thread.join()
 
 
-def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "ANSWER_TIMEOUT_S", 0.05)
+def test_a_daemon_that_does_not_answer_is_unreachable_after_a_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_socket, "ANSWER_TIMEOUT_S", 0.05)
     done = threading.Event()
-    thread = answering(tmp_path / "sock", lambda sock: done.wait(10))
+    thread = answer_with(tmp_path / "sock", lambda sock: done.wait(10))
     with pytest.raises(DaemonUnreachable):
         find_in_memory(tmp_path / "sock", "run42")
     done.set()

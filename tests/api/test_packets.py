@@ -1,4 +1,4 @@
-"""Packets with descriptors: whole or refused, and no descriptor is ever left behind."""
+"""Packets with descriptors: complete or refused, and no descriptor leaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[PacketConnection, socket.socket]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Our end, and the peer's."""
+    """A connection, and the peer's socket."""
     before = len(os.listdir("/proc/self/fd"))
     ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = PacketConnection(ours)
@@ -33,7 +33,7 @@ def pair() -> Iterator[Pair]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_packet_comes_with_its_descriptors(pair: Pair) -> None:
+async def test_a_packet_is_received_with_its_descriptors(pair: Pair) -> None:
     connection, peer = pair
     read, write = os.pipe()
     socket.send_fds(peer, [b"hello"], [read, write])
@@ -41,12 +41,12 @@ async def test_packet_comes_with_its_descriptors(pair: Pair) -> None:
     assert (raw, len(descriptors)) == (b"hello", 2)
     os.write(descriptors[1], b"x")
     assert os.read(read, 1) == b"x"
-    assert not os.get_inheritable(descriptors[0]), "a child that we start must not get them"
+    assert not os.get_inheritable(descriptors[0]), "child processes must not inherit them"
     for descriptor in (read, write, *descriptors):
         os.close(descriptor)
 
 
-async def test_receiving_waits_without_holding_up_the_loop(pair: Pair) -> None:
+async def test_receiving_does_not_block_the_event_loop(pair: Pair) -> None:
     connection, peer = pair
     waiting = asyncio.ensure_future(connection.receive())
     await asyncio.sleep(0)
@@ -54,7 +54,7 @@ async def test_receiving_waits_without_holding_up_the_loop(pair: Pair) -> None:
     assert await waiting == (b"late", [])
 
 
-async def test_packet_that_is_too_long_is_refused_with_its_descriptors_closed(pair: Pair) -> None:
+async def test_a_packet_that_is_too_long_is_refused_and_its_descriptors_are_closed(pair: Pair) -> None:
     connection, peer = pair
     read, write = os.pipe()
     socket.send_fds(peer, [b"x" * (MESSAGE_BYTES_MAX + 1)], [read, write] * 20)
@@ -64,14 +64,14 @@ async def test_packet_that_is_too_long_is_refused_with_its_descriptors_closed(pa
     os.close(write)
 
 
-async def test_empty_packet_with_descriptors_leaves_none_open(pair: Pair) -> None:
+async def test_the_descriptors_of_an_empty_packet_are_closed(pair: Pair) -> None:
     connection, peer = pair
     socket.send_fds(peer, [b""], [peer.fileno()] * DESCRIPTORS_MAX)
     assert await connection.receive() == (b"", [])
 
 
-async def test_what_a_killed_peer_had_sent_is_still_read(pair: Pair) -> None:
-    """With messages of ours unread in its socket, the kernel says ECONNRESET first; the sealed snapshot comes after."""
+async def test_packets_of_a_killed_peer_are_still_received(pair: Pair) -> None:
+    """If the peer died with unread messages, the kernel reports ECONNRESET before its last packets."""
     connection, peer = pair
     await connection.send(b"unread")
     peer.send(b"sealed")
@@ -80,7 +80,7 @@ async def test_what_a_killed_peer_had_sent_is_still_read(pair: Pair) -> None:
     assert await connection.receive() == (b"", [])
 
 
-async def test_sending_to_a_peer_that_does_not_read_waits_until_it_does(pair: Pair) -> None:
+async def test_sending_waits_until_the_peer_reads(pair: Pair) -> None:
     connection, peer = pair
     sent = 0
 
@@ -105,7 +105,7 @@ async def test_sending_to_a_peer_that_does_not_read_waits_until_it_does(pair: Pa
     await sending
 
 
-async def test_shutdown_ends_a_send_that_waits(pair: Pair) -> None:
+async def test_shutdown_ends_a_waiting_send(pair: Pair) -> None:
     connection, _ = pair
 
     async def send_for_ever() -> None:
@@ -120,20 +120,20 @@ async def test_shutdown_ends_a_send_that_waits(pair: Pair) -> None:
     connection.shutdown()
 
 
-def test_credentials_are_those_of_the_kernel(pair: Pair) -> None:
+def test_credentials_come_from_the_kernel(pair: Pair) -> None:
     assert (pair[0].peer_pid, pair[0].peer_uid) == (os.getpid(), os.getuid())
 
 
 # ── the listener ──
 
 
-def test_socket_is_its_owners_alone_and_its_folder_is_made(tmp_path: Path) -> None:
+def test_the_socket_is_private_to_its_user_and_its_folder_is_created(tmp_path: Path) -> None:
     path = tmp_path / "run" / "tierd" / "tierd.sock"
     with open_listener(str(path)):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
 
-def test_socket_of_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "tierd.sock")
     code = (
         f"from tierd.api.packets import open_listener; keep = open_listener({path!r}); print('up', flush=True); input()"
@@ -141,20 +141,20 @@ def test_socket_of_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        with pytest.raises(LockHeld, match="another daemon answers there"):
+        with pytest.raises(LockHeld, match="another daemon listens there"):
             open_listener(path)
         process.send_signal(signal.SIGKILL)
         process.wait()
     open_listener(path).close()
 
 
-def test_what_is_no_socket_is_never_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("mine")
     (tmp_path / "link").symlink_to(path)
-    for one in (path, tmp_path / "link"):
-        with pytest.raises(BadConfig, match="no socket"):
-            open_listener(str(one))
+    for existing in (path, tmp_path / "link"):
+        with pytest.raises(BadConfig, match="is not a socket"):
+            open_listener(str(existing))
     assert path.read_text() == "mine"
     with pytest.raises(BadConfig, match="listen on"):
         open_listener(str(path / "tierd.sock"))

@@ -1,4 +1,4 @@
-"""The trainers' door, spoken to over a real socket: what it promises, and what it takes from nobody."""
+"""The trainers' socket of a real daemon: its protocol, and its refusals of invalid input."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tierd.format import wire
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One for all tests, each with a run of its own; at the end it must still be well."""
-    with serving(tmp_path_factory.mktemp("door")) as found:
-        yield found
-        assert found.stop() == 0
-        assert "Traceback" not in found.log, found.log
+    """One daemon for all tests, each with its own run. At the end it must stop cleanly."""
+    with serving(tmp_path_factory.mktemp("door")) as daemon:
+        yield daemon
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log, daemon.log
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    return "run-" + "".join(one if one.isalnum() else "-" for one in request.node.name)[-100:]
+    return "run-" + "".join(char if char.isalnum() else "-" for char in request.node.name)[-100:]
 
 
 def count_slots(daemon: Daemon) -> int:
@@ -40,8 +40,8 @@ def count_slots(daemon: Daemon) -> int:
 
 @contextlib.contextmanager
 def unharmed(daemon: Daemon) -> Iterator[None]:
-    """The daemon lives, and holds no more descriptors than before but for the slots that it keeps: each its own, its
-    mapping's, and one of the process that wrote it."""
+    """Afterwards the daemon is healthy and leaks no descriptors. Each slot that it keeps may have three: the memfd, its
+    mapping, and the pidfd of its writer."""
     before = daemon.descriptors() - 3 * count_slots(daemon)
     yield
     assert daemon.get("/healthz")[0] == 200
@@ -49,17 +49,17 @@ def unharmed(daemon: Daemon) -> Iterator[None]:
 
 
 def refusal(peer: Peer) -> wire.Refused:
-    """The daemon's last word, after which it hung up."""
+    """The daemon's last message before it closed the connection."""
     assert peer.is_dropped()
     last = peer.heard[-1]
     assert isinstance(last, wire.Refused), peer.heard
     return last
 
 
-# ── a trainer's life ──
+# ── snapshots and generations ──
 
 
-def test_snapshot_is_accepted_persisted_and_its_slot_released_by_the_next(daemon: Daemon, run: str) -> None:
+def test_a_snapshot_is_accepted_and_persisted_and_the_next_one_releases_its_slot(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as peer:
         assert peer.greet(run).generation == 1
         peer.attach(0)
@@ -71,15 +71,14 @@ def test_snapshot_is_accepted_persisted_and_its_slot_released_by_the_next(daemon
         assert peer.hear(wire.Persisted).step == 20
         peer.send(wire.Ask(step=10, generation=1))
         assert peer.hear(wire.Persisted).step == 10
-        found = peer.find()
-        assert found.tier == "memory"
+        assert peer.find().tier == "memory"
         assert peer.take_files()[1].startswith(b"twenty")
         peer.send(wire.Goodbye())
         assert peer.is_dropped()
     assert daemon.checkpoints(run, "hot") == [20, 10]
 
 
-def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -> None:
+def test_only_rank_0_reports_step_times(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second, Peer(daemon.socket) as operator:
         welcome = first.greet(run, rank=0, world_size=2)
         assert welcome.report_s > 0
@@ -88,11 +87,11 @@ def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -
         first.send(wire.Stepped(seconds=0.1))
         first.send(wire.Stepped(seconds=math.nan))
         second.send(wire.Stepped(seconds=0.1))
-        assert "step time of nan s from rank 0" in refusal(first).message
+        assert "nan s from rank 0" in refusal(first).message
         assert "from rank 1" in refusal(second).message
 
 
-def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: str) -> None:
+def test_the_newest_complete_set_is_kept_while_a_rank_has_not_sealed_the_next(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
         generation = first.greet(run, rank=0, world_size=2).generation
         second.greet(run, rank=1, world_size=2, generation=generation)
@@ -103,15 +102,13 @@ def test_newest_whole_set_is_kept_while_a_rank_is_missing(daemon: Daemon, run: s
         first.hear(wire.Persisted)
         first.seal(1, 20, b"twenty")
         assert first.find().tier == "memory"
-        assert [one[:3] for one in first.take_files()[1:]] == [b"ten", b"ten"]
+        assert [file[:3] for file in first.take_files()[1:]] == [b"ten", b"ten"]
         second.seal(1, 20, b"twenty")
         for peer in (first, second):
             assert peer.hear(wire.Released).slot == 0
 
 
-def test_a_part_that_is_lost_is_told_to_all_ranks_counted_once_and_frees_what_others_sealed(
-    daemon: Daemon, run: str
-) -> None:
+def test_a_lost_step_is_reported_to_all_ranks_counted_once_and_frees_sealed_slots(daemon: Daemon, run: str) -> None:
     lost = wire.Lost(step=2, kind="torn", message="m" * 20_000, hint="h")
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
         generation = first.greet(run, world_size=2).generation
@@ -122,16 +119,16 @@ def test_a_part_that_is_lost_is_told_to_all_ranks_counted_once_and_frees_what_ot
         first.send(lost)
         first.send(lost)
         for peer in (first, second):
-            told = peer.hear(wire.Failed)
-            assert (told.step, told.kind, told.is_final) == (2, "torn", True)
-            assert told.message.startswith("rank 0: mmm")
+            failed = peer.hear(wire.Failed)
+            assert (failed.step, failed.kind, failed.is_final) == (2, "torn", True)
+            assert failed.message.startswith("rank 0: mmm")
         assert wire.Released(slot=0) in second.heard
         second.seal(0, 2, b"late")
         second.hear(wire.Released)
         assert daemon.metric(f'tierd_snapshots_total{{outcome="failed",run="{run}"}}') == 1
 
 
-def test_generations_are_unique_when_two_trainers_come_at_once(daemon: Daemon, run: str) -> None:
+def test_trainers_that_connect_at_once_get_different_generations(daemon: Daemon, run: str) -> None:
     peers = [Peer(daemon.socket) for _ in range(8)]
     for peer in peers:
         peer.send(
@@ -146,7 +143,7 @@ def test_generations_are_unique_when_two_trainers_come_at_once(daemon: Daemon, r
         peer.close()
 
 
-def test_stale_generation_is_told_closed_and_never_commits(daemon: Daemon, run: str) -> None:
+def test_a_stale_generation_is_fenced_and_never_commits(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as old, Peer(daemon.socket) as new:
         old.greet(run)
         old.attach(0)
@@ -156,14 +153,14 @@ def test_stale_generation_is_told_closed_and_never_commits(daemon: Daemon, run: 
         with contextlib.suppress(OSError):
             old.send(make_sealed(10, 3))
         assert old.is_dropped()
-        with Peer(daemon.socket) as again:
+        with Peer(daemon.socket) as reconnected:
             with pytest.raises(AssertionError, match="stale"):
-                again.greet(run, generation=1)
-            assert again.is_dropped()
+                reconnected.greet(run, generation=1)
+            assert reconnected.is_dropped()
     assert daemon.checkpoints(run, "hot") == []
 
 
-def test_metrics_count_what_ranks_report_once(daemon: Daemon, run: str) -> None:
+def test_a_skipped_step_that_all_ranks_report_is_counted_once(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
         first.greet(run, rank=0, world_size=2)
         second.greet(run, rank=1, world_size=2, generation=1)
@@ -174,7 +171,7 @@ def test_metrics_count_what_ranks_report_once(daemon: Daemon, run: str) -> None:
     wait_until(lambda: daemon.metric(f'tierd_snapshots_total{{outcome="skipped",run="{run}"}}') == 1)
 
 
-def test_a_slot_that_a_gpu_would_not_page_lock_is_counted_and_shown(daemon: Daemon, run: str) -> None:
+def test_a_slot_that_could_not_be_page_locked_is_counted_and_logged(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as peer:
         peer.greet(run)
         peer.send(wire.Report(outcome="unpinned", step=10, tier="", seconds=0.0, detail="cudaHostRegister says 2"))
@@ -182,11 +179,11 @@ def test_a_slot_that_a_gpu_would_not_page_lock_is_counted_and_shown(daemon: Daem
     assert f"{run} rank 0 step 10: 'cudaHostRegister says 2'" in daemon.log
 
 
-# ── whose slots they are ──
+# ── adopting slots ──
 
 
 def trainer_process(daemon: Daemon, run: str, *, leaves_a_child: bool) -> subprocess.Popen[str]:
-    """A trainer of its own that has slot 0 retained and slot 1 free; perhaps with a forked child that lives on."""
+    """A trainer process with slot 0 retained and slot 1 free, and perhaps with a forked child."""
     code = f"""
 import os, sys, time
 sys.path[:0] = {sys.path!r}
@@ -220,7 +217,7 @@ def trainer(daemon: Daemon, run: str, *, leaves_a_child: bool = False) -> Iterat
 
 
 @pytest.mark.parametrize("leaves_a_child", [False, True])
-def test_slots_of_a_dead_trainer_are_adopted_warm_even_when_a_child_holds_its_socket(
+def test_slots_of_a_dead_trainer_are_adopted_even_if_a_child_has_its_socket_open(
     daemon: Daemon, run: str, leaves_a_child: bool
 ) -> None:
     with trainer(daemon, run, leaves_a_child=leaves_a_child) as process, Peer(daemon.socket) as successor:
@@ -228,15 +225,15 @@ def test_slots_of_a_dead_trainer_are_adopted_warm_even_when_a_child_holds_its_so
         process.wait()
         welcome = successor.greet(run)
         assert [(kept.slot, kept.is_free) for kept in welcome.slots] == [(0, False), (1, True)]
-        warm = successor.descriptors[0]
-        assert os.pread(warm, 3, 0) == b"ten"
+        adopted = successor.descriptors[0]
+        assert os.pread(adopted, 3, 0) == b"ten"
         assert successor.find().tier == "memory"
         assert successor.take_files()[1].startswith(b"ten")
-        successor.attach(1, descriptor=os.dup(warm))
-        os.close(warm)
+        successor.attach(1, descriptor=os.dup(adopted))
+        os.close(adopted)
 
 
-def test_slots_of_a_trainer_that_lives_are_given_to_nobody_and_stay_restorable(daemon: Daemon, run: str) -> None:
+def test_slots_of_a_living_trainer_cannot_be_adopted_and_stay_restorable(daemon: Daemon, run: str) -> None:
     with trainer(daemon, run), Peer(daemon.socket) as successor:
         welcome = successor.greet(run)
         assert (welcome.generation, welcome.slots) == (2, [])
@@ -246,12 +243,14 @@ def test_slots_of_a_trainer_that_lives_are_given_to_nobody_and_stay_restorable(d
             successor.attach(index)
         successor.seal(1, 20, b"twenty")
         successor.hear(wire.Persisted)
-        assert not any(isinstance(one, wire.Released) for one in successor.heard), "slot 0 of it is its own"
+        assert not any(isinstance(message, wire.Released) for message in successor.heard), (
+            "its own slot 0 is not released"
+        )
         successor.seal(0, 30, b"thirty")
         assert successor.hear(wire.Released).slot == 1
 
 
-def test_trainer_that_lost_its_connection_keeps_its_slots_and_what_is_in_them(daemon: Daemon, run: str) -> None:
+def test_a_trainer_that_reconnects_keeps_its_slots_and_their_content(daemon: Daemon, run: str) -> None:
     first = Peer(daemon.socket)
     generation = first.greet(run).generation
     first.attach(0)
@@ -259,22 +258,22 @@ def test_trainer_that_lost_its_connection_keeps_its_slots_and_what_is_in_them(da
     first.seal(0, 10, b"ten")
     first.hear(wire.Persisted)
     first.fill(1, 20, b"twen")
-    with Peer(daemon.socket) as again:
-        welcome = again.greet(run, generation=generation)
-        assert (welcome.generation, welcome.slots) == (generation, []), "its own are mapped already"
+    with Peer(daemon.socket) as reconnected:
+        welcome = reconnected.greet(run, generation=generation)
+        assert (welcome.generation, welcome.slots) == (generation, []), "it has mapped them already"
         assert first.is_dropped()
         for index, descriptor in first.slots.items():
-            again.attach(index, descriptor=os.dup(descriptor))
-        again.send(make_sealed(10, 3, slot=0, resent=True))
-        again.hear(wire.Accepted)
-        assert again.hear(wire.Persisted).step == 10, "at once"
-        again.seal(1, 20, b"twenty")
-        assert again.hear(wire.Released).slot == 0
+            reconnected.attach(index, descriptor=os.dup(descriptor))
+        reconnected.send(make_sealed(10, 3, slot=0, resent=True))
+        reconnected.hear(wire.Accepted)
+        assert reconnected.hear(wire.Persisted).step == 10, "at once"
+        reconnected.seal(1, 20, b"twenty")
+        assert reconnected.hear(wire.Released).slot == 0
     first.close()
 
 
-def test_sealed_snapshot_of_a_trainer_killed_in_the_next_instant_is_kept(daemon: Daemon, run: str) -> None:
-    """With answers unread in its socket, the kernel reports a reset before what the trainer had sent."""
+def test_a_snapshot_is_kept_if_its_trainer_is_killed_directly_after_sealing(daemon: Daemon, run: str) -> None:
+    """With unread answers in its socket, the kernel reports a reset before the trainer's last messages."""
     peer = Peer(daemon.socket)
     peer.greet(run)
     peer.attach(0)
@@ -303,18 +302,18 @@ MESSAGES = [
 ]
 
 
-def spoilt(whole: bytes) -> st.SearchStrategy[bytes]:
+def with_one_byte_changed(message: bytes) -> st.SearchStrategy[bytes]:
     """A message with one byte changed."""
-    return st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)).map(
-        lambda change: whole[: change[0]] + bytes([change[1]]) + whole[change[0] + 1 :]
+    return st.tuples(st.integers(0, len(message) - 1), st.integers(0, 255)).map(
+        lambda change: message[: change[0]] + bytes([change[1]]) + message[change[0] + 1 :]
     )
 
 
-def test_garbage_harms_nobody(daemon: Daemon) -> None:
+def test_random_messages_do_not_harm_the_daemon(daemon: Daemon) -> None:
     @settings(max_examples=1000, deadline=None, database=None)
     @given(
         greets=st.booleans(),
-        raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(spoilt),
+        raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(with_one_byte_changed),
         with_descriptor=st.booleans(),
     )
     def send(greets: bool, raw: bytes, with_descriptor: bool) -> None:
@@ -342,7 +341,7 @@ def with_slot(peer: Peer, message: wire.ToDaemon) -> None:
     peer.send(message)
 
 
-BREACHES: dict[str, Callable[[Peer], object]] = {
+VIOLATIONS: dict[str, Callable[[Peer], object]] = {
     "another hello": lambda peer: peer.send(
         wire.Hello(protocol=1, version="x", run="x", rank=0, world_size=1, generation=None)
     ),
@@ -351,8 +350,8 @@ BREACHES: dict[str, Callable[[Peer], object]] = {
     "most descriptors": lambda peer: attach(peer, make_memfd(PAGE_BYTES), copies=wire.DESCRIPTORS_MAX),
     "regular file": lambda peer: attach(peer, regular_file()),
     "unsealed memfd": lambda peer: attach(peer, make_memfd(PAGE_BYTES, seals=0)),
-    "smaller than said": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=2 * PAGE_BYTES),
-    "capacity of nothing": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=0),
+    "smaller than its capacity": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=2 * PAGE_BYTES),
+    "capacity of 0": lambda peer: attach(peer, make_memfd(PAGE_BYTES), capacity_bytes=0),
     "slot index too high": lambda peer: attach(peer, make_memfd(PAGE_BYTES), slot=16),
     "slot index negative": lambda peer: attach(peer, make_memfd(PAGE_BYTES), slot=-1),
     "seal of unattached slot": lambda peer: peer.send(make_sealed(1, 10, slot=3)),
@@ -360,27 +359,27 @@ BREACHES: dict[str, Callable[[Peer], object]] = {
     "larger than its slot": lambda peer: with_slot(peer, make_sealed(1, 5 * PAGE_BYTES)),
     "empty": lambda peer: with_slot(peer, make_sealed(1, 0)),
     "filled twice": lambda peer: with_slot(peer, wire.Filling(slot=0, step=1)),
-    "milestone outside": lambda peer: with_slot(peer, make_sealed(1, 10, milestone="../../evil")),
-    "no time": lambda peer: with_slot(peer, make_sealed(1, 10, created_at="yesterday")),
+    "milestone with a path": lambda peer: with_slot(peer, make_sealed(1, 10, milestone="../../evil")),
+    "not a time": lambda peer: with_slot(peer, make_sealed(1, 10, created_at="yesterday")),
     "time without a zone": lambda peer: with_slot(peer, make_sealed(1, 10, created_at="2025-01-01T00:00:00")),
     "stall of nan": lambda peer: with_slot(peer, make_sealed(1, 10, stall_s=float("nan"))),
     "step too high": lambda peer: with_slot(peer, make_sealed(10**12, 10)),
-    "report of nonsense": lambda peer: peer.send(
+    "unknown outcome": lambda peer: peer.send(
         wire.Report(outcome="won", step=1, tier="", seconds=0.0, detail="")
     ),
-    "report of negative time": lambda peer: peer.send(
+    "negative time": lambda peer: peer.send(
         wire.Report(outcome="restored", step=1, tier="", seconds=-1.0, detail="")
     ),
-    "ask of no step": lambda peer: peer.send(wire.Ask(step=-1, generation=1)),
+    "negative step": lambda peer: peer.send(wire.Ask(step=-1, generation=1)),
     "too long": lambda peer: peer.send_raw(b"x" * (wire.MESSAGE_BYTES_MAX + 1)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("breach", BREACHES)
-def test_breach_of_the_protocol_ends_its_connection_and_nothing_else(daemon: Daemon, run: str, breach: str) -> None:
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_a_violation_of_the_protocol_ends_only_its_connection(daemon: Daemon, run: str, violation: str) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.greet(run)
-        BREACHES[breach](peer)
+        VIOLATIONS[violation](peer)
         assert refusal(peer).kind == "bad_request"
     assert daemon.checkpoints(run, "hot") == []
 
@@ -399,9 +398,7 @@ def test_breach_of_the_protocol_ends_its_connection_and_nothing_else(daemon: Dae
         ({"generation": 10**8}, "bad_request"),
     ],
 )
-def test_hello_that_cannot_be_is_refused_by_name(
-    daemon: Daemon, run: str, fields: dict[str, object], kind: str
-) -> None:
+def test_an_invalid_hello_is_refused(daemon: Daemon, run: str, fields: dict[str, object], kind: str) -> None:
     plain: dict[str, object] = {
         "protocol": wire.PROTOCOL_VERSION,
         "version": "test",
@@ -415,18 +412,18 @@ def test_hello_that_cannot_be_is_refused_by_name(
         assert refusal(peer).kind == kind
 
 
-def test_first_message_must_be_a_hello(daemon: Daemon) -> None:
+def test_the_first_message_must_be_hello(daemon: Daemon) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.send(wire.Goodbye(), peer.socket.fileno())
         assert "wait for Hello" in refusal(peer).message
 
 
-def test_peer_that_says_nothing_is_dropped(daemon: Daemon) -> None:
+def test_a_peer_that_sends_nothing_is_disconnected(daemon: Daemon) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
-        assert "sent nothing" in refusal(peer).message
+        assert "nothing" in refusal(peer).message
 
 
-def test_peer_that_only_asks_may_only_ask(daemon: Daemon, run: str) -> None:
+def test_a_peer_without_a_rank_may_only_send_find_and_request(daemon: Daemon, run: str) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.greet(run, rank=None)
         peer.send(wire.Find(request=3, step=None, generation=None, milestone=None, tier="memory", exclude=[]))
@@ -436,28 +433,26 @@ def test_peer_that_only_asks_may_only_ask(daemon: Daemon, run: str) -> None:
         assert refusal(peer).kind == "bad_request"
 
 
-def test_peer_that_never_reads_is_dropped_and_holds_up_nobody(daemon: Daemon, run: str) -> None:
-    with unharmed(daemon), Peer(daemon.socket) as deaf, Peer(daemon.socket) as other:
-        deaf.greet(run)
-        deaf.attach(0)
-        deaf.seal(0, 1, b"one")
-        deaf.hear(wire.Persisted)
+def test_a_peer_that_never_reads_is_disconnected_and_delays_no_other(daemon: Daemon, run: str) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as silent, Peer(daemon.socket) as other:
+        silent.greet(run)
+        silent.attach(0)
+        silent.seal(0, 1, b"one")
+        silent.hear(wire.Persisted)
 
-        def ask_on_and_on() -> None:
+        def send_until_disconnected() -> None:
             for _ in range(100 * OUTBOX_MAX):
-                deaf.send(wire.Ask(step=1, generation=1))
+                silent.send(wire.Ask(step=1, generation=1))
 
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            ask_on_and_on()
+            send_until_disconnected()
         other.greet(run + "-other")
         other.attach(0)
         other.seal(0, 1, b"one")
         assert other.hear(wire.Persisted).step == 1
 
 
-def test_peer_that_asks_for_the_same_file_a_thousand_times_gets_no_more_than_a_bounded_number_at_once(
-    daemon: Daemon, run: str
-) -> None:
+def test_open_descriptors_are_bounded_for_a_peer_that_sends_a_thousand_finds(daemon: Daemon, run: str) -> None:
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.greet(run)
         peer.attach(0)
@@ -473,7 +468,7 @@ def test_peer_that_asks_for_the_same_file_a_thousand_times_gets_no_more_than_a_b
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(daemon: Daemon) -> None:
-    nobody = 65534
+    other_uid = 65534
     for path in (*daemon.root.parents[:-2], daemon.root):
         with contextlib.suppress(PermissionError):
             os.chmod(path, 0o755)
@@ -481,7 +476,7 @@ def test_another_user_is_refused(daemon: Daemon) -> None:
     code = f"""
 import os, socket
 os.setgroups([])
-os.setuid({nobody})
+os.setuid({other_uid})
 peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 peer.connect({str(daemon.socket)!r})
 peer.settimeout(10)
@@ -492,10 +487,10 @@ print(peer.recv(65536))
         assert "uid 65534" in done.stdout, done.stderr
 
 
-def test_hundreds_of_connections_that_come_and_go_leave_nothing(daemon: Daemon) -> None:
+def test_many_short_connections_leak_nothing(daemon: Daemon) -> None:
     with unharmed(daemon):
-        crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
-        for one in crowd:
-            one.connect(str(daemon.socket))
-        for one in crowd:
-            one.close()
+        connections = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
+        for connection in connections:
+            connection.connect(str(daemon.socket))
+        for connection in connections:
+            connection.close()

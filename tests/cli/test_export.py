@@ -124,7 +124,7 @@ def test_a_tensor_that_is_not_whole_is_exit_12_by_its_name(house: House) -> None
     commit(house.hot, [shard_of([("model.table", torch.ones(2, 3), (1, 0))])])
     result = house.tierd("export", "--format", "dcp", "--to", house.root / "out")
     assert result.exit_code == 12
-    assert "model.table together: the shards hold 6 of its 9 elements" in result.stderr
+    assert "model.table: the shards contain 6 of its 9 elements" in result.stderr
     assert nothing_at(house.root / "out")
 
 

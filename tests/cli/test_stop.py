@@ -117,14 +117,14 @@ def test_a_training_that_is_stuck_is_told_of_when_the_wait_is_over(daemon: Daemo
         for verb in ("stop", "snapshot"):
             done = daemon.tierd(verb, "--run", "run", "--wait", "0.5")
             assert done.returncode == 1
-            assert "it is still asked for" in done.stderr
+            assert "the request stays pending" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["stop", "snapshot"])
 def test_with_nobody_there_it_says_so_and_ends_with_a_code_of_its_own(daemon: Daemon, verb: str) -> None:
     absent = daemon.tierd(verb, "--run", "run")
     assert absent.returncode == 10
-    assert "no trainer of it is attached here" in absent.stderr
+    assert "no trainer of this run is connected" in absent.stderr
     assert daemon.tierd(verb, "--run", "../run").returncode == 2
     daemon.kill()
     assert daemon.tierd(verb, "--run", "run").returncode == 13

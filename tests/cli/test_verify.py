@@ -86,7 +86,7 @@ def test_two_tiers_that_say_different_things_are_for_a_person(house: House) -> N
     found = rows(house, "--repair", exit_code=12)
     damaged = [one for one in found.values() if one["problems"]]
     assert [one["repaired"] for one in damaged] == [{}]
-    assert "says something else" in damaged[0]["problems"][0]
+    assert "its manifest differs" in damaged[0]["problems"][0]
     assert made.created_at in (folder_of(house.hot, made) / layout.MANIFEST).read_text()
 
 

@@ -1,4 +1,4 @@
-"""CRC64NVME as S3 writes it."""
+"""CRC64NVME, encoded as in S3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_check_value_of_the_algorithm() -> None:
 
 
 @given(st.binary(max_size=500), st.integers(1, 100))
-def test_chunks_combine_to_the_whole(content: bytes, chunk_bytes: int) -> None:
+def test_chunk_checksums_combine_to_the_checksum_of_the_file(content: bytes, chunk_bytes: int) -> None:
     ranges = list(checksum.chunk_ranges(len(content), chunk_bytes))
     assert b"".join(content[offset : offset + length] for offset, length in ranges) == content
     parts = [(checksum.crc64nvme(content[offset : offset + length]), length) for offset, length in ranges]
@@ -25,18 +25,21 @@ def test_chunks_combine_to_the_whole(content: bytes, chunk_bytes: int) -> None:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_checksum_goes_on_from_where_it_was(one: bytes, two: bytes) -> None:
-    assert checksum.crc64nvme(memoryview(two), checksum.crc64nvme(bytearray(one))) == checksum.crc64nvme(one + two)
+def test_a_checksum_continues_from_a_previous_one(first: bytes, second: bytes) -> None:
+    assert checksum.crc64nvme(memoryview(second), checksum.crc64nvme(bytearray(first))) == checksum.crc64nvme(
+        first + second
+    )
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_text_is_read_back(number: int) -> None:
+def test_a_decoded_text_gives_the_encoded_checksum(number: int) -> None:
     assert checksum.decode(checksum.encode(number)) == number
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "rosUhgp5mIg", "rosUhgp5mIg==", "rosUhgp5mIg=\n", "AAAA", "AAAAAAAAAAAAAAAA", "é"]
+    "text",
+    ["", "x", "rosUhgp5mIg", "rosUhgp5mI g=", "rosUhgp5mIg==", "rosUhgp5mIg=\n", "AAAA", "AAAAAAAAAAAAAAAA", "é"],
 )
-def test_what_is_no_checksum_raises_a_value_error(text: str) -> None:
+def test_a_text_that_is_not_a_checksum_raises_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         checksum.decode(text)

@@ -1,4 +1,4 @@
-"""Keys are made and read in one place, and none leads out of its tier."""
+"""Keys: their forms, and no key leads out of its tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.tiers.store import is_key
 ID = checkpoint_id("run42", 18_000, 3)
 
 
-def test_keys_are_as_specified() -> None:
+def test_keys_have_the_specified_form() -> None:
     assert layout.manifest_key(ID) == "run42/000000018000-g0003/manifest.json"
     assert layout.file_key(ID, layout.shard_name(Rank(3), 8)) == (
         "run42/000000018000-g0003/rank-00003-of-00008.safetensors"
@@ -23,7 +23,7 @@ def test_keys_are_as_specified() -> None:
     assert layout.generation_key(Run("run42"), Generation(3)) == "run42/generation-0003.json"
 
 
-def test_keys_are_read_back() -> None:
+def test_parsed_keys_give_what_they_were_made_from() -> None:
     for name in (layout.MANIFEST, layout.shard_name(Rank(3), 8), "milestone-best.json"):
         key = layout.file_key(ID, name)
         assert is_key(key)
@@ -38,30 +38,30 @@ def test_keys_are_read_back() -> None:
      "run42/000000018000-g0003/deeper/manifest.json", "/run42/000000018000-g0003/manifest.json",
      "../000000018000-g0003/manifest.json"],
 )  # fmt: skip
-def test_foreign_key_is_none_of_ours(key: str) -> None:
+def test_another_key_is_not_a_checkpoints_file(key: str) -> None:
     assert layout.parse_key(key) is None
 
 
 @pytest.mark.parametrize(
     "key", ["run42", "run42/generation-3.json", "a/b/generation-0003.json", "../generation-0003.json"]
 )
-def test_foreign_marker_claims_no_generation(key: str) -> None:
+def test_another_key_is_not_a_generation_marker(key: str) -> None:
     assert layout.parse_generation_key(key) is None
 
 
 @pytest.mark.parametrize("milestone", ["", ".", "../x", "a/b", "a b", "x" * 65, "best\n", "é"])
-def test_milestone_that_could_lead_elsewhere_is_refused(milestone: str) -> None:
+def test_an_invalid_name_of_a_milestone_is_refused(milestone: str) -> None:
     with pytest.raises(BadRequest, match="cannot name a milestone"):
         layout.milestone_key(ID, milestone)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a\0b", "x.partial", "x" * 256, "a\n"])
-def test_name_that_could_lead_elsewhere_is_not_safe(name: str) -> None:
+def test_a_name_with_a_separator_a_leading_dot_or_a_control_character_is_not_safe(name: str) -> None:
     assert not layout.is_safe_file_name(name)
 
 
 @given(st.text(max_size=40))
-def test_no_text_is_a_key_that_climbs(text: str) -> None:
+def test_no_valid_key_has_an_empty_or_dot_component(text: str) -> None:
     if is_key(text):
         assert not any(part in ("", ".", "..") for part in text.split("/"))
         assert "\0" not in text

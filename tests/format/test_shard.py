@@ -1,4 +1,4 @@
-"""The shard format: golden bytes, other people's readers, and bytes that mean harm."""
+"""The shard format: golden bytes, other readers, and forged bytes."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ GOLDEN_SPECS = [
 # ── golden ──
 
 
-def test_header_is_written_byte_for_byte_as_the_golden_one() -> None:
+def test_an_encoded_header_equals_the_golden_bytes() -> None:
     raw = GOLDEN_SHARD.read_bytes()
     layout = plan_layout(GOLDEN_SPECS, METADATA)
     assert layout.encode_header(METADATA) == raw[: layout.header_bytes]
     assert layout.size_bytes == len(raw)
 
 
-def test_golden_shard_is_read() -> None:
+def test_the_golden_shard_is_parsed() -> None:
     raw = GOLDEN_SHARD.read_bytes()
-    found = parse_header(raw, len(raw), where="golden")
-    assert found.tierd == METADATA
-    assert found.header_bytes == 8192
-    assert list(found.tensors) == [
+    parsed = parse_header(raw, len(raw), where="golden")
+    assert parsed.tierd == METADATA
+    assert parsed.header_bytes == 8192
+    assert list(parsed.tensors) == [
         "model.count", "model.body.weight", "model.scale", "model.brain", "model.empty", "model.mask",
     ]  # fmt: skip
-    for name, entry in found.tensors.items():
+    for name, entry in parsed.tensors.items():
         assert raw[entry.offset : entry.offset + entry.size_bytes] == _bytes(TENSORS[name])
         assert entry.shape == tuple(TENSORS[name].shape)
 
@@ -80,18 +80,18 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_safetensors_library_opens_the_golden_shard() -> None:
+def test_the_safetensors_library_reads_the_golden_shard() -> None:
     from safetensors.torch import load_file
 
-    found = load_file(GOLDEN_SHARD)
-    assert found.keys() == TENSORS.keys()
+    parsed = load_file(GOLDEN_SHARD)
+    assert parsed.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert _bytes(found[name]) == _bytes(tensor)
+        assert parsed[name].dtype == tensor.dtype
+        assert _bytes(parsed[name]) == _bytes(tensor)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns that no process group is there
-def test_stock_pytorch_loads_the_golden_checkpoint() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns that there is no process group
+def test_pytorch_without_tierd_loads_the_golden_checkpoint() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -115,33 +115,35 @@ specs = st.lists(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3),
     ),
     max_size=8,
-    unique_by=lambda one: one.name,
+    unique_by=lambda tensor: tensor.name,
 )
 
 
 @settings(deadline=None)
 @given(specs, st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9), max_size=3))
-def test_every_layout_is_read_back_aligned_and_without_holes(tensors: list[TensorSpec], state: dict[str, Any]) -> None:
+def test_every_layout_is_parsed_back_and_is_aligned_and_without_holes(
+    tensors: list[TensorSpec], state: dict[str, Any]
+) -> None:
     tierd = {"format_version": 1, "state": state}
     layout = plan_layout(tensors, tierd)
     header = layout.encode_header(tierd)
     assert len(header) == layout.header_bytes
     assert layout.header_bytes % 4096 == 0
-    found = parse_header(header, layout.size_bytes, where="made")
-    assert found.tierd == tierd
-    assert list(found.tensors.values()) == list(layout.tensors)
+    parsed = parse_header(header, layout.size_bytes, where="a test")
+    assert parsed.tierd == tierd
+    assert list(parsed.tensors.values()) == list(layout.tensors)
     end = layout.header_bytes
     for entry in layout.tensors:
         assert entry.offset == end
         assert entry.offset % shard.DTYPE_BYTES[entry.dtype] == 0
         end += entry.size_bytes
     assert end == layout.size_bytes
-    assert {(one.name, one.dtype, one.shape, one.saved_offsets) for one in tensors} == {
+    assert {(tensor.name, tensor.dtype, tensor.shape, tensor.saved_offsets) for tensor in tensors} == {
         (entry.name, entry.dtype, entry.shape, entry.saved_offsets) for entry in layout.tensors
     }
 
 
-def test_offsets_stay_put_while_the_metadata_grows_and_then_a_new_layout_is_asked_for() -> None:
+def test_offsets_do_not_change_while_the_metadata_fits_and_then_a_new_layout_is_needed() -> None:
     def tierd(digits: int) -> dict[str, Any]:
         return {"format_version": 1, "state": "9" * digits}
 
@@ -153,21 +155,21 @@ def test_offsets_stay_put_while_the_metadata_grows_and_then_a_new_layout_is_aske
     assert len(plan_layout(GOLDEN_SPECS, tierd(20_000)).encode_header(tierd(20_000))) > 20_000
 
 
-def test_dtype_without_a_safetensors_name_is_refused_by_its_tensor() -> None:
+def test_a_dtype_without_a_safetensors_name_is_refused_with_the_tensors_name() -> None:
     with pytest.raises(Unsupported, match=r"extra\.wide"):
         plan_layout([spec("extra.wide", "C128", 1)], {})
 
 
-def test_header_that_other_readers_would_refuse_is_refused() -> None:
+def test_a_header_that_other_readers_would_refuse_is_refused() -> None:
     with pytest.raises(Unsupported, match="header would take"):
         plan_layout([], {"state": "x" * 60_000_000})
 
 
-# ── hostile bytes ──
+# ── forged bytes ──
 
 
 def _forged(change: Callable[[dict[str, Any]], object], payload: int = 4) -> bytes:
-    """A shard of one F32 tensor `x`, its header changed."""
+    """A shard of one F32 tensor `x`, with a changed header."""
     table: dict[str, Any] = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({"x": {"saved_offsets": [0]}}),
@@ -184,7 +186,7 @@ def _parse(raw: bytes) -> shard.Shard:
     return parse_header(raw, len(raw), where="forged")
 
 
-def test_forgery_without_change_is_valid() -> None:
+def test_the_unchanged_template_of_the_forgeries_is_valid() -> None:
     assert _parse(_forged(lambda table: None)).tensors["x"].size_bytes == 4
 
 
@@ -202,12 +204,12 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "text for a number": lambda t: t["x"].update(data_offsets="04"),
     "65 dimensions": lambda t: t["x"].update(shape=[1] * 65),
     "no metadata": lambda t: t.pop("__metadata__"),
-    "metadata of others": lambda t: t.update(__metadata__={"format": "pt"}),
+    "metadata without tierd": lambda t: t.update(__metadata__={"format": "pt"}),
     "tensor is a number": lambda t: t.update(x=3),
     "offsets missing": lambda t: t["__metadata__"].update(DCP_SHARDING_INFO="{}"),
     "offsets of another rank": lambda t: t["__metadata__"].update(DCP_SHARDING_INFO='{"x": {"saved_offsets": [0, 0]}}'),
     "negative offset": lambda t: t["__metadata__"].update(DCP_SHARDING_INFO='{"x": {"saved_offsets": [-1]}}'),
-    "metadata is no JSON": lambda t: t["__metadata__"].update(tierd="{"),
+    "metadata is not JSON": lambda t: t["__metadata__"].update(tierd="{"),
     "metadata is a list": lambda t: t["__metadata__"].update(tierd="[]"),
     "version is text": lambda t: t["__metadata__"].update(tierd='{"format_version": "1"}'),
     "deep": lambda t: t["__metadata__"].update(
@@ -217,42 +219,42 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forged_header_is_corrupt(name: str) -> None:
+def test_a_forged_header_is_corrupt(name: str) -> None:
     with pytest.raises(Corrupt, match="forged"):
         _parse(_forged(FORGERIES[name]))
 
 
-def test_key_that_appears_twice_is_corrupt() -> None:
+def test_a_key_that_appears_twice_is_corrupt() -> None:
     body = _forged(lambda table: None)[8:-4].replace(b'"x": {"dtype"', b'"x": {}, "x": {"dtype"')
     with pytest.raises(Corrupt, match="twice"):
         _parse(struct.pack("<Q", len(body)) + body + bytes(4))
 
 
-def test_later_version_is_refused_by_name() -> None:
+def test_a_later_version_of_a_shard_is_refused() -> None:
     forged = _forged(lambda t: t["__metadata__"].update(tierd='{"format_version": 2}'))
     with pytest.raises(NewerFormat, match="version 2"):
         _parse(forged)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, struct.pack("<Q", 100) + b"{}"])
-def test_file_that_is_too_short_or_promises_too_much_is_corrupt(raw: bytes) -> None:
+def test_a_file_that_is_shorter_than_its_header_is_corrupt(raw: bytes) -> None:
     with pytest.raises(Corrupt):
         _parse(raw)
 
 
-def test_header_longer_than_readers_take_is_refused_without_reading_it() -> None:
+def test_a_header_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(Corrupt, match="header of"):
         shard.header_length(struct.pack("<Q", 1 << 40), 1 << 50, where="forged")
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_flipped_header_bytes_give_a_shard_or_our_error(data: st.DataObject) -> None:
+def test_flipped_header_bytes_give_a_shard_or_a_tierd_error(data: st.DataObject) -> None:
     raw = bytearray(GOLDEN_SHARD.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, 1400))] = data.draw(st.integers(0, 255))
     try:
-        found = _parse(bytes(raw))
+        parsed = _parse(bytes(raw))
     except TierdError:
         return
-    assert all(0 <= one.offset <= one.offset + one.size_bytes <= len(raw) for one in found.tensors.values())
+    assert all(0 <= entry.offset <= entry.offset + entry.size_bytes <= len(raw) for entry in parsed.tensors.values())

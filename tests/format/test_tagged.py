@@ -1,4 +1,4 @@
-"""Tagged JSON: what goes in comes back with its types, and nothing that comes in from outside can do harm."""
+"""Tagged JSON: a round trip keeps types, and forged JSON raises an error."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tierd.errors import Corrupt, TierdError, Unsupported
 from tierd.format import tagged
 
 
-def through(value: object) -> Any:
+def round_trip(value: object) -> Any:
     return tagged.decode(json.loads(json.dumps(tagged.encode(value, "state"), allow_nan=False)))
 
 
-def same(found: object, expected: object) -> bool:
-    """Equal, of the same types, in the same order, nan included."""
-    if type(found) is not type(expected):
+def same(actual: object, expected: object) -> bool:
+    """Whether they are equal, with the same types and order; NaN equals NaN."""
+    if type(actual) is not type(expected):
         return False
-    if isinstance(expected, float) and isinstance(found, float):
-        return repr(found) == repr(expected)
-    if isinstance(expected, complex) and isinstance(found, complex):
-        return same(found.real, expected.real) and same(found.imag, expected.imag)
-    if isinstance(expected, dict) and isinstance(found, dict):
-        pairs = zip(found.items(), expected.items(), strict=True)
-        return len(found) == len(expected) and all(
-            same(a, b) for one, two in pairs for a, b in zip(one, two, strict=True)
+    if isinstance(expected, float) and isinstance(actual, float):
+        return repr(actual) == repr(expected)
+    if isinstance(expected, complex) and isinstance(actual, complex):
+        return same(actual.real, expected.real) and same(actual.imag, expected.imag)
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        pairs = zip(actual.items(), expected.items(), strict=True)
+        return len(actual) == len(expected) and all(
+            same(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)
         )
-    if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return found == expected
+    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    return actual == expected
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
@@ -54,13 +54,13 @@ values = st.recursive(
 
 
 @given(values)
-def test_every_value_comes_back_with_its_types(value: object) -> None:
-    assert same(through(value), value)
+def test_a_decoded_value_has_the_same_types_and_order(value: object) -> None:
+    assert same(round_trip(value), value)
 
 
 @given(st.dictionaries(st.integers(), st.integers()).map(Counter))
-def test_counter_comes_back_as_a_counter(value: Counter[int]) -> None:
-    assert same(through(value), value)
+def test_a_counter_is_decoded_as_a_counter(value: Counter[int]) -> None:
+    assert same(round_trip(value), value)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_counter_comes_back_as_a_counter(value: Counter[int]) -> None:
         "\ud800 lone surrogate",
     ],
 )
-def test_what_looks_like_a_tag_or_an_edge_comes_back(value: object) -> None:
-    assert same(through(value), value)
+def test_edge_cases_and_values_that_look_like_tags_are_decoded_unchanged(value: object) -> None:
+    assert same(round_trip(value), value)
 
 
 def test_a_set_always_gives_the_same_bytes() -> None:
@@ -99,20 +99,20 @@ class _Point(NamedTuple):
         ({"kind": int}, "state.kind"),
     ],
 )
-def test_value_without_a_safe_form_is_refused_by_its_path(value: object, path: str) -> None:
+def test_a_value_without_a_safe_form_is_refused_with_its_path(value: object, path: str) -> None:
     with pytest.raises(Unsupported) as refused:
         tagged.encode(value, "state")
     assert refused.value.message.startswith(f"encode {path}: ")
 
 
-def test_cycle_is_refused() -> None:
+def test_a_cycle_is_refused() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     with pytest.raises(Unsupported, match="nested deeper"):
         tagged.encode(cycle, "state")
 
 
-def test_leaf_is_asked_first_and_unleaf_gets_unknown_tags() -> None:
+def test_leaf_is_called_before_other_encodings_and_unleaf_for_unknown_tags() -> None:
     encoded = tagged.encode(
         {"x": [3 + 0j]}, "s", lambda value, path: {"$mine": path} if isinstance(value, complex) else None
     )
@@ -137,7 +137,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_hostile_json_gives_a_value_or_our_error(value: object) -> None:
+def test_forged_json_gives_a_value_or_a_tierd_error(value: object) -> None:
     with contextlib.suppress(TierdError):
         tagged.decode(value)
 
@@ -156,12 +156,12 @@ def test_hostile_json_gives_a_value_or_our_error(value: object) -> None:
         {"$complex": {"a": "b"}},
     ],
 )
-def test_broken_tag_is_corrupt(value: object) -> None:
+def test_an_invalid_tag_is_corrupt(value: object) -> None:
     with pytest.raises(Corrupt):
         tagged.decode(value)
 
 
-def test_deep_json_is_corrupt_not_a_crash() -> None:
+def test_json_that_is_nested_too_deeply_is_corrupt() -> None:
     deep: Any = 1
     for _ in range(900):
         deep = [deep]

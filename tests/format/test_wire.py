@@ -1,4 +1,4 @@
-"""Messages: what goes in comes out, golden bytes, and hostile bytes."""
+"""Messages: round trips, golden bytes and forged bytes."""
 
 from __future__ import annotations
 
@@ -59,26 +59,26 @@ TO_CLIENT: list[wire.ToClient] = [
 ]
 
 
-def test_every_message_comes_out_as_it_went_in() -> None:
+def test_every_decoded_message_equals_the_encoded_one() -> None:
     assert [wire.decode_to_daemon(wire.encode(message)) for message in TO_DAEMON] == TO_DAEMON
     assert [wire.decode_to_client(wire.encode(message)) for message in TO_CLIENT] == TO_CLIENT
     assert {type(message) for message in TO_DAEMON} == set(wire.ToDaemon.__args__)  # type: ignore[attr-defined]
     assert {type(message) for message in TO_CLIENT} == set(wire.ToClient.__args__)  # type: ignore[attr-defined]
 
 
-def test_bytes_on_the_wire_are_as_specified() -> None:
-    """Another version of the client is in a running trainer: these bytes are a promise."""
+def test_encoded_messages_equal_the_golden_bytes() -> None:
+    """A running trainer may have another version of the client, so these bytes must not change."""
     assert wire.encode(wire.Filling(slot=1, step=7)) == b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\x07"
     assert msgspec.msgpack.decode(wire.encode(wire.Fenced(generation=4))) == {"type": "Fenced", "generation": 4}
 
 
-def test_field_that_a_later_version_adds_is_passed_by() -> None:
+def test_an_unknown_field_of_a_message_is_ignored() -> None:
     raw = msgspec.msgpack.encode({"type": "Filling", "slot": 1, "step": 7, "added_later": [1, 2]})
     assert wire.decode_to_daemon(raw) == wire.Filling(slot=1, step=7)
 
 
-@pytest.mark.parametrize("message", [one for one in TO_DAEMON if not isinstance(one, wire.Goodbye)])
-def test_message_for_one_side_is_none_for_the_other(message: wire.ToDaemon) -> None:
+@pytest.mark.parametrize("message", [message for message in TO_DAEMON if not isinstance(message, wire.Goodbye)])
+def test_a_message_to_the_daemon_is_not_a_message_to_the_client(message: wire.ToDaemon) -> None:
     with pytest.raises(BadRequest):
         wire.decode_to_client(wire.encode(message))
 
@@ -90,14 +90,14 @@ def test_message_for_one_side_is_none_for_the_other(message: wire.ToDaemon) -> N
         b"\xff" * 10,
         b"\x83\xa4type\xa7Filling",
         b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\xa7x",
-        b"\x81\xa4type\xa2\xff\xfe",  # no UTF-8
+        b"\x81\xa4type\xa2\xff\xfe",  # not UTF-8
         b"\x83\xa4type\xa7Filling\xa4slot\xcf" + b"\xff" * 8 + b"\xa4step\xca\x7f\xc0\x00\x00",
-        b"\x91" * 60000,  # nested beyond any stack
+        b"\x91" * 60000,  # nested too deeply
         b"\xdf\xff\xff\xff\xff",  # a map of four billion entries
         b"\xc9\xff\xff\xff\xff\x01",
     ],
 )
-def test_what_is_no_message_is_a_bad_request(raw: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_a_bad_request(raw: bytes) -> None:
     for decode in (wire.decode_to_daemon, wire.decode_to_client):
         with pytest.raises(BadRequest):
             decode(raw)
@@ -105,7 +105,7 @@ def test_what_is_no_message_is_a_bad_request(raw: bytes) -> None:
 
 @settings(max_examples=500, deadline=None, database=None)
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(raw: bytes) -> None:
+def test_random_bytes_give_a_message_or_a_bad_request(raw: bytes) -> None:
     for decode in (wire.decode_to_daemon, wire.decode_to_client):
         try:
             decode(raw)
@@ -113,19 +113,19 @@ def test_no_bytes_raise_anything_else(raw: bytes) -> None:
             pass
 
 
-def test_message_beyond_its_limit_is_not_sent() -> None:
+def test_a_message_above_the_size_limit_is_not_encoded() -> None:
     with pytest.raises(BadRequest, match="more than 65536"):
         wire.encode(make_sealed(7, metrics={f"metric {number}": 1.0 for number in range(10_000)}))
 
 
 @given(st.sets(st.integers(0, 3000)))
-def test_indexes_come_out_as_they_went_in(indexes: set[int]) -> None:
+def test_unpacked_indexes_equal_the_packed_ones(indexes: set[int]) -> None:
     packed = wire.pack_indexes(indexes)
     assert wire.unpack_indexes(packed) == sorted(indexes)
     assert len(packed) == (max(indexes) // 8 + 1 if indexes else 0)
 
 
-def test_chunks_at_their_limit_fit_a_message_with_all_its_files() -> None:
+def test_a_find_with_the_most_chunks_and_files_fits_one_message() -> None:
     chunks = [bytes(wire.CHUNKS_BYTES_MAX // (wire.DESCRIPTORS_MAX - 1))] * (wire.DESCRIPTORS_MAX - 1)
     exclude = [f"{step:012d}-g0001@cold" for step in range(100)]
     find = wire.Find(request=1, step=7, generation=1, milestone=None, tier="cold", exclude=exclude, chunks=chunks)
@@ -133,8 +133,8 @@ def test_chunks_at_their_limit_fit_a_message_with_all_its_files() -> None:
     assert wire.pack_indexes([0, 9]) == b"\x01\x02"
 
 
-def test_kind_of_an_error_travels() -> None:
+def test_an_error_is_rebuilt_from_its_kind() -> None:
     error = BadRequest("m", hint="h")
-    again = from_kind(error.kind, error.message, error.hint)
-    assert (type(again), str(again)) == (BadRequest, str(error))
+    rebuilt = from_kind(error.kind, error.message, error.hint)
+    assert (type(rebuilt), str(rebuilt)) == (BadRequest, str(error))
     assert from_kind("of a later version", "m", "").kind == "tierd_error"

@@ -1,4 +1,4 @@
-"""Who is examined, what becomes of the verdict, and what a look that goes wrong costs: nothing but another look."""
+"""Examination: which checkpoints, the markers, and failures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tierd.health.examiner import Examiner
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path, cold=("cold",)) as found:
-        yield found
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        yield rooms
 
 
 def examiner(rooms: Rooms) -> Examiner:
@@ -44,48 +44,46 @@ def markers(rooms: Rooms, tier: str, step: int) -> list[str]:
     return sorted(path.name for path in folder.glob("*healthy.json"))
 
 
-async def test_a_snapshot_is_judged_in_memory_and_marked_once_it_is_committed(rooms: Rooms) -> None:
-    one = rooms.seal(1, [shard(math.nan)])
+async def test_a_snapshot_is_examined_in_memory_and_marked_after_its_commit(rooms: Rooms) -> None:
+    snapshot_set = rooms.seal(1, [shard(math.nan)])
     worker = examiner(rooms)
     assert await worker.run_once()
-    assert one.diagnosis is not None
-    assert not one.diagnosis.healthy
-    assert worker.diagnosis(one.id) is False
+    assert snapshot_set.diagnosis is not None
+    assert not snapshot_set.diagnosis.healthy
+    assert worker.diagnosis(snapshot_set.id) is False
     assert "model.bias (2 NaN, 0 Inf)" in rooms.incidents.recent()[0]["message"]
     await rooms.persister().run_once()
     assert markers(rooms, "hot", 1) == []
     assert await worker.run_once()
     assert markers(rooms, "hot", 1) == ["unhealthy.json"]
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="unhealthy") == 1
-    diagnosis = await rooms.hot.diagnosis(one.id, is_healthy=False)
-    assert [found.tensor for found in diagnosis.not_finite] == ["model.bias", "model.weight"]
+    diagnosis = await rooms.hot.diagnosis(snapshot_set.id, is_healthy=False)
+    assert [tensor.tensor for tensor in diagnosis.not_finite] == ["model.bias", "model.weight"]
 
 
-async def test_what_lies_in_hot_unexamined_is_looked_at_there_and_only_once(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unexamined_checkpoint_in_hot_is_examined_once(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms.seal(1, [shard(1.0), shard(1.0)])
     await rooms.persister().run_once()
     rooms.seal(2, [shard(2.0), shard(2.0)])
-    await rooms.persister().run_once()  # and the slots of step 1 are free again
+    await rooms.persister().run_once()  # this frees the slots of step 1
     assert rooms.memory.find(checkpoint_id(RUN, 1, 1)) is None
     worker = examiner(rooms)
     assert await worker.run_once()
     assert markers(rooms, "hot", 1) == markers(rooms, "hot", 2) == ["healthy.json"]
 
     async def never(*_: object) -> Examined:
-        raise AssertionError("looked at again")
+        raise AssertionError("examined again")
 
     monkeypatch.setattr(examiner_module, "_run_program", never)
     await rooms.look()
-    assert await examiner(rooms).run_once(), "its markers say it to any later daemon"
+    assert await examiner(rooms).run_once(), "its markers have the verdict"
     assert rooms.catalog.get(checkpoint_id(RUN, 1, 1)).healthy is True  # type: ignore[union-attr]
 
 
-async def test_a_slot_that_is_given_back_while_it_is_read_leaves_the_verdict_to_the_file(
+async def test_the_hot_file_is_examined_if_the_slot_is_released_meanwhile(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = rooms.seal(1, [shard(1.0)])
+    snapshot_set = rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
     real = examiner_module._run_program
     sources: list[str] = []
@@ -94,46 +92,48 @@ async def test_a_slot_that_is_given_back_while_it_is_read_leaves_the_verdict_to_
         if not sources:
             rooms.seal(2, [shard(2.0)])
             list(rooms.memory.release(RUN))
-            one.snapshots.clear()
+            snapshot_set.snapshots.clear()
             sources.append("slot")
-            return Examined(tensors=1)  # numbers of half a snapshot
+            return Examined(tensors=1)  # of overwritten bytes
         sources.append("file")
         return await real(checkpoint, files)  # type: ignore[arg-type]
 
     monkeypatch.setattr(examiner_module, "_run_program", overwritten)
-    await examiner(rooms).examine(one.id)
+    await examiner(rooms).examine(snapshot_set.id)
     assert sources == ["slot", "file"]
     assert markers(rooms, "hot", 1) == ["healthy.json"]
 
 
-async def test_bits_that_flipped_on_the_disk_are_damage_and_no_verdict(rooms: Rooms) -> None:
-    one = rooms.seal(1, [shard(1.0)])
+async def test_flipped_bits_on_the_disk_are_corrupt_and_give_no_verdict(rooms: Rooms) -> None:
+    snapshot_set = rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
-    path = next(rooms.folder("hot", one.id).glob("*.safetensors"))
+    path = next(rooms.folder("hot", snapshot_set.id).glob("*.safetensors"))
     raw = bytearray(path.read_bytes())
-    raw[-8:] = b"\xff" * 8  # NaN, as torch reads it
+    raw[-8:] = b"\xff" * 8  # NaN
     path.write_bytes(raw)
     rooms.seal(2, [shard(2.0)])
     list(rooms.memory.release(RUN))
-    assert rooms.memory.find(one.id) is None
-    await examiner(rooms).examine(one.id)
+    assert rooms.memory.find(snapshot_set.id) is None
+    await examiner(rooms).examine(snapshot_set.id)
     assert markers(rooms, "hot", 1) == []
-    assert [found["kind"] for found in rooms.incidents.recent()] == ["corrupt"]
+    assert [incident["kind"] for incident in rooms.incidents.recent()] == ["corrupt"]
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="failed") == 1
 
 
-async def test_what_can_never_be_looked_at_is_told_once(rooms: Rooms) -> None:
-    await rooms.commit("hot", step=100)  # its bytes are no shard
+async def test_a_checkpoint_that_cannot_be_examined_is_recorded_once(rooms: Rooms) -> None:
+    await rooms.commit("hot", step=100)  # its files are not valid shards
     await rooms.look()
     worker = examiner(rooms)
     assert await worker.run_once()
     assert await worker.run_once()
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="failed") == 1
-    assert [one["kind"] for one in rooms.incidents.recent()] == ["corrupt"]
+    assert [incident["kind"] for incident in rooms.incidents.recent()] == ["corrupt"]
 
 
-async def test_a_process_that_dies_or_hangs_is_tried_again(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = rooms.seal(1, [shard(1.0)])
+async def test_an_examination_whose_process_dies_or_hangs_is_retried(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot_set = rooms.seal(1, [shard(1.0)])
     worker = examiner(rooms)
     monkeypatch.setattr(examiner_module, "PROGRAM", "tierd.no_such_program")
     assert not await worker.run_once()
@@ -142,28 +142,28 @@ async def test_a_process_that_dies_or_hangs_is_tried_again(rooms: Rooms, monkeyp
     monkeypatch.setattr(examiner_module, "TIMEOUT_MIN_S", 0.0)
     monkeypatch.setattr(examiner_module, "RATE_MIN_BYTES_S", 1e12)
     with pytest.raises(Transient, match="no answer"):
-        await worker.examine(one.id)
+        await worker.examine(snapshot_set.id)
     monkeypatch.undo()
     assert await worker.run_once()
-    assert one.diagnosis is not None
-    assert one.diagnosis.healthy
+    assert snapshot_set.diagnosis is not None
+    assert snapshot_set.diagnosis.healthy
 
 
-async def test_a_trainer_waits_for_a_verdict_no_longer_than_it_may(rooms: Rooms) -> None:
-    one = rooms.seal(1, [shard(math.nan)])
+async def test_the_wait_for_a_verdict_is_bounded(rooms: Rooms) -> None:
+    snapshot_set = rooms.seal(1, [shard(math.nan)])
     worker = examiner(rooms)
-    assert await worker.is_healthy(one.id, wait_s=0.0) is None
-    asked = await asyncio.gather(*(worker.is_healthy(one.id, wait_s=60.0) for _ in range(4)))
-    assert asked == [False] * 4
-    assert rooms.count("tierd_examinations_total", run=RUN, verdict="unhealthy") == 1, "one look for all"
+    assert await worker.is_healthy(snapshot_set.id, wait_s=0.0) is None
+    verdicts = await asyncio.gather(*(worker.is_healthy(snapshot_set.id, wait_s=60.0) for _ in range(4)))
+    assert verdicts == [False] * 4
+    assert rooms.count("tierd_examinations_total", run=RUN, verdict="unhealthy") == 1, "one examination for all callers"
 
 
-async def test_the_verdict_goes_along_to_cold_and_comes_back(rooms: Rooms) -> None:
+async def test_the_verdict_is_copied_to_cold_and_back_to_hot(rooms: Rooms) -> None:
     rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
     replicator = rooms.replicator()
     await rooms.look()
-    assert await replicator.run_once(), "copied before it was judged"
+    assert await replicator.run_once(), "copied before it was examined"
     assert markers(rooms, "cold", 1) == []
     await examiner(rooms).run_once()
     assert await replicator.run_once()
@@ -175,7 +175,7 @@ async def test_the_verdict_goes_along_to_cold_and_comes_back(rooms: Rooms) -> No
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="healthy") == 1
 
 
-async def test_the_same_weights_at_two_steps_raise_an_alarm_unless_nothing_was_to_be_learnt(rooms: Rooms) -> None:
+async def test_equal_weights_at_two_steps_are_stale_unless_the_learning_rate_is_0(rooms: Rooms) -> None:
     worker = examiner(rooms)
     for step, raw in enumerate((shard(1.0), shard(1.0), shard(2.0), shard(3.0, lr=0.0), shard(3.0, lr=0.0)), start=1):
         rooms.seal(step, [raw])

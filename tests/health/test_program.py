@@ -1,4 +1,4 @@
-"""The look for NaN: every float format by its bits, what is looked at, and the digest of what is trained."""
+"""Counting NaN and Inf: every float dtype, which tensors are examined, and the digest of the trained tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def examined(folder: Path, *shards: bytes) -> Examined:
     try:
         for number, raw in enumerate(shards):
             path = folder / f"shard-{number}"
-            path.write_bytes(raw + b"\xff" * 5000)  # a slot is larger than the shard in it
+            path.write_bytes(raw + b"\xff" * 5000)  # a slot is larger than its shard
             files.append((os.open(path, os.O_RDONLY), len(raw)))
         return examine(files)
     finally:
@@ -51,8 +51,8 @@ class Holder(nn.Module):
             self.register_buffer(name, tensor)
 
 
-def holding(**tensors: torch.Tensor) -> bytes:
-    """Tensors that are trained: parameters of an optimizer."""
+def shard_of_trained(**tensors: torch.Tensor) -> bytes:
+    """A shard in which an optimizer trains these tensors."""
     model = nn.Module()
     for name, tensor in tensors.items():
         model.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -64,32 +64,33 @@ def trained(model: nn.Module, *, lr: float = 0.1, **more: Any) -> tuple[Training
     return TrainingState(model=model, optimizer=optimizer, rng=False, **more), optimizer
 
 
-# ── what is finite ──
+# ── NaN and Inf ──
 
 
-def test_every_float_of_a_shard_is_looked_at() -> None:
+def test_every_float_dtype_is_examined() -> None:
     assert set(COUNTS) == set(FLOATS)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_nan_and_inf_are_counted_and_the_largest_number_is_none(dtype: str, tmp_path: Path) -> None:
+def test_nan_and_inf_are_counted_and_the_largest_number_is_finite(dtype: str, tmp_path: Path) -> None:
     kind = FLOATS[dtype]
     largest = torch.finfo(kind).max
-    sane = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(kind).tiny], dtype=torch.float64).to(kind)
-    assert examined(tmp_path, holding(weight=sane)).tensors == 0
-    odd = torch.tensor([1.0, math.nan, math.inf, -math.inf, math.nan]).to(kind)
-    if kind is torch.float8_e4m3fn:  # it has no infinity: torch makes the largest number of it
+    finite = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(kind).tiny], dtype=torch.float64).to(kind)
+    assert examined(tmp_path, shard_of_trained(weight=finite)).tensors == 0
+    not_finite = torch.tensor([1.0, math.nan, math.inf, -math.inf, math.nan]).to(kind)
+    if kind is torch.float8_e4m3fn:  # it has no Inf: torch converts Inf to the largest number
         nan, inf = 2, 0
     else:
         nan, inf = 2, 2
-    found = examined(tmp_path, holding(sane=sane, weight=odd))
-    assert found.tensors == 1
-    assert (found.not_finite[0].tensor, found.not_finite[0].nan, found.not_finite[0].inf) == ("model.weight", nan, inf)
+    result = examined(tmp_path, shard_of_trained(finite=finite, weight=not_finite))
+    assert result.tensors == 1
+    (tensor,) = result.not_finite
+    assert (tensor.tensor, tensor.nan, tensor.inf) == ("model.weight", nan, inf)
 
 
 @given(raw=st.binary(min_size=16, max_size=16))
 @settings(max_examples=300, deadline=None)
-def test_any_bits_are_judged_as_torch_judges_them(raw: bytes) -> None:
+def test_any_bits_are_counted_as_torch_counts_them(raw: bytes) -> None:
     for dtype, kind in FLOATS.items():
         numbers = torch.frombuffer(bytearray(raw), dtype=kind)
         plain = torch.view_as_real(numbers) if numbers.is_complex() else numbers.to(torch.float64)
@@ -97,24 +98,24 @@ def test_any_bits_are_judged_as_torch_judges_them(raw: bytes) -> None:
         assert COUNTS[dtype](memoryview(raw)) == expected, dtype
 
 
-@pytest.mark.parametrize("place", [0, BLOCK_BYTES // 4 - 1, BLOCK_BYTES // 4, -1])
-def test_one_bad_number_anywhere_in_a_large_tensor_is_found(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", [0, BLOCK_BYTES // 4 - 1, BLOCK_BYTES // 4, -1])
+def test_one_nan_at_any_position_of_a_large_tensor_is_found(position: int, tmp_path: Path) -> None:
     weight = torch.zeros(2 * BLOCK_BYTES // 4 + 3)
-    weight[place] = math.nan
-    assert examined(tmp_path, holding(weight=weight)).tensors == 1
+    weight[position] = math.nan
+    assert examined(tmp_path, shard_of_trained(weight=weight)).tensors == 1
 
 
-def test_moments_and_averages_are_looked_at_and_what_the_user_keeps_is_not(tmp_path: Path) -> None:
-    def shard(**spoiled: bool) -> bytes:
+def test_optimizer_state_and_ema_are_examined_and_extra_is_not(tmp_path: Path) -> None:
+    def shard(**damaged: bool) -> bytes:
         model = nn.Linear(2, 2)
         extra = {"best": math.inf, "tensor": torch.tensor([math.nan])}
         ema = {"weight": torch.zeros(2)}
         state, optimizer = trained(model, ema=ema, extra=extra)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        if spoiled.get("moment"):
+        if damaged.get("moment"):
             optimizer.state[model.weight]["momentum_buffer"][0, 0] = math.inf
-        if spoiled.get("ema"):
+        if damaged.get("ema"):
             ema["weight"][1] = math.nan
         return stage(state)
 
@@ -123,42 +124,42 @@ def test_moments_and_averages_are_looked_at_and_what_the_user_keeps_is_not(tmp_p
     assert examined(tmp_path, shard(ema=True)).not_finite[0].tensor == "ema.weight"
 
 
-def test_state_under_names_of_its_own_is_looked_at_but_for_scores(tmp_path: Path) -> None:
+def test_tensors_of_a_dict_state_are_examined_except_scalars(tmp_path: Path) -> None:
     weight = torch.zeros(3)
     state: Any = DictState({"app": {"model": {"weight": weight}}, "callbacks": {"score": torch.tensor(math.nan)}})
     assert examined(tmp_path, stage(state)).tensors == 0
     weight[1] = math.nan
-    assert [one.tensor for one in examined(tmp_path, stage(state)).not_finite] == ["app.model.weight"]
+    assert [tensor.tensor for tensor in examined(tmp_path, stage(state)).not_finite] == ["app.model.weight"]
 
 
-def test_infinities_of_a_buffer_are_a_mask_and_nan_is_none(tmp_path: Path) -> None:
+def test_inf_in_a_buffer_is_allowed_and_nan_is_not(tmp_path: Path) -> None:
     mask = torch.full((4, 4), -math.inf).triu(1)
     state, _ = trained(nn.Sequential(nn.Linear(2, 2), Holder(mask=mask)), ema={"mask": mask.clone()})
     assert examined(tmp_path, stage(state)).tensors == 0
     mask[0, 0] = math.nan
-    assert [one.tensor for one in examined(tmp_path, stage(state)).not_finite] == ["model.1.mask"]
+    assert [tensor.tensor for tensor in examined(tmp_path, stage(state)).not_finite] == ["model.1.mask"]
 
 
-def test_the_list_is_bounded_and_the_count_is_not(tmp_path: Path) -> None:
+def test_the_list_of_tensors_is_bounded_and_their_number_is_not(tmp_path: Path) -> None:
     many = {f"b{number:03d}": torch.tensor([math.nan]) for number in range(50)}
-    found = examined(tmp_path, holding(**many))
-    assert (found.tensors, len(found.not_finite)) == (50, TENSORS_LISTED_MAX)
+    result = examined(tmp_path, shard_of_trained(**many))
+    assert (result.tensors, len(result.not_finite)) == (50, TENSORS_LISTED_MAX)
 
 
-def test_what_is_no_shard_is_damage(tmp_path: Path) -> None:
-    for raw in (b"", b"\0" * 7, b"\xff" * 64, holding(weight=torch.zeros(4))[:-1]):
+def test_an_invalid_shard_is_corrupt(tmp_path: Path) -> None:
+    for raw in (b"", b"\0" * 7, b"\xff" * 64, shard_of_trained(weight=torch.zeros(4))[:-1]):
         with pytest.raises(Corrupt):
             examined(tmp_path, raw)
 
 
-# ── what has been trained ──
+# ── digest ──
 
 
-def test_the_digest_changes_with_a_parameter_and_with_nothing_else(tmp_path: Path) -> None:
+def test_the_digest_changes_only_with_a_parameter(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     state, optimizer = trained(model, extra={"step": 0})
     first = examined(tmp_path, stage(state)).digest
-    model(torch.randn(4, 3))  # moves the buffers only
+    model(torch.randn(4, 3))  # changes the buffers only
     optimizer.param_groups[0]["lr"] = 0.05
     assert examined(tmp_path, stage(state)).digest == first != ""
     with torch.no_grad():
@@ -166,23 +167,23 @@ def test_the_digest_changes_with_a_parameter_and_with_nothing_else(tmp_path: Pat
     assert examined(tmp_path, stage(state)).digest != first
 
 
-def test_with_every_learning_rate_at_nought_or_no_optimizer_there_is_none(tmp_path: Path) -> None:
+def test_the_digest_is_empty_without_an_optimizer_or_with_learning_rate_0(tmp_path: Path) -> None:
     state, _ = trained(nn.Linear(2, 2), lr=0.0)
     assert examined(tmp_path, stage(state)).digest == ""
     assert examined(tmp_path, stage(TrainingState(model=nn.Linear(2, 2), rng=False))).digest == ""
 
 
-def test_the_digest_is_of_all_ranks_whoever_wrote_what(tmp_path: Path) -> None:
+def test_the_digest_does_not_depend_on_which_rank_wrote_a_tensor(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     state, _ = trained(model)
     keys = {tensor.key for tensor in state.capture(0, 2).tensors}
-    one = {"model.weight"}
-    there = [stage(state, rank=rank, world_size=2, owned=owned) for rank, owned in enumerate((one, keys - one))]
-    swapped = [stage(state, rank=rank, world_size=2, owned=owned) for rank, owned in enumerate((keys - one, one))]
-    assert examined(tmp_path, *there).digest == examined(tmp_path, *swapped).digest != ""
+    weight = {"model.weight"}
+    shards = [stage(state, rank=rank, world_size=2, owned=owned) for rank, owned in enumerate((weight, keys - weight))]
+    swapped = [stage(state, rank=rank, world_size=2, owned=owned) for rank, owned in enumerate((keys - weight, weight))]
+    assert examined(tmp_path, *shards).digest == examined(tmp_path, *swapped).digest != ""
 
 
-def test_of_several_optimizers_and_foreign_parameters_all_count(tmp_path: Path) -> None:
+def test_the_digest_includes_several_optimizers_and_parameters_outside_the_model(tmp_path: Path) -> None:
     model, foreign = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([foreign], lr=0.1)]
     state = TrainingState(model=model, optimizer=optimizers, rng=False)

@@ -1,4 +1,4 @@
-"""A slot maps foreign memory: only what can never shrink under the daemon's feet."""
+"""A slot maps memory of another process, and only memory that cannot shrink."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def _no_descriptor_leaks() -> Iterator[None]:
 
 def test_slot_reads_what_its_trainer_writes() -> None:
     descriptor = make_memfd(PAGE_BYTES)
-    trainers_own = os.dup(descriptor)
+    trainers_descriptor = os.dup(descriptor)
     slot = MappedSlot(descriptor, PAGE_BYTES)
-    os.pwrite(trainers_own, b"state", 100)
+    os.pwrite(trainers_descriptor, b"state", 100)
     assert slot.view[100:105] == b"state"
     assert slot.view.readonly
-    os.close(trainers_own)
+    os.close(trainers_descriptor)
     assert slot.view[100:105] == b"state", "the daemon's descriptor keeps the bytes alive"
     slot.close()
 
 
-def test_memory_that_could_shrink_is_refused() -> None:
+def test_memory_that_is_not_sealed_against_shrinking_is_refused() -> None:
     with pytest.raises(BadRequest, match="not sealed against shrinking"):
         MappedSlot(make_memfd(PAGE_BYTES, seals=fcntl.F_SEAL_GROW), PAGE_BYTES)
 
 
-def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
+def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(PAGE_BYTES))
     for descriptor in (os.open(tmp_path / "file", os.O_RDWR), os.open("/dev/zero", os.O_RDWR), os.pipe2(0)[0]):
-        with pytest.raises(BadRequest, match="no memfd"):
+        with pytest.raises(BadRequest, match="not a memfd"):
             MappedSlot(descriptor, PAGE_BYTES)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.fstat(descriptor)
@@ -63,19 +63,19 @@ def test_memory_that_cannot_be_mapped_is_refused() -> None:
         MappedSlot(enormous, (1 << 63) - PAGE_BYTES)
 
 
-def test_slots_are_the_same_memory_only_with_the_same_capacity() -> None:
+def test_slots_are_equal_only_with_the_same_memory_and_capacity() -> None:
     descriptor = make_memfd(2 * PAGE_BYTES)
-    one, same, grown = (MappedSlot(os.dup(descriptor), PAGE_BYTES * pages) for pages in (1, 1, 2))
+    first, same, grown = (MappedSlot(os.dup(descriptor), PAGE_BYTES * pages) for pages in (1, 1, 2))
     other = make_slot(capacity_bytes=PAGE_BYTES)
-    assert one.is_same_memory(same)
-    assert not one.is_same_memory(grown)
-    assert not one.is_same_memory(other)
-    for slot in (one, same, grown, other):
+    assert first.is_same_memory(same)
+    assert not first.is_same_memory(grown)
+    assert not first.is_same_memory(other)
+    for slot in (first, same, grown, other):
         slot.close()
     os.close(descriptor)
 
 
-def test_unlisted_move_raises_and_changes_nothing() -> None:
+def test_an_unlisted_transition_raises_and_changes_nothing() -> None:
     slot = make_slot()
     with pytest.raises(BadRequest, match="seal a slot that is free"):
         slot.move(SlotEvent.SEAL)
@@ -83,7 +83,7 @@ def test_unlisted_move_raises_and_changes_nothing() -> None:
     slot.close()
 
 
-def test_closed_slot_stays_mapped_for_a_read_that_still_goes_on() -> None:
+def test_a_closed_slot_stays_mapped_while_a_view_of_it_exists() -> None:
     slot = make_slot(b"state")
     view = slot.view[:5]
     slot.close()
@@ -91,7 +91,7 @@ def test_closed_slot_stays_mapped_for_a_read_that_still_goes_on() -> None:
     del view
 
 
-def test_entry_of_a_snapshot_has_the_checksums_of_its_bytes_alone() -> None:
+def test_the_entry_of_a_snapshot_has_the_checksum_of_its_bytes_without_the_rest_of_the_slot() -> None:
     slot = make_slot(b"state")
     entry = snapshot_entry(slot.view[:5], "rank-00000-of-00001.safetensors")
     assert (entry.size_bytes, entry.crc64nvme) == (5, checksum.encode(checksum.crc64nvme(b"state")))

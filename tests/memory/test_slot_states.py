@@ -1,4 +1,4 @@
-"""Every pair of state and event, against the table written out a second time in the words of wire and metrics."""
+"""All pairs of state and event, compared with a second copy of the table."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOVES = {
 PAIRS = list(itertools.product(SlotState, SlotEvent))
 
 
-@pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda one: one.value)
-def test_every_pair_moves_as_the_table_says_or_is_refused(state: SlotState, event: SlotEvent) -> None:
+@pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda member: member.value)
+def test_every_state_and_event_follows_the_table_or_is_refused(state: SlotState, event: SlotEvent) -> None:
     expected = MOVES[state.value].get(event.value)
     if expected is None:
         with pytest.raises(BadRequest, match=f"{event.value} a slot that is {state.value}"):
@@ -30,28 +30,32 @@ def test_every_pair_moves_as_the_table_says_or_is_refused(state: SlotState, even
         assert next_state(state, event).value == expected
 
 
-def test_refusal_names_what_would_have_been_allowed() -> None:
+def test_a_refusal_names_the_allowed_events() -> None:
     with pytest.raises(BadRequest, match="expected one of abandon, seal, trainer_died"):
         next_state(SlotState.FILLING, SlotEvent.RELEASE)
 
 
-def test_whole_life_of_a_slot_ends_where_it_began() -> None:
+def test_the_normal_cycle_of_a_slot_ends_in_free() -> None:
     state = SlotState.FREE
     for event in (SlotEvent.FILL, SlotEvent.SEAL, SlotEvent.PERSIST, SlotEvent.PERSISTED, SlotEvent.RELEASE):
         state = next_state(state, event)
     assert state is SlotState.FREE
 
 
-def test_death_of_the_trainer_never_costs_a_sealed_snapshot() -> None:
+def test_the_death_of_the_trainer_keeps_a_sealed_snapshot() -> None:
     for state in (SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED):
         assert next_state(state, SlotEvent.TRAINER_DIED) is state
 
 
-def test_snapshot_leaves_memory_only_when_durable_or_superseded() -> None:
-    whole = {SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED}
-    leaving = {(at, event) for (at, event), to in TRANSITIONS.items() if at in whole and to not in whole}
-    assert leaving == {(SlotState.RETAINED, SlotEvent.RELEASE), (SlotState.SEALED, SlotEvent.SUPERSEDE)}
+def test_a_snapshot_is_dropped_from_memory_only_when_durable_or_superseded() -> None:
+    complete = {SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED}
+    dropping = {
+        (source, event)
+        for (source, event), target in TRANSITIONS.items()
+        if source in complete and target not in complete
+    }
+    assert dropping == {(SlotState.RETAINED, SlotEvent.RELEASE), (SlotState.SEALED, SlotEvent.SUPERSEDE)}
 
 
-def test_every_state_has_its_series_in_the_metrics() -> None:
+def test_every_state_has_a_series_in_the_metrics() -> None:
     assert tuple(state.value for state in SlotState) == metrics.SLOT_STATES

@@ -1,4 +1,4 @@
-"""The rules of the memory tier, one by one, on real slots and without a clock."""
+"""The rules of the memory tier, on real slots and without a clock."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class Trainers:
                 memory.attach(RUN, rank, index, make_slot())
 
     def seal(self, step: int, slot: int, *, ranks: list[int] | None = None, resent: bool = False) -> SnapshotSet:
-        """Fills and seals a slot of each rank, and lets go of what that made needless."""
-        found = None
+        """Fill and seal a slot of each rank. Returns the set."""
+        snapshot_set = None
         for rank in self.ranks if ranks is None else map(Rank, ranks):
             if not resent:
                 self.memory.fill(RUN, self.generation, rank, slot)
             sealed = make_sealed(step, slot=slot, resent=resent)
-            found = self.memory.seal(RUN, self.generation, rank, sealed, now_s=float(step))
-        assert found is not None
-        return found
+            snapshot_set = self.memory.seal(RUN, self.generation, rank, sealed, now_s=float(step))
+        assert snapshot_set is not None
+        return snapshot_set
 
-    def persist(self, found: SnapshotSet, *, works: bool = True) -> None:
-        found.move(SlotEvent.PERSIST)
-        found.failures += not works
-        found.move(SlotEvent.PERSISTED if works else SlotEvent.PERSIST_FAILED)
+    def persist(self, snapshot_set: SnapshotSet, *, succeeds: bool = True) -> None:
+        snapshot_set.move(SlotEvent.PERSIST)
+        snapshot_set.failures += not succeeds
+        snapshot_set.move(SlotEvent.PERSISTED if succeeds else SlotEvent.PERSIST_FAILED)
 
     def release(self) -> list[tuple[int, bool]]:
-        return [(found.id.step, is_lost) for found, is_lost in self.memory.release(RUN)]
+        return [(snapshot_set.id.step, is_lost) for snapshot_set, is_lost in self.memory.release(RUN)]
 
     def states(self, rank: int = 0) -> list[SlotState]:
         return [slot.state for _, slot in sorted(self.memory.slots(RUN, Rank(rank)).items())]
 
     def restorable(self) -> list[int]:
-        return [one.id.step for one in self.memory.whole(RUN)]
+        return [snapshot_set.id.step for snapshot_set in self.memory.complete(RUN)]
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def memory() -> MemoryTier:
     return MemoryTier()
 
 
-# ── what is retained ──
+# ── retention ──
 
 
-def test_newest_whole_set_is_kept_until_a_newer_one_is_whole(memory: MemoryTier) -> None:
+def test_the_newest_complete_set_is_kept_until_a_newer_one_is_complete(memory: MemoryTier) -> None:
     trainers = Trainers(memory, world_size=2)
     trainers.persist(trainers.seal(1, 0))
     trainers.seal(2, 1, ranks=[0])
@@ -74,7 +74,7 @@ def test_newest_whole_set_is_kept_until_a_newer_one_is_whole(memory: MemoryTier)
     assert trainers.states(0) == trainers.states(1) == [SlotState.FREE, SlotState.SEALED]
 
 
-def test_snapshot_that_is_being_written_is_released_only_afterwards(memory: MemoryTier) -> None:
+def test_a_snapshot_that_is_being_written_is_released_only_afterwards(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     older = trainers.seal(1, 0)
     older.move(SlotEvent.PERSIST)
@@ -84,23 +84,23 @@ def test_snapshot_that_is_being_written_is_released_only_afterwards(memory: Memo
     assert trainers.release() == [(1, False)]
 
 
-def test_unwritten_set_waits_its_turn_unless_it_has_gone_wrong_and_a_newer_one_is_whole(memory: MemoryTier) -> None:
+def test_an_unpersisted_set_is_kept_unless_it_failed_and_a_newer_one_is_complete(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     older = trainers.seal(1, 0)
     trainers.seal(2, 1)
     assert trainers.release() == []
-    assert [one.id.step for one in memory.pending()] == [1, 2]
-    trainers.persist(older, works=False)
-    assert [one.id.step for one in memory.pending()] == [2, 1]
+    assert [pending.id.step for pending in memory.pending()] == [1, 2]
+    trainers.persist(older, succeeds=False)
+    assert [pending.id.step for pending in memory.pending()] == [2, 1]
     assert trainers.release() == [(1, True)]
-    assert [one.id.step for one in memory.pending()] == [2]
+    assert [pending.id.step for pending in memory.pending()] == [2]
 
 
-def test_failing_set_is_kept_for_ever_when_nothing_newer_is_whole(memory: MemoryTier) -> None:
+def test_a_failing_set_is_kept_while_no_newer_one_is_complete(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     only = trainers.seal(1, 0)
     for _ in range(3):
-        trainers.persist(only, works=False)
+        trainers.persist(only, succeeds=False)
     assert trainers.release() == []
     assert trainers.restorable() == [1]
 
@@ -108,7 +108,7 @@ def test_failing_set_is_kept_for_ever_when_nothing_newer_is_whole(memory: Memory
 # ── generations ──
 
 
-def test_nothing_of_a_stale_generation_is_taken(memory: MemoryTier) -> None:
+def test_a_stale_generation_is_refused_in_every_call(memory: MemoryTier) -> None:
     old = Trainers(memory)
     memory.fill(RUN, old.generation, Rank(0), 0)
     Trainers(memory, generation=2)
@@ -123,7 +123,7 @@ def test_nothing_of_a_stale_generation_is_taken(memory: MemoryTier) -> None:
             stale()
 
 
-def test_newer_generation_keeps_the_whole_set_and_frees_the_unfinished_one(memory: MemoryTier) -> None:
+def test_a_newer_generation_keeps_the_complete_set_and_frees_the_incomplete_one(memory: MemoryTier) -> None:
     old = Trainers(memory, world_size=2)
     old.seal(1, 0)
     old.seal(2, 1, ranks=[0])
@@ -133,7 +133,7 @@ def test_newer_generation_keeps_the_whole_set_and_frees_the_unfinished_one(memor
     assert memory.present(RUN) == {0, 1}
 
 
-def test_set_of_a_newer_generation_is_newer_whatever_its_step(memory: MemoryTier) -> None:
+def test_a_set_of_a_newer_generation_is_newer_at_any_step(memory: MemoryTier) -> None:
     old = Trainers(memory)
     old.persist(old.seal(900, 0))
     new = Trainers(memory, generation=2)
@@ -141,30 +141,30 @@ def test_set_of_a_newer_generation_is_newer_whatever_its_step(memory: MemoryTier
     assert new.release() == [(900, False)]
 
 
-def test_ranks_that_a_smaller_world_no_longer_has_leave_nothing(memory: MemoryTier) -> None:
+def test_slots_of_ranks_beyond_a_smaller_world_size_are_closed(memory: MemoryTier) -> None:
     old = Trainers(memory, world_size=2)
     old.persist(old.seal(1, 0))
-    gone = list(memory.slots(RUN, Rank(1)).values())
+    removed = list(memory.slots(RUN, Rank(1)).values())
     new = Trainers(memory, world_size=1, generation=2)
     assert memory.present(RUN) == {0}
     assert memory.slots(RUN, Rank(1)) == {}
-    assert new.restorable() == [1], "its snapshot is still wanted"
-    assert not is_open(gone[1])
+    assert new.restorable() == [1], "its snapshot is still needed"
+    assert not is_open(removed[1])
     new.seal(1, 1)
     assert new.release() == [(1, False)]
-    assert not is_open(gone[0])
+    assert not is_open(removed[0])
 
 
-def test_ranks_of_one_generation_agree_on_the_world_size(memory: MemoryTier) -> None:
+def test_a_rank_with_another_world_size_is_refused(memory: MemoryTier) -> None:
     Trainers(memory, world_size=2)
     with pytest.raises(BadRequest, match="world size 3"):
         memory.enter(RUN, Generation(1), Rank(2), 3)
 
 
-# ── coming and going ──
+# ── connections ──
 
 
-def test_what_a_rank_was_filling_is_free_when_it_is_gone_or_back(memory: MemoryTier) -> None:
+def test_a_slot_that_was_being_filled_is_free_after_a_disconnect_or_a_reconnect(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     trainers.seal(1, 0)
     memory.fill(RUN, trainers.generation, Rank(0), 1)
@@ -175,16 +175,16 @@ def test_what_a_rank_was_filling_is_free_when_it_is_gone_or_back(memory: MemoryT
     assert trainers.states() == [SlotState.SEALED, SlotState.FREE]
 
 
-def test_slot_offered_again_keeps_its_snapshot(memory: MemoryTier) -> None:
+def test_a_slot_that_is_attached_again_keeps_its_snapshot(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
-    found = trainers.seal(1, 0)
+    snapshot_set = trainers.seal(1, 0)
     slot = memory.slots(RUN, Rank(0))[0]
     memory.attach(RUN, Rank(0), 0, make_slot_of_same_memory(slot))
     assert memory.slots(RUN, Rank(0))[0] is slot
-    assert found.snapshots[Rank(0)].slot is slot
+    assert snapshot_set.snapshots[Rank(0)].slot is slot
 
 
-def test_slot_replaced_by_another_stays_as_long_as_its_snapshot(memory: MemoryTier) -> None:
+def test_a_replaced_slot_stays_open_as_long_as_its_snapshot(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     former = memory.slots(RUN, Rank(0))
     trainers.persist(trainers.seal(1, 0))
@@ -197,7 +197,7 @@ def test_slot_replaced_by_another_stays_as_long_as_its_snapshot(memory: MemoryTi
     assert not is_open(former[0])
 
 
-def test_detached_slots_stay_restorable_and_are_given_to_nobody(memory: MemoryTier) -> None:
+def test_detached_slots_stay_restorable_and_cannot_be_adopted(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     former = memory.slots(RUN, Rank(0))
     trainers.seal(1, 0)
@@ -208,29 +208,29 @@ def test_detached_slots_stay_restorable_and_are_given_to_nobody(memory: MemoryTi
     assert not is_open(former[1])
 
 
-def test_memory_of_a_run_is_given_back_when_its_trainers_stay_away_and_all_is_written(memory: MemoryTier) -> None:
+def test_memory_of_a_run_is_freed_after_the_grace_time_if_everything_is_persisted(memory: MemoryTier) -> None:
     trainers = Trainers(memory, world_size=2)
-    found = trainers.seal(1, 0)
+    snapshot_set = trainers.seal(1, 0)
     slots = [slot for rank in trainers.ranks for slot in memory.slots(RUN, rank).values()]
     memory.leave(RUN, Rank(0), now_s=100.0)
-    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == [], "rank 1 is still there"
+    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == [], "rank 1 is still connected"
     memory.leave(RUN, Rank(1), now_s=100.0)
-    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == [], "it is not written yet"
-    trainers.persist(found)
+    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == [], "it is not persisted yet"
+    trainers.persist(snapshot_set)
     assert memory.forget_departed(now_s=109.0, grace_s=10.0) == []
     assert memory.forget_departed(now_s=110.0, grace_s=10.0) == [RUN]
     assert not any(is_open(slot) for slot in slots)
     assert memory.generation(RUN) == 0
-    assert memory.whole(RUN) == []
+    assert memory.complete(RUN) == []
 
 
-# ── what a peer may get wrong ──
+# ── invalid messages ──
 
 
-def test_a_resent_snapshot_is_taken_once(memory: MemoryTier) -> None:
+def test_a_resent_snapshot_is_accepted_once(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
-    found = trainers.seal(1, 0)
-    assert trainers.seal(1, 0, resent=True) is found
+    snapshot_set = trainers.seal(1, 0)
+    assert trainers.seal(1, 0, resent=True) is snapshot_set
     with pytest.raises(BadRequest, match="sealed this step before"):
         trainers.seal(1, 1)
 
@@ -243,7 +243,7 @@ def test_snapshots_resent_to_a_new_daemon_may_come_in_any_order(memory: MemoryTi
     assert trainers.states() == [SlotState.SEALED, SlotState.SEALED]
 
 
-def test_time_goes_forward_within_a_generation(memory: MemoryTier) -> None:
+def test_a_lower_step_of_the_same_generation_is_refused(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
     trainers.seal(5, 0)
     with pytest.raises(BadRequest, match="step 5 of this generation is sealed already"):
@@ -251,7 +251,7 @@ def test_time_goes_forward_within_a_generation(memory: MemoryTier) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 16, 1 << 40])
-def test_slot_index_out_of_range_is_refused_and_its_slot_closed(memory: MemoryTier, index: int) -> None:
+def test_a_slot_with_an_index_out_of_range_is_refused_and_closed(memory: MemoryTier, index: int) -> None:
     Trainers(memory)
     slot = make_slot()
     with pytest.raises(BadRequest):
@@ -273,7 +273,7 @@ def test_slot_index_out_of_range_is_refused_and_its_slot_closed(memory: MemoryTi
     ],
     ids=["never attached", "not filled", "empty", "negative", "too large", "step", "abandon free", "fill twice"],
 )
-def test_message_that_breaks_the_rules_changes_nothing(memory: MemoryTier, break_rules: object) -> None:
+def test_an_invalid_message_is_refused_and_changes_nothing(memory: MemoryTier, break_rules: object) -> None:
     trainers = Trainers(memory)
     memory.fill(RUN, Generation(1), Rank(0), 0)
     with pytest.raises(BadRequest):
@@ -302,47 +302,47 @@ def make_slot_of_same_memory(slot: MappedSlot) -> MappedSlot:
     return MappedSlot(os.dup(slot.fd), slot.capacity_bytes)
 
 
-# ── what a rank will never seal ──
+# ── given-up steps ──
 
 
-def test_a_set_that_a_rank_gives_up_frees_the_slots_of_those_that_have_sealed(memory: MemoryTier) -> None:
+def test_giving_up_a_set_frees_the_slots_of_ranks_that_have_sealed(memory: MemoryTier) -> None:
     both = Trainers(memory, world_size=2)
     both.persist(both.seal(1, 0))
     both.seal(2, 1, ranks=[1])
     checkpoint = checkpoint_id(RUN, 2, 1)
-    assert not memory.is_lost(checkpoint)
-    assert memory.lose(RUN, both.generation, 2) == [(Rank(1), 1)]
-    assert memory.is_lost(checkpoint)
+    assert not memory.is_given_up(checkpoint)
+    assert memory.give_up(RUN, both.generation, 2) == [(Rank(1), 1)]
+    assert memory.is_given_up(checkpoint)
     assert both.states(1) == [SlotState.RETAINED, SlotState.FREE]
-    assert memory.lose(RUN, both.generation, 2) == []
+    assert memory.give_up(RUN, both.generation, 2) == []
     assert both.restorable() == [1]
 
     both.seal(3, 1)
     assert both.restorable() == [3, 1]
 
 
-def test_a_rank_that_seals_after_another_gave_up_is_let_go_too(memory: MemoryTier) -> None:
+def test_giving_up_again_frees_the_slot_of_a_rank_that_sealed_meanwhile(memory: MemoryTier) -> None:
     both = Trainers(memory, world_size=2)
-    assert memory.lose(RUN, both.generation, 2) == []
+    assert memory.give_up(RUN, both.generation, 2) == []
     both.seal(2, 1, ranks=[1])
-    assert memory.lose(RUN, both.generation, 2) == [(Rank(1), 1)]
+    assert memory.give_up(RUN, both.generation, 2) == [(Rank(1), 1)]
 
 
-def test_what_every_rank_has_sealed_cannot_be_given_up_nor_by_a_stale_generation(memory: MemoryTier) -> None:
-    one = Trainers(memory)
-    one.seal(1, 0)
+def test_a_complete_set_and_a_stale_generation_cannot_be_given_up(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    trainers.seal(1, 0)
     with pytest.raises(BadRequest, match="every rank has sealed it"):
-        memory.lose(RUN, one.generation, 1)
+        memory.give_up(RUN, trainers.generation, 1)
     Trainers(memory, generation=2)
     with pytest.raises(Stale):
-        memory.lose(RUN, one.generation, 2)
-    assert one.restorable() == [1]
+        memory.give_up(RUN, trainers.generation, 2)
+    assert trainers.restorable() == [1]
 
 
-def test_what_is_remembered_of_lost_steps_is_bounded_and_ends_with_the_generation(memory: MemoryTier) -> None:
-    one = Trainers(memory)
+def test_the_list_of_given_up_steps_is_bounded_and_ends_with_the_generation(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
     for step in range(100):
-        memory.lose(RUN, one.generation, step)
-    assert sum(memory.is_lost(checkpoint_id(RUN, step, 1)) for step in range(100)) == 16
+        memory.give_up(RUN, trainers.generation, step)
+    assert sum(memory.is_given_up(checkpoint_id(RUN, step, 1)) for step in range(100)) == 16
     Trainers(memory, generation=2)
-    assert not memory.is_lost(checkpoint_id(RUN, 99, 1))
+    assert not memory.is_given_up(checkpoint_id(RUN, 99, 1))

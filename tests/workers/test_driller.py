@@ -1,3 +1,5 @@
+"""Drills: one restore into scratch space per tier and interval."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -21,11 +23,11 @@ INTERVAL_S = 1000.0
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path, drill=DrillConfig(interval_s=INTERVAL_S)) as found:
-        yield found
+    async with rooms_at(tmp_path, drill=DrillConfig(interval_s=INTERVAL_S)) as rooms:
+        yield rooms
 
 
-class Clocked:
+class DrillerWithClock:
     """A driller and its clock."""
 
     def __init__(self, rooms: Rooms) -> None:
@@ -46,85 +48,87 @@ class Clocked:
         return self.rooms.count("tierd_drill_last_success_timestamp_seconds", tier=tier)
 
 
-async def test_each_tier_has_its_drill_soon_after_the_start_and_then_once_in_an_interval(rooms: Rooms) -> None:
+async def test_each_tier_is_drilled_soon_after_the_start_and_then_once_per_interval(rooms: Rooms) -> None:
     made = await rooms.commit("hot", "cold")
-    clocked = Clocked(rooms)
-    await clocked.at(0.0)
+    driller_with_clock = DrillerWithClock(rooms)
+    await driller_with_clock.at(0.0)
     await rooms.look()
-    await clocked.at(INTERVAL_S * driller.SOON)
-    assert clocked.last("hot") == clocked.last("cold") == 1e9 + INTERVAL_S * driller.SOON
+    await driller_with_clock.at(INTERVAL_S * driller.SOON)
+    assert driller_with_clock.last("hot") == driller_with_clock.last("cold") == 1e9 + INTERVAL_S * driller.SOON
     assert (rooms.count("tierd_drill_restore_seconds", tier="cold") or 0) > 0
     assert rooms.count("tierd_drill_newest_step_proven", run=RUN, tier="cold") == 100
     assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == made.size_bytes
-    await clocked.at(INTERVAL_S)
-    assert clocked.last("hot") == 1e9 + INTERVAL_S * driller.SOON
-    await clocked.at(INTERVAL_S * (1 + driller.SOON))
-    assert clocked.last("hot") == 1e9 + INTERVAL_S * (1 + driller.SOON)
-    assert sorted(one.name for one in (rooms.config.hot_path).iterdir()) == [RUN]
+    await driller_with_clock.at(INTERVAL_S)
+    assert driller_with_clock.last("hot") == 1e9 + INTERVAL_S * driller.SOON
+    await driller_with_clock.at(INTERVAL_S * (1 + driller.SOON))
+    assert driller_with_clock.last("hot") == 1e9 + INTERVAL_S * (1 + driller.SOON)
+    assert sorted(path.name for path in rooms.config.hot_path.iterdir()) == [RUN]
 
 
-async def test_the_newest_that_was_ever_proven_is_what_is_published(
+async def test_the_metric_is_the_newest_step_that_any_drill_has_restored(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
         await rooms.commit("hot", step=step, sequence=step)
     await rooms.look()
-    clocked = Clocked(rooms)
-    await clocked.at(0.0)
+    driller_with_clock = DrillerWithClock(rooms)
+    await driller_with_clock.at(0.0)
     for step, now_s in ((2, INTERVAL_S), (1, 3 * INTERVAL_S)):
         monkeypatch.setattr(
-            driller.random, "choice", lambda entries, step=step: next(one for one in entries if one.id.step == step)
+            driller.random,
+            "choice",
+            lambda entries, step=step: next(entry for entry in entries if entry.id.step == step),
         )
-        await clocked.at(now_s)
-    assert clocked.last("hot") == 1e9 + 3 * INTERVAL_S
+        await driller_with_clock.at(now_s)
+    assert driller_with_clock.last("hot") == 1e9 + 3 * INTERVAL_S
     assert rooms.count("tierd_drill_newest_step_proven", run=RUN, tier="hot") == 2
 
 
-async def test_a_drill_that_fails_is_told_and_tried_again_sooner_and_holds_up_no_other(
+async def test_a_failed_drill_is_recorded_and_retried_sooner_and_does_not_delay_other_tiers(
     rooms: Rooms, tmp_path: Path
 ) -> None:
     made = await rooms.commit("hot", "cold")
     flip(tmp_path / "hot", made, made.files[0].name)
     await rooms.look()
-    clocked = Clocked(rooms)
-    await clocked.at(0.0)
-    await clocked.at(INTERVAL_S)
-    assert clocked.last("hot") is None
-    assert clocked.last("cold") == 1e9 + INTERVAL_S
+    driller_with_clock = DrillerWithClock(rooms)
+    await driller_with_clock.at(0.0)
+    await driller_with_clock.at(INTERVAL_S)
+    assert driller_with_clock.last("hot") is None
+    assert driller_with_clock.last("cold") == 1e9 + INTERVAL_S
     assert rooms.count("tierd_failures_total", stage="drill", kind="corrupt") == 1
-    flip(tmp_path / "hot", made, made.files[0].name)  # the same bit: as it was
-    await clocked.at(INTERVAL_S * (1 + driller.SOON))
-    assert clocked.last("hot") == 1e9 + INTERVAL_S * (1 + driller.SOON)
+    flip(tmp_path / "hot", made, made.files[0].name)  # the same bit again: undamaged
+    await driller_with_clock.at(INTERVAL_S * (1 + driller.SOON))
+    assert driller_with_clock.last("hot") == 1e9 + INTERVAL_S * (1 + driller.SOON)
 
 
-async def test_an_empty_tier_one_out_of_reach_and_what_is_deleted_meanwhile_are_no_failure(
+async def test_an_empty_tier_an_unlisted_tier_and_a_deleted_checkpoint_are_not_failures(
     rooms: Rooms, tmp_path: Path
 ) -> None:
     made = await rooms.commit("cold")
     await rooms.look()
     await rooms.cold["cold"].delete(made.id)
-    clocked = Clocked(rooms)
-    await clocked.at(0.0)
-    await clocked.at(INTERVAL_S)
+    driller_with_clock = DrillerWithClock(rooms)
+    await driller_with_clock.at(0.0)
+    await driller_with_clock.at(INTERVAL_S)
     assert rooms.incidents.recent() == []
     rooms.catalog.lost_tier("cold", "away")
-    await clocked.at(3 * INTERVAL_S)
+    await driller_with_clock.at(3 * INTERVAL_S)
     assert rooms.incidents.recent() == []
 
 
-async def test_no_room_to_spare_is_no_full_disk(rooms: Rooms) -> None:
+async def test_too_little_scratch_space_is_not_reported_as_a_full_disk(rooms: Rooms) -> None:
     made = await rooms.commit("cold")
     await rooms.look()
     huge = msgspec.structs.replace(made.files[0], size_bytes=1 << 60)
     rooms.catalog.add(msgspec.structs.replace(made, step=200, files=[huge]), "hot")
-    clocked = Clocked(rooms)
-    await clocked.at(0.0)
-    await clocked.at(INTERVAL_S)
+    driller_with_clock = DrillerWithClock(rooms)
+    await driller_with_clock.at(0.0)
+    await driller_with_clock.at(INTERVAL_S)
     assert rooms.count("tierd_failures_total", stage="drill", kind="full") == 0
     assert rooms.count("tierd_failures_total", stage="drill", kind="transient") == 2
 
 
-def test_the_daemon_drills_on_its_schedule(tmp_path: Path) -> None:
+def test_the_daemon_drills_at_its_interval(tmp_path: Path) -> None:
     (tmp_path / "hot").mkdir()
     make_checkpoint(tmp_path / "hot", tmp_path / "cold", run="gpt")
     more = '[[cold]]\nname = "cold"\nurl = "file://cold"\n[drill]\ninterval_s = 0.2\n[health]\nexamine = false'

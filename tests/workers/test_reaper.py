@@ -1,4 +1,4 @@
-"""Deletes what the plan gives up, and nothing on the strength of what is not known."""
+"""Deletion: only what the plan gives up, and nothing because of missing knowledge."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ STEPS = (100, 200, 300, 400, 500)
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
     """Five checkpoints of a run in hot and in cold; each keeps the last three."""
-    async with rooms_at(tmp_path) as found:
+    async with rooms_at(tmp_path) as rooms:
         for number, step in enumerate(STEPS):
-            await found.commit("hot", "cold", step=step, sequence=number + 1)
-        await found.look()
-        yield found
+            await rooms.commit("hot", "cold", step=step, sequence=number + 1)
+        await rooms.look()
+        yield rooms
 
 
 def reaper(rooms: Rooms) -> Reaper:
     return Reaper(rooms.context)
 
 
-async def test_what_no_policy_keeps_goes_from_every_tier(rooms: Rooms) -> None:
+async def test_what_no_policy_keeps_is_deleted_from_every_tier(rooms: Rooms) -> None:
+
     assert await reaper(rooms).run_once()
     assert rooms.steps("hot") == rooms.steps("cold") == [500, 400, 300]
-    assert sorted(one.step for one in rooms.catalog.held("hot")) == [300, 400, 500]
+    assert sorted(manifest.step for manifest in rooms.catalog.held("hot")) == [300, 400, 500]
     assert rooms.events.count(("space_freed",)) == 4
 
 
@@ -70,18 +71,18 @@ async def test_unreadable_manifest_stops_deletion_for_its_run_only(rooms: Rooms)
     (rooms.folder("hot", CheckpointId(RUN, 300, 1)) / "manifest.json").write_text("{")  # type: ignore[arg-type]
     await rooms.look()
     await reaper(rooms).run_once()
-    assert rooms.steps("hot") == [*reversed(STEPS)], "left alone, the unreadable one too"
+    assert rooms.steps("hot") == [*reversed(STEPS)], "nothing is deleted, not even the unreadable one"
     assert rooms.steps("cold") == [*reversed(STEPS)]
     assert rooms.steps("hot", "other") == rooms.steps("cold", "other") == [500, 400, 300]
     assert [reason.partition(":")[0] for reason in halted(rooms.catalog)] == ["unreadable_manifest"]
 
 
-async def test_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_it(rooms: Rooms) -> None:
+async def test_a_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_it(rooms: Rooms) -> None:
     rooms.catalog.lost_tier("cold", "503")
     assert all(action.tier == "hot" for action in deletions(rooms.catalog, rooms.config))
     await reaper(rooms).run_once()
     assert rooms.steps("cold") == [*reversed(STEPS)]
-    assert rooms.steps("hot") == [500, 400, 300], "a finite disk goes on with what no policy keeps"
+    assert rooms.steps("hot") == [500, 400, 300], "hot still deletes what no policy keeps"
 
 
 async def test_nothing_is_deleted_while_hot_cannot_be_listed(rooms: Rooms) -> None:
@@ -89,8 +90,8 @@ async def test_nothing_is_deleted_while_hot_cannot_be_listed(rooms: Rooms) -> No
     assert deletions(rooms.catalog, rooms.config) == []
 
 
-async def test_tier_that_refuses_deletions_holds_up_no_other(rooms: Rooms) -> None:
-    """A bucket whose key may not delete must not fill the local disk."""
+async def test_a_tier_that_refuses_deletions_does_not_delay_others(rooms: Rooms) -> None:
+    """A bucket that refuses deletions must not fill the local disk."""
 
     async def refuse(keys: Sequence[str]) -> None:
         raise TierUnreachable(f"delete {keys[0]}: access denied")
@@ -98,11 +99,11 @@ async def test_tier_that_refuses_deletions_holds_up_no_other(rooms: Rooms) -> No
     rooms.cold["cold"].store.delete = refuse  # type: ignore[method-assign]
     assert not await reaper(rooms).run_once()
     assert rooms.steps("hot") == [500, 400, 300]
-    assert [one["stage"] for one in rooms.incidents.recent()] == ["reap"], "and it is told once a pass"
+    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["reap"], "once per pass"
 
 
-async def test_change_in_the_middle_of_a_pass_is_decided_anew(rooms: Rooms) -> None:
-    """A milestone marked while the first deletion was under way saves the second."""
+async def test_a_change_during_a_pass_leads_to_a_new_plan(rooms: Rooms) -> None:
+    """A milestone that is marked during the first deletion prevents the second."""
     real_delete = rooms.hot_store.delete
     saved = CheckpointId(RUN, 200, 1)  # type: ignore[arg-type]
 
@@ -118,22 +119,23 @@ async def test_change_in_the_middle_of_a_pass_is_decided_anew(rooms: Rooms) -> N
     assert 200 in rooms.steps("cold")
 
 
-async def test_decisions_and_actions_are_one_judgement(rooms: Rooms) -> None:
+async def test_reported_decisions_equal_the_actions(rooms: Rooms) -> None:
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.look()
-    told = decisions(rooms.catalog, rooms.config)
-    doing = {
-        (one.checkpoint.id, one.tier, one.verdict.value)
-        for one in told
-        if one.verdict not in (Verdict.KEEP, Verdict.WAIT)
+    decided = decisions(rooms.catalog, rooms.config)
+    actions = {
+        (decision.checkpoint.id, decision.tier, decision.verdict.value)
+        for decision in decided
+        if decision.verdict not in (Verdict.KEEP, Verdict.WAIT)
     }
-    assert doing == {
-        (one.checkpoint, one.tier, type(one).__name__.lower()) for one in decide(rooms.catalog, rooms.config)
+    assert actions == {
+        (action.checkpoint, action.tier, type(action).__name__.lower())
+        for action in decide(rooms.catalog, rooms.config)
     }
-    assert {one.checkpoint.id.step for one in told} == {*STEPS, 600}
+    assert {decision.checkpoint.id.step for decision in decided} == {*STEPS, 600}
 
 
-async def test_slots_of_trainers_that_stay_away_are_given_back(tmp_path: Path) -> None:
+async def test_slots_of_departed_trainers_are_freed_after_the_grace_time(tmp_path: Path) -> None:
     async with rooms_at(tmp_path) as rooms:
         rooms.memory.enter(RUN, Generation(1), Rank(0), 1)
         rooms.memory.leave(RUN, Rank(0), now_s=-1e9)
@@ -142,8 +144,8 @@ async def test_slots_of_trainers_that_stay_away_are_given_back(tmp_path: Path) -
         assert rooms.memory.runs() == []
 
 
-async def test_hot_replica_stays_when_the_cold_one_has_gone_since_the_last_look(rooms: Rooms) -> None:
-    """The listing may be minutes old; the last replica may not rest on it."""
+async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_listing(rooms: Rooms) -> None:
+    """The listing may be minutes old, so a deletion checks the other replica again."""
     await rooms.commit("hot", "cold", step=600, sequence=10)
     for step in (700, 800, 900):
         await rooms.commit("hot", "cold", step=step, sequence=step)
@@ -152,7 +154,7 @@ async def test_hot_replica_stays_when_the_cold_one_has_gone_since_the_last_look(
     await rooms.cold["cold"].delete(lost)
     assert await reaper(rooms).run_once()
     assert 600 in rooms.steps("hot")
-    assert pending(rooms.catalog, rooms.config, "cold") == [lost], "and it is sent again"
+    assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
 
 
 async def test_hot_replica_stays_while_the_cold_tier_does_not_answer(rooms: Rooms) -> None:

@@ -1,4 +1,4 @@
-"""What a look at a tier tells the catalog, and what a start clears away. Damage is reported and left alone."""
+"""Listing a tier into the catalog, and recovery at start. Damage is reported and never deleted."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NOW_S = datetime.now(UTC).timestamp()
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path) as found:
-        yield found
+    async with rooms_at(tmp_path) as rooms:
+        yield rooms
 
 
-async def test_start_clears_what_was_being_written_and_keeps_what_was_committed(rooms: Rooms) -> None:
+async def test_recovery_deletes_incomplete_checkpoints_and_keeps_committed_ones(rooms: Rooms) -> None:
     kept = await rooms.commit("hot", step=100)
     torn = await rooms.commit("hot", step=200)
     (rooms.folder("hot", torn.id) / "manifest.json").unlink()
@@ -42,36 +42,36 @@ async def test_start_clears_what_was_being_written_and_keeps_what_was_committed(
     assert [entry.id for entry in rooms.catalog.entries()] == [kept.id]
 
 
-async def test_start_keeps_what_was_being_fetched_for_a_day(rooms: Rooms) -> None:
+async def test_recovery_keeps_a_partial_download_for_a_day(rooms: Rooms) -> None:
     (entry, *_) = (await rooms.commit("cold", step=100)).files
     folder = rooms.folder("hot", checkpoint_id(RUN, 100, 1))
     folder.mkdir(parents=True)
-    arriving = folder / partial_name(entry)
-    arriving.write_bytes(b"half")
+    partial_download = folder / partial_name(entry)
+    partial_download.write_bytes(b"half")
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
-    assert arriving.exists()
-    assert rooms.catalog.entries() == [], "it is no checkpoint"
+    assert partial_download.exists()
+    assert rooms.catalog.entries() == [], "it is not a checkpoint"
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S + 90_000)
     assert not folder.exists()
 
 
-async def test_look_tells_checkpoints_milestones_generations_and_sizes(rooms: Rooms) -> None:
-    one = await rooms.commit("hot", step=100, milestones=("best", "first"))
-    await rooms.hot.claim_generation(one.id.run, 7, {})  # pyright: ignore[reportArgumentType]
+async def test_a_listing_updates_checkpoints_milestones_generations_and_sizes(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", step=100, milestones=("best", "first"))
+    await rooms.hot.claim_generation(manifest.id.run, 7, {})  # pyright: ignore[reportArgumentType]
     await rooms.look()
-    entry = rooms.catalog.get(one.id)
+    entry = rooms.catalog.get(manifest.id)
     assert entry is not None
-    assert (entry.manifest, entry.tiers, entry.all_milestones) == (one, {"hot"}, {"best", "first"})
-    assert rooms.catalog.generation_max(one.id.run) == 7
-    assert rooms.catalog.tiers["hot"].used_bytes >= one.size_bytes
+    assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best", "first"})
+    assert rooms.catalog.generation_max(manifest.id.run) == 7
+    assert rooms.catalog.tiers["hot"].used_bytes >= manifest.size_bytes
 
 
-async def test_checkpoint_removed_by_hand_is_gone_at_the_next_look(rooms: Rooms) -> None:
-    one = await rooms.commit("hot", "cold")
+async def test_a_checkpoint_that_was_deleted_by_hand_is_removed_by_the_next_listing(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold")
     await rooms.look()
-    shutil.rmtree(rooms.folder("hot", one.id))
+    shutil.rmtree(rooms.folder("hot", manifest.id))
     await rooms.look()
-    entry = rooms.catalog.get(one.id)
+    entry = rooms.catalog.get(manifest.id)
     assert entry is not None
     assert entry.tiers == {"cold"}
 
@@ -99,110 +99,110 @@ DAMAGE = [truncate, make_newer, lose_shard, cut_shard]
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("is_known_before", [False, True])
-async def test_damage_is_reported_and_left_alone_even_when_it_happens_later(
+async def test_damage_is_reported_and_not_deleted_even_if_it_happens_later(
     rooms: Rooms, damage: object, is_known_before: bool
 ) -> None:
     healthy = await rooms.commit("hot", step=100)
-    hurt = await rooms.commit("hot", step=200)
+    damaged = await rooms.commit("hot", step=200)
     if is_known_before:
         await rooms.look()
-    damage(rooms.folder("hot", hurt.id))  # type: ignore[operator]
-    before = sorted(os.listdir(rooms.folder("hot", hurt.id)))
+    damage(rooms.folder("hot", damaged.id))  # type: ignore[operator]
+    before = sorted(os.listdir(rooms.folder("hot", damaged.id)))
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert [entry.id for entry in rooms.catalog.entries()] == [healthy.id]
-    assert list(rooms.catalog.unreadable()) == [("hot", hurt.id)]
+    assert list(rooms.catalog.unreadable()) == [("hot", damaged.id)]
     assert any(reason.startswith("unreadable_manifest: ") for reason in halted(rooms.catalog))
-    assert sorted(os.listdir(rooms.folder("hot", hurt.id))) == before
+    assert sorted(os.listdir(rooms.folder("hot", damaged.id))) == before
 
 
-async def test_damage_that_was_mended_is_forgotten(rooms: Rooms) -> None:
-    one = await rooms.commit("hot")
-    path = rooms.folder("hot", one.id) / "manifest.json"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-40])
+async def test_repaired_damage_is_no_longer_reported(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot")
+    path = rooms.folder("hot", manifest.id) / "manifest.json"
+    original = path.read_bytes()
+    path.write_bytes(original[:-40])
     await rooms.look()
     assert rooms.catalog.unreadable() != {}
-    path.write_bytes(whole)
+    path.write_bytes(original)
     await rooms.look()
     assert rooms.catalog.unreadable() == {}
-    assert rooms.catalog.newest(one.id.run, "hot") == one
+    assert rooms.catalog.newest(manifest.id.run, "hot") == manifest
 
 
-async def test_readable_manifest_in_hot_proves_nothing_about_the_one_in_cold(rooms: Rooms) -> None:
-    """Else hot would be evicted because of a cold replica that nobody can restore."""
-    one = await rooms.commit("hot", "cold")
-    truncate(rooms.folder("cold", one.id))
+async def test_the_manifest_in_cold_is_read_even_if_the_one_in_hot_is_known(rooms: Rooms) -> None:
+    """Otherwise hot would be evicted because of a cold replica that cannot be restored."""
+    manifest = await rooms.commit("hot", "cold")
+    truncate(rooms.folder("cold", manifest.id))
     await rooms.look()
-    entry = rooms.catalog.get(one.id)
+    entry = rooms.catalog.get(manifest.id)
     assert entry is not None
     assert entry.tiers == {"hot"}
-    assert list(rooms.catalog.unreadable()) == [("cold", one.id)]
+    assert list(rooms.catalog.unreadable()) == [("cold", manifest.id)]
 
 
-async def test_two_tiers_that_say_different_things_of_one_checkpoint_are_reported(rooms: Rooms) -> None:
-    one = await rooms.commit("hot", "cold")
-    path = rooms.folder("cold", one.id) / "manifest.json"
-    path.write_bytes(msgspec.structs.replace(one, sequence=99).encode())
+async def test_different_manifests_of_one_checkpoint_are_reported(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold")
+    path = rooms.folder("cold", manifest.id) / "manifest.json"
+    path.write_bytes(msgspec.structs.replace(manifest, sequence=99).encode())
     await rooms.look()
-    assert "says something else than the one in hot" in rooms.catalog.unreadable()["cold", one.id]
+    assert "differs from the one in hot" in rooms.catalog.unreadable()["cold", manifest.id]
 
 
 async def test_known_manifests_are_not_read_again(rooms: Rooms) -> None:
-    one = await rooms.commit("hot")
+    manifest = await rooms.commit("hot")
     await rooms.look()
-    path = rooms.folder("hot", one.id) / "manifest.json"
+    path = rooms.folder("hot", manifest.id) / "manifest.json"
     size_bytes = path.stat().st_size
-    path.write_bytes(bytes(size_bytes))  # nobody would notice but who reads it
+    path.write_bytes(bytes(size_bytes))  # only a reader would notice
     await rooms.look()
-    assert rooms.catalog.newest(one.id.run, "hot") == one
+    assert rooms.catalog.newest(manifest.id.run, "hot") == manifest
 
 
-async def test_tier_that_cannot_be_listed_is_not_known_and_keeps_what_was_known(rooms: Rooms) -> None:
-    one = await rooms.commit("cold")
+async def test_a_tier_that_cannot_be_listed_is_not_known_and_keeps_its_entries(rooms: Rooms) -> None:
+    manifest = await rooms.commit("cold")
     await rooms.look()
-    root = rooms.folder("cold", one.id).parents[1]
+    root = rooms.folder("cold", manifest.id).parents[1]
     root.rename(root.with_name("unmounted"))
     await rooms.look()
     assert not rooms.catalog.tiers["cold"].is_known
-    assert rooms.catalog.newest(one.id.run, "cold") == one
+    assert rooms.catalog.newest(manifest.id.run, "cold") == manifest
     assert any(reason.startswith("tier_unreachable: ") for reason in halted(rooms.catalog))
     lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable):
         await lister.run_once()
-    assert lister.has_looked.is_set(), "who waits for a first look must not wait for a dead tier"
+    assert lister.has_listed.is_set(), "a restore that waits for the first listing must not wait for a dead tier"
     root.with_name("unmounted").rename(root)
     assert await lister.run_once()
     assert rooms.catalog.tiers["cold"].is_known
 
 
-async def test_foreign_files_and_folders_are_nobodys_checkpoint(rooms: Rooms) -> None:
-    one = await rooms.commit("hot")
+async def test_other_files_and_folders_are_not_checkpoints_and_are_not_deleted(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot")
     root = rooms.hot_store.root
     (root / "notes.txt").write_text("mine")
-    (root / RUN / "latest").symlink_to(rooms.folder("hot", one.id))
+    (root / RUN / "latest").symlink_to(rooms.folder("hot", manifest.id))
     (root / RUN / "7").mkdir()
     (root / RUN / "7" / "manifest.json").write_text("{}")
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
-    assert [entry.id for entry in rooms.catalog.entries()] == [one.id]
+    assert [entry.id for entry in rooms.catalog.entries()] == [manifest.id]
     assert (root / "notes.txt").exists()
     assert (root / RUN / "7" / "manifest.json").exists()
 
 
-async def test_only_uncommitted_files_are_cleared(rooms: Rooms) -> None:
-    one = await rooms.commit("hot")
-    await clear_uncommitted(rooms.hot, one.id)
+async def test_only_uncommitted_files_are_deleted(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot")
+    await clear_uncommitted(rooms.hot, manifest.id)
     assert rooms.steps("hot") == [100]
-    (rooms.folder("hot", one.id) / "manifest.json").unlink()
-    await clear_uncommitted(rooms.hot, one.id)
-    assert not rooms.folder("hot", one.id).exists()
+    (rooms.folder("hot", manifest.id) / "manifest.json").unlink()
+    await clear_uncommitted(rooms.hot, manifest.id)
+    assert not rooms.folder("hot", manifest.id).exists()
     await clear_uncommitted(rooms.hot, checkpoint_id("absent", 1, 1))
 
 
-async def test_hundreds_of_checkpoints_are_looked_at_in_batches(rooms: Rooms) -> None:
-    one = await rooms.commit("hot", size_bytes=1)
-    source = rooms.folder("hot", one.id)
+async def test_hundreds_of_manifests_are_read_in_batches(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", size_bytes=1)
+    source = rooms.folder("hot", manifest.id)
     for step in range(1000, 1300):
-        other = msgspec.structs.replace(one, step=step)
+        other = msgspec.structs.replace(manifest, step=step)
         folder = rooms.folder("hot", other.id)
         folder.mkdir()
         for shard in source.glob("rank-*"):

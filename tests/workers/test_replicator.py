@@ -1,4 +1,4 @@
-"""From hot to one cold tier: what the lifecycle selects, byte by byte, and nothing that is damaged."""
+"""Copying from hot to one cold tier: what the lifecycle selects, and nothing that is damaged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tierd.workers.replicator import waiting
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path, cold=("cold", "dr")) as found:
-        yield found
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
+        yield rooms
 
 
-async def test_selected_checkpoints_are_copied_newest_first_and_milestones_before_all(rooms: Rooms) -> None:
+async def test_milestones_are_copied_first_and_then_the_newest_selected_checkpoints(rooms: Rooms) -> None:
     for step in (100, 200, 300, 400, 500):
         await rooms.commit("hot", step=step, milestones=("best",) if step == 100 else ())
     await rooms.look()
@@ -34,12 +34,12 @@ async def test_selected_checkpoints_are_copied_newest_first_and_milestones_befor
     assert [message.step for message in rooms.sent if isinstance(message, wire.Replicated)] == [100, 500, 400, 300]
     assert rooms.steps("cold") == [500, 400, 300, 100]
     assert rooms.steps("dr") == []
-    one = max(rooms.catalog.held("cold"), key=lambda manifest: manifest.step).id
-    assert_same_files(rooms.folder("hot", one), rooms.folder("cold", one))
+    newest = max(rooms.catalog.held("cold"), key=lambda manifest: manifest.step).id
+    assert_same_files(rooms.folder("hot", newest), rooms.folder("cold", newest))
     assert rooms.count("tierd_bytes_total", tier="cold", direction="write") == 4 * 40_000
 
 
-async def test_each_cold_tier_is_sent_what_its_own_lifecycle_selects(rooms: Rooms) -> None:
+async def test_each_cold_tier_gets_what_its_own_lifecycle_selects(rooms: Rooms) -> None:
     cold, dr = rooms.config.cold
     dr = msgspec.structs.replace(dr, lifecycle=ColdPolicy(keep_last=1))
     rooms.config = msgspec.structs.replace(rooms.config, cold=[cold, dr])
@@ -50,10 +50,10 @@ async def test_each_cold_tier_is_sent_what_its_own_lifecycle_selects(rooms: Room
         assert await rooms.replicator(name).run_once()
     assert (rooms.steps("cold"), rooms.steps("dr")) == ([300, 200, 100], [300])
     assert waiting(rooms.catalog, rooms.config) == {"cold": [], "dr": []}
-    assert {one.verdict for one in decisions(rooms.catalog, rooms.config)} == {Verdict.KEEP}
+    assert {decision.verdict for decision in decisions(rooms.catalog, rooms.config)} == {Verdict.KEEP}
 
 
-async def test_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:
+async def test_a_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:
     await rooms.commit("hot", "cold")
     await rooms.look()
     moment = rooms.catalog.moment()
@@ -61,77 +61,77 @@ async def test_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:
     assert rooms.catalog.moment() == moment
 
 
-async def test_damaged_hot_replica_is_never_copied_and_holds_up_no_other(rooms: Rooms) -> None:
-    hurt = await rooms.commit("hot", step=300)
+async def test_a_damaged_hot_replica_is_never_copied_and_does_not_delay_others(rooms: Rooms) -> None:
+    damaged = await rooms.commit("hot", step=300)
     await rooms.commit("hot", step=200)
     await rooms.look()
-    flip_a_bit(rooms.folder("hot", hurt.id) / "rank-00001-of-00002.safetensors")
+    flip_a_bit(rooms.folder("hot", damaged.id) / "rank-00001-of-00002.safetensors")
     assert not await rooms.replicator().run_once()
     assert rooms.steps("cold") == [200]
-    assert [(one["stage"], one["kind"], one["step"]) for one in rooms.incidents.recent()] == [
+    assert [(incident["stage"], incident["kind"], incident["step"]) for incident in rooms.incidents.recent()] == [
         ("replicate", "corrupt", 300)
     ]
     assert rooms.count("tierd_verify_failures_total", tier="hot") == 1
 
 
-async def test_checkpoint_deleted_by_hand_is_no_trouble(rooms: Rooms) -> None:
-    gone = await rooms.commit("hot", step=300)
+async def test_a_checkpoint_that_was_deleted_by_hand_is_not_an_error(rooms: Rooms) -> None:
+    deleted = await rooms.commit("hot", step=300)
     await rooms.commit("hot", step=200)
     await rooms.look()
-    await rooms.hot.delete(gone.id)
+    await rooms.hot.delete(deleted.id)
     assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [200]
 
 
-async def test_milestone_marked_later_is_marked_in_cold_too(rooms: Rooms) -> None:
-    one = await rooms.commit("hot", "cold")
+async def test_a_later_milestone_is_copied_to_cold(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold")
     await rooms.look()
-    await rooms.hot.mark_milestone(one.id, "best", "now")
+    await rooms.hot.mark_milestone(manifest.id, "best", "now")
     await refresh(rooms.catalog, rooms.hot)
     await rooms.replicator().run_once()
-    assert (rooms.folder("cold", one.id) / "milestone-best.json").exists()
-    entry = rooms.catalog.get(one.id)
+    assert (rooms.folder("cold", manifest.id) / "milestone-best.json").exists()
+    entry = rooms.catalog.get(manifest.id)
     assert entry is not None
     assert entry.milestones["cold"] == {"best"}
 
 
-async def test_milestone_that_arrives_with_a_deletion_does_not_bring_the_replica_back(tmp_path: Path) -> None:
-    """Else hot would be evicted for a cold replica that is not there."""
+async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_the_catalog(tmp_path: Path) -> None:
+    """Otherwise hot would be evicted because of a cold replica that does not exist."""
     lifecycle = LifecycleConfig(cold=ColdPolicy(milestones=False))
     async with rooms_at(tmp_path, lifecycle=lifecycle) as rooms:
-        one = await rooms.commit("hot", "cold", milestones=("best",))
-        (rooms.folder("cold", one.id) / "milestone-best.json").unlink()
+        manifest = await rooms.commit("hot", "cold", milestones=("best",))
+        (rooms.folder("cold", manifest.id) / "milestone-best.json").unlink()
         await rooms.look()
         cold = rooms.cold["cold"]
         real_put_bytes = cold.store.put_bytes
 
         async def mark_then_delete(key: str, content: bytes, *, if_absent: bool = False) -> bool:
             is_new = await real_put_bytes(key, content, if_absent=if_absent)
-            await cold.delete(one.id)
-            rooms.catalog.drop(one.id, "cold")
+            await cold.delete(manifest.id)
+            rooms.catalog.drop(manifest.id, "cold")
             return is_new
 
         cold.store.put_bytes = mark_then_delete  # type: ignore[method-assign]
         worker = rooms.replicator()
         await worker._mark()
-        entry = rooms.catalog.get(one.id)
+        entry = rooms.catalog.get(manifest.id)
         assert entry is not None
         assert entry.tiers == {"hot"}
 
 
-async def test_tier_out_of_reach_is_told_as_waiting_not_as_empty(rooms: Rooms) -> None:
-    one = await rooms.commit("hot")
+async def test_an_unreachable_tier_is_reported_as_waiting_and_not_as_empty(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot")
     await rooms.look()
     rooms.catalog.lost_tier("cold", "503")
     worker = rooms.replicator()
     assert worker.pending() == []
     assert await worker.run_once()
-    assert waiting(rooms.catalog, rooms.config) == {"cold": [one.id], "dr": [one.id]}
-    assert await rooms.replicator("dr").run_once(), "the other region goes on"
-    assert waiting(rooms.catalog, rooms.config) == {"cold": [one.id], "dr": []}
+    assert waiting(rooms.catalog, rooms.config) == {"cold": [manifest.id], "dr": [manifest.id]}
+    assert await rooms.replicator("dr").run_once(), "the other region is not affected"
+    assert waiting(rooms.catalog, rooms.config) == {"cold": [manifest.id], "dr": []}
 
 
-async def test_tier_that_fails_in_the_middle_is_tried_again_by_the_loop(rooms: Rooms) -> None:
+async def test_a_copy_to_a_tier_that_failed_is_done_by_the_next_pass(rooms: Rooms) -> None:
     await rooms.commit("cold", step=50)
     await rooms.commit("hot", "dr")
     await rooms.look()
@@ -144,17 +144,17 @@ async def test_tier_that_fails_in_the_middle_is_tried_again_by_the_loop(rooms: R
     assert rooms.steps("cold") == [100, 50]
 
 
-async def test_checkpoint_that_a_disk_cannot_read_holds_up_no_other_for_long(rooms: Rooms) -> None:
-    """One bad sector under the newest: it looks like the tier's fault, so the pass ends, and the next begins with
-    another."""
-    hurt = await rooms.commit("hot", step=300)
+async def test_a_checkpoint_that_cannot_be_read_does_not_block_others(rooms: Rooms) -> None:
+    """A bad sector under the newest checkpoint looks like an error of the tier: it ends the pass, and the next pass
+    starts with another checkpoint."""
+    damaged = await rooms.commit("hot", step=300)
     await rooms.commit("hot", step=200)
     await rooms.look()
     worker = rooms.replicator()
     real_put = rooms.cold["cold"].store.put
 
     async def put(key: str, *arguments: object, **more: object) -> object:
-        if hurt.id.name in key:
+        if damaged.id.name in key:
             raise TierUnreachable(f"read {key}: Input/output error")
         return await real_put(key, *arguments, **more)  # type: ignore[arg-type]
 
@@ -165,24 +165,24 @@ async def test_checkpoint_that_a_disk_cannot_read_holds_up_no_other_for_long(roo
     assert rooms.steps("cold") == [200]
 
 
-async def test_leftovers_of_a_killed_copy_go_once_nobody_wants_the_checkpoint(rooms: Rooms) -> None:
-    """Only of a run that lives here: a shared tier may hold what another node is copying right now."""
+async def test_files_of_a_killed_copy_are_deleted_when_the_checkpoint_is_not_selected(rooms: Rooms) -> None:
+    """Only those of local runs: another node may be copying to a shared tier at this moment."""
     await rooms.commit("hot", "cold", step=900)
-    wanted = await rooms.commit("hot", "cold", step=800)
+    selected = await rooms.commit("hot", "cold", step=800)
     for step, run in ((100, RUN), (100, "another-nodes-run")):
         await rooms.commit("cold", step=step, run=run)
         (rooms.folder("cold", checkpoint_id(run, step, 1)) / "manifest.json").unlink()
-    (rooms.folder("cold", wanted.id) / "manifest.json").unlink()
+    (rooms.folder("cold", selected.id) / "manifest.json").unlink()
     await rooms.look()
     assert await rooms.replicator().run_once()
-    assert rooms.steps("cold") == [900, 800], "what is still wanted was copied whole"
+    assert rooms.steps("cold") == [900, 800], "the selected checkpoint was copied completely"
     assert not rooms.folder("cold", checkpoint_id(RUN, 100, 1)).exists()
     assert rooms.folder("cold", checkpoint_id("another-nodes-run", 100, 1)).exists()
 
 
-async def test_unreadable_manifest_in_cold_is_not_written_against_again_and_again(rooms: Rooms) -> None:
-    found = await rooms.commit("hot", "cold")
-    (rooms.folder("cold", found.id) / "manifest.json").write_text("{")
+async def test_a_checkpoint_with_an_unreadable_manifest_in_cold_is_not_copied_again(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold")
+    (rooms.folder("cold", manifest.id) / "manifest.json").write_text("{")
     await rooms.look()
     assert await rooms.replicator().run_once()
     assert rooms.incidents.recent() == []

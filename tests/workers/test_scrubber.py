@@ -1,3 +1,5 @@
+"""The scrub: pace, damage, repair."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -29,8 +31,8 @@ INTERVAL_S = 1000.0
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
-    async with rooms_at(tmp_path) as found:
-        yield found
+    async with rooms_at(tmp_path) as rooms:
+        yield rooms
 
 
 class Scrub:
@@ -52,7 +54,7 @@ class Scrub:
         self.worker = Scrubber(context, tier)
 
     @property
-    def mended(self) -> int:
+    def relisted(self) -> int:
         return self.rooms.events.count(("relist", self.tier))
 
     async def at(self, now_s: float) -> None:
@@ -63,22 +65,22 @@ class Scrub:
         return self.rooms.count("tierd_scrubbed_checkpoints_total", tier=self.tier, proof=proof)
 
     def damaged(self) -> list[int]:
-        return [one.step for one in self.rooms.catalog.tiers[self.tier].damaged]
+        return [checkpoint.step for checkpoint in self.rooms.catalog.tiers[self.tier].damaged]
 
 
-async def is_whole(tier: Tier, manifest: Manifest) -> bool:
+async def is_undamaged(tier: Tier, manifest: Manifest) -> bool:
     return not (await verify_files(tier, manifest)).problems
 
 
 # ── pace ──
 
 
-async def test_every_replica_has_its_turn_once_in_an_interval_evenly_spread(rooms: Rooms) -> None:
+async def test_every_replica_is_checked_once_per_interval_evenly_spread(rooms: Rooms) -> None:
     for step in range(1, 5):
         await rooms.commit("hot", step=step, sequence=step)
     scrub = Scrub(rooms, rooms.hot)
     await scrub.at(0.0)
-    assert scrub.count("size") == 0  # nobody has listed the tier
+    assert scrub.count("size") == 0  # the tier is not listed yet
     await rooms.look()
     seen: list[float | None] = []
     for now_s in (1.0, 1.0, 240.0, 252.0, 600.0, 752.0, 900.0, 1002.0, 1252.0):
@@ -87,7 +89,7 @@ async def test_every_replica_has_its_turn_once_in_an_interval_evenly_spread(room
     assert seen == [1, 1, 1, 2, 3, 4, 4, 5, 6]
 
 
-async def test_the_share_that_is_read_whole_is_read_and_counted(rooms: Rooms) -> None:
+async def test_deep_share_is_read_completely_and_counted(rooms: Rooms) -> None:
     made = await rooms.commit("hot")
     await rooms.look()
     scrub = Scrub(rooms, rooms.hot, deep_share=1.0)
@@ -96,11 +98,13 @@ async def test_the_share_that_is_read_whole_is_read_and_counted(rooms: Rooms) ->
     assert rooms.count("tierd_bytes_total", tier="hot", direction="read") == made.size_bytes
 
 
-# ── what is found ──
+# ── damage and repair ──
 
 
 @pytest.mark.parametrize("tier", ["hot", "cold"])
-async def test_a_damaged_replica_is_told_mended_and_counts_again(rooms: Rooms, tmp_path: Path, tier: str) -> None:
+async def test_a_damaged_replica_is_recorded_and_repaired_and_counts_again(
+    rooms: Rooms, tmp_path: Path, tier: str
+) -> None:
     made = await rooms.commit("hot", "cold", milestones=("best",))
     await rooms.look()
     flip(tmp_path / tier, made, made.files[0].name)
@@ -110,8 +114,8 @@ async def test_a_damaged_replica_is_told_mended_and_counts_again(rooms: Rooms, t
     assert rooms.count("tierd_repaired_files_total", tier=tier) == 1
     assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 1
     assert "chunk 0 of 1" in rooms.incidents.recent()[0]["message"]
-    assert await is_whole(rooms.tiers[tier], made)
-    assert (scrub.damaged(), scrub.mended) == ([], 1)
+    assert await is_undamaged(rooms.tiers[tier], made)
+    assert (scrub.damaged(), scrub.relisted) == ([], 1)
 
     await refresh(rooms.catalog, rooms.tiers[tier])
     entry = rooms.catalog.get(made.id)
@@ -121,28 +125,30 @@ async def test_a_damaged_replica_is_told_mended_and_counts_again(rooms: Rooms, t
     assert halted(rooms.catalog) == []
 
 
-@pytest.mark.parametrize("way", [lose, cut])
-async def test_what_a_listing_shows_already_is_mended_at_the_next_pass(rooms: Rooms, tmp_path: Path, way: Any) -> None:
+@pytest.mark.parametrize("damage", [lose, cut])
+async def test_damage_that_a_listing_shows_is_repaired_by_the_next_pass(
+    rooms: Rooms, tmp_path: Path, damage: Any
+) -> None:
     made = await rooms.commit("hot", "cold")
-    way(tmp_path / "cold", made, made.files[0].name)
+    damage(tmp_path / "cold", made, made.files[0].name)
     await rooms.look()
     assert "unreadable_manifest" in halted(rooms.catalog)[0]
     scrub = Scrub(rooms, rooms.cold["cold"])
     await scrub.at(0.0)
-    assert await is_whole(rooms.cold["cold"], made)
+    assert await is_undamaged(rooms.cold["cold"], made)
     await rooms.look()
     assert halted(rooms.catalog) == []
 
 
-async def test_a_replica_that_is_damaged_for_good_is_no_replica_and_halts_deletion(
+async def test_a_replica_that_cannot_be_repaired_does_not_count_and_halts_deletion(
     rooms: Rooms, tmp_path: Path
 ) -> None:
-    """last_replica: of five only two are kept in hot, but the cold ones are damaged."""
+    """last_replica: the policy would delete two of five in hot, but their cold replicas are damaged."""
     for step in range(1, 6):
         made = await rooms.commit("hot", "cold", step=step, sequence=step * 10)
         flip(tmp_path / "cold", made, made.files[0].name)
     await rooms.look()
-    assert [one.tier for one in deletions(rooms.catalog, rooms.config)] == ["hot", "hot"]
+    assert [action.tier for action in deletions(rooms.catalog, rooms.config)] == ["hot", "hot"]
     scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0, repair=False)
     await scrub.at(0.0)
     (first,) = scrub.damaged()
@@ -150,38 +156,37 @@ async def test_a_replica_that_is_damaged_for_good_is_no_replica_and_halts_deleti
     assert halted(rooms.catalog)[0].startswith("damaged_replica: run42/")
     await scrub.at(INTERVAL_S - 1)
     assert len(scrub.damaged()) == 5
-    assert rooms.count("tierd_verify_failures_total", tier="cold") == 5  # each told once
-    await rooms.look()  # a listing sees nothing wrong, and forgets nothing
+    assert rooms.count("tierd_verify_failures_total", tier="cold") == 5  # each is recorded once
+    await rooms.look()  # a listing shows no damage, and does not end it
     assert len(scrub.damaged()) == 5
     assert deletions(rooms.catalog, rooms.config) == []
 
-    await rooms.cold["cold"].delete(next(one for one in rooms.catalog.tiers["cold"].damaged if one.step == first))
+    damaged = rooms.catalog.tiers["cold"].damaged
+    await rooms.cold["cold"].delete(next(checkpoint for checkpoint in damaged if checkpoint.step == first))
     await rooms.look()
     assert len(scrub.damaged()) == 4
 
 
-async def test_a_file_that_is_whole_nowhere_is_tried_again_once_in_an_interval_and_later_mended(
-    rooms: Rooms, tmp_path: Path
-) -> None:
+async def test_a_file_that_is_damaged_in_every_tier_is_retried_once_per_interval(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot", "cold")
     name = made.files[0].name
     path = rooms.folder("hot", made.id) / name
-    whole = path.read_bytes()
+    undamaged = path.read_bytes()
     for root in (tmp_path / "hot", tmp_path / "cold"):
         flip(root, made, name)
     await rooms.look()
     scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0)
     for now_s in (0.0, 10.0, INTERVAL_S - 1):
         await scrub.at(now_s)
-    assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 2  # found, and not mended
+    assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 2  # found, and not repaired
     assert scrub.damaged() == [100]
-    path.write_bytes(whole)
+    path.write_bytes(undamaged)
     await scrub.at(INTERVAL_S)
     assert scrub.damaged() == []
-    assert await is_whole(rooms.cold["cold"], made)
+    assert await is_undamaged(rooms.cold["cold"], made)
 
 
-async def test_a_source_that_was_away_is_asked_again_soon(rooms: Rooms, tmp_path: Path) -> None:
+async def test_repair_is_retried_soon_when_a_source_was_unreachable(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     await rooms.look()
     flip(tmp_path / "hot", made, made.files[0].name)
@@ -189,17 +194,17 @@ async def test_a_source_that_was_away_is_asked_again_soon(rooms: Rooms, tmp_path
     scrub = Scrub(rooms, rooms.hot, away, deep_share=1.0)
     await scrub.at(0.0)
     assert scrub.damaged() == [100]
-    there = Tier("dr", DirectoryStore(tmp_path / "dr"))
+    reachable = Tier("dr", DirectoryStore(tmp_path / "dr"))
     await rooms.commit("cold")
-    await copy_checkpoint(made, rooms.cold["cold"], there)
+    await copy_checkpoint(made, rooms.cold["cold"], reachable)
     await rooms.cold["cold"].delete(made.id)
     await scrub.at(LimitsConfig().retry_max_s)
     assert scrub.damaged() == []
-    for tier in (away, there):
+    for tier in (away, reachable):
         await tier.store.close()
 
 
-async def test_a_tier_that_goes_away_in_the_middle_is_asked_again_soon(rooms: Rooms, tmp_path: Path) -> None:
+async def test_repair_is_retried_soon_when_the_tier_was_unreachable(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot", "cold")
     lose(tmp_path / "cold", made, made.files[0].name)
     await rooms.look()
@@ -218,23 +223,23 @@ async def test_a_tier_that_goes_away_in_the_middle_is_asked_again_soon(rooms: Ro
         await scrub.at(0.0)
     store.is_away = False
     await scrub.at(LimitsConfig().retry_max_s)
-    assert await is_whole(rooms.cold["cold"], made)
+    assert await is_undamaged(rooms.cold["cold"], made)
     await store.close()
 
 
-async def test_what_someone_else_mended_counts_again(rooms: Rooms, tmp_path: Path) -> None:
+async def test_a_replica_that_was_repaired_by_others_counts_again(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     await rooms.look()
     flip(tmp_path / "hot", made, made.files[0].name)
     scrub = Scrub(rooms, rooms.hot, deep_share=1.0)
     await scrub.at(0.0)
     assert scrub.damaged() == [100]
-    flip(tmp_path / "hot", made, made.files[0].name)  # the same bit again
+    flip(tmp_path / "hot", made, made.files[0].name)  # the same bit again: undamaged
     await scrub.at(INTERVAL_S)
-    assert (scrub.damaged(), scrub.mended) == ([], 1)
+    assert (scrub.damaged(), scrub.relisted) == ([], 1)
 
 
-async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(rooms: Rooms) -> None:
+async def test_a_bucket_is_checked_by_its_checksums_and_repaired(rooms: Rooms) -> None:
     with bucket_server() as served:
         cold = Tier("cold", s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")
@@ -247,14 +252,14 @@ async def test_a_bucket_is_asked_for_its_checksums_and_sent_what_it_lost(rooms: 
         rot(served, "deep", made, made.files[1].name, is_noticed=True)
         await scrub.at(INTERVAL_S)
         assert rooms.count("tierd_repaired_files_total", tier="cold") == 1
-        assert await is_whole(cold, made)
+        assert await is_undamaged(cold, made)
         await cold.store.close()
 
 
 # ── in the daemon ──
 
 
-def test_the_daemon_mends_what_is_damaged_by_itself_and_says_so(tmp_path: Path) -> None:
+def test_the_daemon_repairs_damage_and_reports_it(tmp_path: Path) -> None:
     from tests.support.cli import make_checkpoint
 
     (tmp_path / "hot").mkdir()
@@ -268,5 +273,5 @@ def test_the_daemon_mends_what_is_damaged_by_itself_and_says_so(tmp_path: Path) 
             wait_until(lambda tier=tier: daemon.metric(f'tierd_repaired_files_total{{tier="{tier}"}}') == 1, tier)
         wait_until(lambda: daemon.status()["halted"] == [], "the replicas to count again")
         assert daemon.checkpoints("gpt", "hot") == daemon.checkpoints("gpt", "cold") == [100]
-        assert {one["stage"] for one in daemon.status()["failures"]} == {"scrub"}
+        assert {failure["stage"] for failure in daemon.status()["failures"]} == {"scrub"}
         assert daemon.metric('tierd_damaged_checkpoints{tier="hot"}') == 0

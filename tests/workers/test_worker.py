@@ -1,4 +1,4 @@
-"""The one loop around all workers: wake, interval, backoff. Time is the event loop's own, made to jump."""
+"""The loop of every worker: wake, interval, backoff. The clock of the event loop jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class Task:
-    """A worker whose passes follow a script; afterwards all is well."""
+    """A worker whose passes have the outcomes of a script; all later passes succeed."""
 
     name = "list"
 
@@ -62,7 +62,7 @@ class Task:
 def run(
     worker: Callable[[], Task], passes: int, *, on_pass: Callable[[Wake], None] = lambda wake: None
 ) -> tuple[Task, list[Exception]]:
-    """The loop until so many passes; `on_pass` is called after each."""
+    """Run the loop for a number of passes; `on_pass` is called after each."""
     errors: list[Exception] = []
 
     async def main() -> Task:
@@ -81,38 +81,38 @@ def run(
         return runner.run(main()), errors
 
 
-def test_worker_with_nothing_to_do_rests_for_its_interval() -> None:
+def test_a_worker_waits_for_its_interval_between_passes() -> None:
     worker, errors = run(lambda: Task([]), 4)
     assert worker.gaps_s == pytest.approx([100.0] * 3, abs=0.5)
     assert errors == []
 
 
-def test_wake_ends_the_rest_even_when_it_comes_during_the_pass() -> None:
+def test_a_wake_ends_the_wait_even_if_it_came_during_the_pass() -> None:
     worker, _ = run(lambda: Task([]), 4, on_pass=lambda wake: [wake() for _ in range(5)] and None)
     assert max(worker.gaps_s) < 1.0
 
 
-def test_failing_worker_backs_off_doubling_to_the_limit_and_recovers_at_once() -> None:
-    trouble: list[bool | Exception] = [Transient("x"), False, OSError("y"), Transient("x"), Transient("x"), True]
-    worker, errors = run(lambda: Task(trouble), 7)
+def test_a_failing_worker_backs_off_exponentially_and_recovers_at_once() -> None:
+    outcomes: list[bool | Exception] = [Transient("x"), False, OSError("y"), Transient("x"), Transient("x"), True]
+    worker, errors = run(lambda: Task(outcomes), 7)
     for gap, ceiling in zip(worker.gaps_s, [1.0, 2.0, 4.0, 8.0, 8.0], strict=False):
         assert ceiling * 0.5 <= gap <= ceiling + 0.2
     assert worker.gaps_s[5] == pytest.approx(100.0, abs=0.5)
-    assert [type(one) for one in errors] == [Transient, OSError, Transient, Transient]
+    assert [type(error) for error in errors] == [Transient, OSError, Transient, Transient]
 
 
-def test_wake_does_not_shorten_the_backoff_that_protects_the_other_side() -> None:
+def test_a_wake_does_not_shorten_the_backoff() -> None:
     worker, _ = run(lambda: Task([False] * 3), 4, on_pass=lambda wake: wake())
     assert worker.gaps_s[2] >= 2.0
 
 
-def test_new_work_wakes_an_urgent_worker_out_of_its_backoff_but_not_too_soon() -> None:
+def test_a_wake_shortens_the_backoff_of_an_urgent_worker_to_retry_min_s() -> None:
     worker, _ = run(lambda: Task([False] * 5, is_urgent=True), 6, on_pass=lambda wake: wake())
     assert worker.gaps_s == pytest.approx([LIMITS.retry_min_s] * 5, abs=0.2)
 
 
-def test_worker_whose_pass_was_cancelled_from_within_goes_on_and_says_so() -> None:
-    """A call in a thread may pass on the cancellation of something else; the loop would end with nobody told."""
+def test_a_cancellation_within_a_pass_is_recorded_and_the_worker_continues() -> None:
+    """A call in a thread may raise the CancelledError of another task, which would end the loop silently."""
     task, errors = run(lambda: Task([asyncio.CancelledError(), True]), 3)
     assert len(task.passes_s) == 3
     assert [str(error) for error in errors] == ["a pass of list was cancelled from within"]

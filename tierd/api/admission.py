@@ -13,7 +13,7 @@ import uuid
 
 import tierd
 from tierd.api.packets import PacketConnection
-from tierd.api.session import FIRST, NO_RANK, TrainerSession, Writer
+from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Stale, TierUnreachable
 from tierd.format import wire
@@ -39,7 +39,7 @@ class Admission:
         self._catalog = context.catalog
         self._restorer = restorer
         self._sessions = sessions
-        self._writers: dict[tuple[Run, Rank], Writer] = {}  # the process that may have a rank's slots mapped
+        self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # the process that may have a rank's slots mapped
         self._claiming = asyncio.Lock()
         self._boot = uuid.uuid4().hex
 
@@ -154,7 +154,7 @@ class Admission:
     def _take_over_slots(self, session: TrainerSession, pid: int, *, is_same_generation: bool) -> dict[int, MappedSlot]:
         """The rank's slots that the process `pid` may adopt, and from now on the process that has them mapped."""
         run, rank = session.run, session.rank
-        writer, former = Writer.open(pid), self._writers.get((run, rank))
+        writer, former = SlotWriter.open(pid), self._writers.get((run, rank))
         is_same_process = former is not None and former.pid == writer.pid and not former.is_dead
         slots = {}
         if not (is_same_generation and is_same_process):  # else it only lost its connection and has them mapped

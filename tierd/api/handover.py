@@ -1,7 +1,7 @@
-"""Answers a peer that asks for a checkpoint: with descriptors, or with why not; meanwhile it hears that we are at it.
+"""Answers a peer's Find: with the descriptors of a checkpoint's files, or with the reason why not.
 
-A question is no part of its conversation: a fetch that was begun is finished, so that a trainer that was killed in
-the middle of it finds the checkpoint in the hot tier.
+Until the answer, the peer receives Progress every second. A fetch is finished even if its peer disconnects, so a
+trainer that was killed during a fetch finds the checkpoint in the hot tier after its restart.
 """
 
 from __future__ import annotations
@@ -11,72 +11,76 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tierd.api.packets import close_all
 from tierd.api.session import TrainerSession
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.incidents import Incidents
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer
 
-FINDS_MAX = 256  # questions under way at once, of all peers together
-PROGRESS_INTERVAL_S = 1.0  # a peer that hears nothing for a minute gives up; behind another's fetch it may wait longer
+FINDS_MAX = 256  # pending at once, of all peers together
+PROGRESS_INTERVAL_S = 1.0  # a peer without any message for a minute gives up, and a fetch may take longer
 
 
-class Finder:
+class RestoreRequests:
+    """`spawn` starts a task that does not end with the peer's connection."""
+
     def __init__(
         self, restorer: Restorer, incidents: Incidents, spawn: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
         self._restorer = restorer
         self._incidents = incidents
         self._spawn = spawn
-        self._count = 0
+        self._pending = 0
 
-    def ask(self, session: TrainerSession, find: wire.Find) -> None:
-        """The answer is posted to the session."""
-        if self._count >= FINDS_MAX:
-            session.post(refused(find.request, Transient(f"find a checkpoint: {FINDS_MAX} are being looked for")))
+    def answer(self, session: TrainerSession, find: wire.Find) -> None:
+        """Start to look for the checkpoint. The answer is posted to the session."""
+        if self._pending >= FINDS_MAX:
+            session.post(refused(find.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
             return
-        self._count += 1
+        self._pending += 1
         self._spawn(self._answer(session, find))
 
     async def _answer(self, session: TrainerSession, find: wire.Find) -> None:
         loop = asyncio.get_running_loop()
-        done_bytes = total_bytes = 0
+        progress = wire.Progress(request=find.request, done_bytes=0, total_bytes=0)
 
         def on_progress(done: int, total: int) -> None:
-            nonlocal done_bytes, total_bytes
-            done_bytes, total_bytes = done, total
+            nonlocal progress
+            progress = wire.Progress(request=find.request, done_bytes=done, total_bytes=total)
 
-        def tell_progress() -> None:
+        def post_progress() -> None:
             nonlocal timer
-            session.post(wire.Progress(request=find.request, done_bytes=done_bytes, total_bytes=total_bytes))
-            timer = loop.call_later(PROGRESS_INTERVAL_S, tell_progress)
+            session.post(progress)
+            timer = loop.call_later(PROGRESS_INTERVAL_S, post_progress)
 
-        timer = loop.call_later(PROGRESS_INTERVAL_S, tell_progress)
+        timer = loop.call_later(PROGRESS_INTERVAL_S, post_progress)
         try:
             session.post(*await self._open(session, find, on_progress))
-        except Exception as error:  # whatever it is, the peer hears of it, and the daemon lives
+        except Exception as error:  # a bug too is answered: the peer waits, and the daemon must go on
             if not isinstance(error, NotFound):
                 self._incidents.record("restore", error)
-            doing = f"find a checkpoint of {session.run}"
-            told = error if isinstance(error, TierdError) else TierdError(f"{doing}: {error!r}")
-            session.post(refused(find.request, told))
+            if not isinstance(error, TierdError):
+                error = TierdError(f"find a checkpoint of {session.run}: {error!r}")
+            session.post(refused(find.request, error))
         finally:
-            self._count -= 1
+            self._pending -= 1
             timer.cancel()
 
     async def _open(
         self, session: TrainerSession, find: wire.Find, on_progress: Callable[[int, int], None]
     ) -> tuple[wire.FoundReplica, list[int]]:
-        found = await self._restorer.find(session.run, find, on_progress)
+        """The answer and its descriptors."""
+        handover = await self._restorer.find(session.run, find, on_progress)
         try:
-            manifest = _as_memfd(found.manifest.encode())
+            manifest = _as_memfd(handover.manifest.encode())
         except BaseException:
-            close_all(found.descriptors)
+            close_all(handover.descriptors)
             raise
-        told = wire.FoundReplica(
-            request=find.request, tier=found.tier, passed_over=found.passed_over, is_part=found.is_part
+        answer = wire.FoundReplica(
+            request=find.request, tier=handover.tier, passed_over=handover.passed_over, is_part=handover.is_part
         )
-        return told, [manifest, *found.descriptors]
+        return answer, [manifest, *handover.descriptors]
 
 
 def refused(request: int, error: TierdError) -> wire.Refused:

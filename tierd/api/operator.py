@@ -95,7 +95,7 @@ class Operator:
         """The memory tier's checkpoints, described as manifests; the sizes are true, checksums may be missing."""
         return [
             one.manifest or manifest_of(one, _files(one), sequence=self._catalog.sequence_max(one.id.run) + 1)
-            for one in self._memory.whole()
+            for one in self._memory.complete()
         ]
 
     def _run(self, run: Run) -> Json:
@@ -105,7 +105,7 @@ class Operator:
             newest = self._catalog.newest(run, name)
             tiers[name] = self._where(newest.id, newest.created_at) if newest else None
         is_here = self._memory.generation(run) > 0
-        state, reason = self._memory.endings.of(run) or (None, "")
+        state, reason = self._memory.outcomes.state(run) or (None, "")
         return {
             "run": run,
             "generation": max(self._catalog.generation_max(run), self._memory.generation(run)),
@@ -120,7 +120,9 @@ class Operator:
     def _unhealthy_steps(self, run: Run) -> list[int]:
         """Oldest first; in memory as well, where a verdict may be known before there is a marker."""
         found = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
-        found |= {one.id for one in self._memory.whole(run) if one.diagnosis is not None and not one.diagnosis.healthy}
+        found |= {
+            one.id for one in self._memory.complete(run) if one.diagnosis is not None and not one.diagnosis.healthy
+        }
         return [checkpoint.step for checkpoint in sorted(found, key=lambda one: one.recency)]
 
     def _where(self, checkpoint: CheckpointId, created_at: str) -> Json:
@@ -238,7 +240,7 @@ class Operator:
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
-        diagnoses = {one.id: one.diagnosis.healthy for one in self._memory.whole() if one.diagnosis is not None}
+        diagnoses = {one.id: one.diagnosis.healthy for one in self._memory.complete() if one.diagnosis is not None}
         return _json(self._catalog.facts(self.in_memory(), Run(run) if run else None, diagnoses))
 
     async def _checkpoint(self, request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
-"""Packets with descriptors over a SOCK_SEQPACKET Unix socket, for the event loop. Knows no messages.
+"""Packets with descriptors over a SOCK_SEQPACKET Unix socket, for the event loop. Does not decode messages.
 
-One packet is one message; the kernel keeps it whole. Descriptors come close-on-exec, and those of a packet that
-is refused are closed: a peer can neither exhaust ours nor make us map what it pleases.
+One packet is one message; the kernel never splits it. Received descriptors are close-on-exec. Descriptors of a
+refused packet are closed, so a peer cannot exhaust the daemon's descriptors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tierd.errors import BadConfig, BadRequest, LockHeld
@@ -30,7 +30,7 @@ class PacketConnection:
         self.peer_pid, self.peer_uid, _ = _CREDENTIALS.unpack(raw)
 
     async def receive(self) -> tuple[bytes, list[int]]:
-        """The next packet with its descriptors, which the taker closes; (b"", []) when the peer has gone.
+        """The next packet with its descriptors, which the caller closes; (b"", []) when the peer has disconnected.
 
         Raises BadRequest for a packet that is too long or has too many descriptors.
         """
@@ -38,60 +38,58 @@ class PacketConnection:
             try:
                 raw, descriptors, flags = receive_packet(self._socket)
             except BlockingIOError:
-                await self._readable()
+                loop = asyncio.get_running_loop()
+                await _ready(self._socket, loop.add_reader, loop.remove_reader)
                 continue
             except ConnectionResetError:
-                # Said once when the peer has died with messages unread. What it had sent before is still here.
+                # Raised once when the peer died with unread messages. Packets that it sent before can still be read.
                 continue
             except ConnectionError:
                 return b"", []
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                _close(descriptors)
+                close_all(descriptors)
                 raise BadRequest(f"read a packet: more than {MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_MAX} descriptors")
-            if not raw:  # the end; an empty packet, which nobody sends, reads the same but for its descriptors
-                _close(descriptors)
+            if not raw:  # the end of the stream, or an empty packet, which may have descriptors
+                close_all(descriptors)
                 return b"", []
             return raw, descriptors
 
     async def send(self, raw: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Raises ConnectionError when the peer has gone. The descriptors stay the caller's."""
+        """Raises ConnectionError when the peer has disconnected. Does not close the descriptors."""
         while True:
             try:
                 self._socket.sendmsg([raw], _rights(descriptors), socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                await self._writable()
+                loop = asyncio.get_running_loop()
+                await _ready(self._socket, loop.add_writer, loop.remove_writer)
             else:
                 return
 
     def shutdown(self) -> None:
-        """End the conversation: both sides read the end. The descriptor stays open until `close`."""
+        """End the connection: both sides read the end of the stream. The descriptor stays open until `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
-    async def _readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_reader(self._socket, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(self._socket)
 
-    async def _writable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(self._socket, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_writer(self._socket)
+async def _ready(
+    sock: socket.socket,
+    add: Callable[[socket.socket, Callable[[], None]], None],
+    remove: Callable[[socket.socket], object],
+) -> None:
+    """Wait until the loop reports the socket as readable or writable."""
+    ready = asyncio.Event()
+    add(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        remove(sock)
 
 
 def receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """(packet, its descriptors, the kernel's flags). Not socket.recv_fds: it ignores the flags that it is given."""
+    """(packet, its descriptors, the kernel's flags). socket.recv_fds would ignore MSG_CMSG_CLOEXEC."""
     descriptors = array.array("i")
     space = socket.CMSG_LEN(DESCRIPTORS_MAX * descriptors.itemsize)
     raw, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
@@ -105,15 +103,16 @@ def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
-def _close(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def open_listener(path: str) -> socket.socket:
-    """The daemon's socket, open to its own user alone from the first instant.
+    """The daemon's listening socket, which only its own user can connect to.
 
-    A stale file of a dead daemon is replaced; anything that is no socket is refused.
+    Replaces the socket file of a dead daemon. Raises LockHeld when another daemon listens, BadConfig for a path that
+    cannot be used.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -121,12 +120,12 @@ def open_listener(path: str) -> socket.socket:
         raise BadConfig(f"listen on {path}: {error.strerror}", hint="set daemon.socket to a path of yours") from error
     if os.path.lexists(path):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise BadConfig(f"listen on {path}: something that is no socket is there", hint="move it away")
+            raise BadConfig(f"listen on {path}: the path exists and is not a socket", hint="move it away")
         if _is_answered(path):
-            raise LockHeld(f"listen on {path}: another daemon answers there", hint="set another daemon.socket")
+            raise LockHeld(f"listen on {path}: another daemon listens there", hint="set another daemon.socket")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    # umask before bind, not chmod after: there is no instant in which others may connect
+    # umask before bind: with chmod after bind, other users could connect in between
     former = os.umask(0o177)
     try:
         listener.bind(path)
@@ -144,7 +143,7 @@ def _is_answered(path: str) -> bool:
         try:
             probe.connect(path)
         except BlockingIOError:
-            return True  # its backlog is full: someone lives there
+            return True  # its backlog is full
         except OSError:
             return False
         return True

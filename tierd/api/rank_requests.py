@@ -1,7 +1,7 @@
-"""What goes through the door between operators, rank 0 and the other ranks: requests, answers, calls to a meeting.
+"""Forwards requests of operators to rank 0, its answers back, and calls for a meeting to all ranks of a generation.
 
-Decides nothing: an operator's request goes to rank 0, its answer back, and a call for a meeting to all ranks of the
-generation. bounded: so many requests wait for an answer, and one whose trainer leaves is refused.
+Decides nothing. bounded: a limited number of requests wait for an answer, and a request whose trainer disconnects is
+refused.
 """
 
 from __future__ import annotations
@@ -16,103 +16,106 @@ from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run
 
-REQUESTS_MAX = 64  # that wait for an answer at once, of all operators together
+REQUESTS_MAX = 64  # pending at once, of all operators together
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """By whom, under which number of theirs; `to` is who must answer."""
+class _Pending:
+    """`request`: the operator's own number. `rank_0`: the session that must answer."""
 
-    by: TrainerSession
+    operator: TrainerSession
     request: int
-    to: TrainerSession
+    rank_0: TrainerSession
 
 
-class Requests:
+class RankRequests:
+    """`sessions`: the trainers that are connected now; the owner keeps it up to date."""
+
     def __init__(self, sessions: Mapping[tuple[Run, Rank], TrainerSession]) -> None:
-        """`sessions`: the trainers that are there now, kept by the door."""
         self._sessions = sessions
         self._numbers = itertools.count(1)
-        self._asked: dict[int, _Asked] = {}
-        self._listeners: set[TrainerSession] = set()  # operators hear what becomes of snapshots, until they leave
+        self._pending: dict[int, _Pending] = {}
+        self._operators: set[TrainerSession] = set()  # they also receive what the ranks of their run receive
         self._meetings: dict[Run, tuple[Generation, int]] = {}
 
     # ── operators ──
 
-    def ask(self, session: TrainerSession, request: wire.Request) -> None:
-        """The answer is posted to the session: Agreed, or Refused."""
+    def forward(self, session: TrainerSession, request: wire.Request) -> None:
+        """Forward an operator's request. The answer, Agreed or Refused, is posted to the session."""
         try:
-            self._ask(session, request)
+            rank_0 = self._rank_0(session.run, request)
         except TierdError as error:
             session.post(refused(request.request, error))
+            return
+        self._operators.add(session)
+        number = next(self._numbers)
+        self._pending[number] = _Pending(session, request.request, rank_0)
+        message = wire.Requested(request=number, kind=request.kind, milestone=request.milestone)
+        for each in self._ranks(rank_0) if request.kind == "force" else [rank_0]:
+            each.post(message)
 
-    def _ask(self, session: TrainerSession, request: wire.Request) -> None:
-        doing = f"ask for {request.kind[:40]!r} of {session.run}"
+    def _rank_0(self, run: Run, request: wire.Request) -> TrainerSession:
+        """Who must answer. Raises BadRequest, NotFound, or Transient when too many requests are pending."""
+        action = f"request {request.kind[:40]!r} of {run}"
         if request.kind not in wire.REQUESTS:
-            raise BadRequest(f"{doing}: expected one of {', '.join(wire.REQUESTS)}")
+            raise BadRequest(f"{action}: expected one of {', '.join(wire.REQUESTS)}")
         if request.milestone is not None:
             layout.milestone_file(request.milestone)
-        first = self._sessions.get((session.run, FIRST))
-        if first is None:
+        rank_0 = self._sessions.get((run, FIRST))
+        if rank_0 is None:
             raise NotFound(
-                f"{doing}: no trainer of it is attached here",
-                hint="`tierd status` shows the runs of this daemon; is it the daemon of that node?",
+                f"{action}: no trainer of this run is connected to this daemon",
+                hint="`tierd status` shows the runs of this daemon; is it the daemon of the run's node?",
             )
-        if len(self._asked) >= REQUESTS_MAX:
-            raise Transient(f"{doing}: {REQUESTS_MAX} requests wait for an answer")
-        self._listeners.add(session)
-        number = next(self._numbers)
-        self._asked[number] = _Asked(session, request.request, first)
-        message = wire.Requested(request=number, kind=request.kind, milestone=request.milestone)
-        for one in self._ranks(first) if request.kind == "force" else [first]:
-            one.post(message)
+        if len(self._pending) >= REQUESTS_MAX:
+            raise Transient(f"{action}: {REQUESTS_MAX} requests wait for an answer")
+        return rank_0
 
-    def tell(self, run: Run, message: wire.ToClient) -> None:
-        """What all ranks are told, to the operators who have asked the run for something."""
-        for one in self._listeners:
-            if one.run == run:
-                one.post(message)
+    def send_to_operators(self, run: Run, message: wire.ToClient) -> None:
+        """Send what all ranks receive to the operators who have requested something of the run."""
+        for operator in self._operators:
+            if operator.run == run:
+                operator.post(message)
 
-    def answer(self, session: TrainerSession, answer: wire.Answer) -> None:
-        asked = self._asked.get(answer.request)
-        if asked is None or asked.to is not session:
-            return  # it came again, or too late
-        del self._asked[answer.request]
+    def forward_answer(self, session: TrainerSession, answer: wire.Answer) -> None:
+        pending = self._pending.get(answer.request)
+        if pending is None or pending.rank_0 is not session:
+            return  # a second or late answer
+        del self._pending[answer.request]
         if answer.kind:
-            told: wire.ToClient = wire.Refused(
-                request=asked.request, kind=answer.kind, message=answer.message, hint=answer.hint
+            message: wire.ToClient = wire.Refused(
+                request=pending.request, kind=answer.kind, message=answer.message, hint=answer.hint
             )
         else:
-            told = wire.Agreed(request=asked.request, step=answer.step, generation=session.generation)
-        asked.by.post(told)
+            message = wire.Agreed(request=pending.request, step=answer.step, generation=session.generation)
+        pending.operator.post(message)
 
     # ── ranks ──
 
     def convene(self, session: TrainerSession, convene: wire.Convene) -> None:
-        """Every rank hears of it, the asking one too: those that are there now, and those that come back later."""
+        """Call every rank of the session's generation, itself too; `rank_entered` calls those that connect later."""
         generation, highest = self._meetings.get(session.run, (session.generation, -1))
         if generation != session.generation or convene.meeting > highest:
             self._meetings[session.run] = (session.generation, convene.meeting)
-        for one in self._ranks(session):
-            one.post(wire.Convened(meeting=convene.meeting))
+        for each in self._ranks(session):
+            each.post(wire.Convened(meeting=convene.meeting))
 
-    def entered(self, session: TrainerSession) -> None:
+    def rank_entered(self, session: TrainerSession) -> None:
         generation, meeting = self._meetings.get(session.run, (None, 0))
         if generation == session.generation:
             session.post(wire.Convened(meeting=meeting))
 
-    def left(self, session: TrainerSession) -> None:
-        """An operator waits no more, or a trainer will answer no more."""
-        self._listeners.discard(session)
-        for number, asked in list(self._asked.items()):
-            if session in (asked.by, asked.to):
-                del self._asked[number]
-                why = Transient(f"ask {session.run}: its rank 0 left before it answered", hint="see `tierd status`")
-                asked.by.post(refused(asked.request, why))
+    def session_ended(self, session: TrainerSession) -> None:
+        """Forget an operator's requests; refuse those that this trainer has not answered."""
+        self._operators.discard(session)
+        for number, pending in list(self._pending.items()):
+            if session in (pending.operator, pending.rank_0):
+                del self._pending[number]
+                message = f"wait for rank 0 of {session.run}: it disconnected before it answered"
+                pending.operator.post(refused(pending.request, Transient(message, hint="see `tierd status`")))
         if not self._ranks(session):
             self._meetings.pop(session.run, None)
 
     def _ranks(self, session: TrainerSession) -> list[TrainerSession]:
-        return [
-            one for one in self._sessions.values() if (one.run, one.generation) == (session.run, session.generation)
-        ]
+        key = (session.run, session.generation)
+        return [each for each in self._sessions.values() if (each.run, each.generation) == key]

@@ -1,7 +1,7 @@
-"""One conversation on the trainers' door: who the peer is, and the messages that wait to be sent to it.
+"""One connection on the trainers' socket: the identity of the peer, and the messages that wait to be sent to it.
 
-bounded: a peer that does not read is dropped when its outbox is full, and one that is being sent away has a few
-seconds to hear why. Nobody else waits for it.
+bounded: a peer that does not read is disconnected when its outbox is full. A session that is closed by the daemon has
+a few seconds to send what is queued. No other session waits for it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import os
 import select
 from dataclasses import dataclass
 
-from tierd.api.packets import PacketConnection
+from tierd.api.packets import PacketConnection, close_all
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank, Run
-from tierd.workers.restorer import close_all
 
 log = logging.getLogger("tierd")
 
-OUTBOX_MAX = 256  # messages a peer may leave unread before it is dropped; it re-attaches and asks again
-FINISH_TIMEOUT_S = 5.0  # how long what is queued may take to be sent at the end
-FIRST = Rank(0)  # it speaks for all ranks of its run
-NO_RANK = Rank(-1)  # of a session that only asks
+OUTBOX_MAX = 256  # unread messages before the peer is disconnected; it may reconnect and ask again
+FINISH_TIMEOUT_S = 5.0  # for sending what is queued when a session ends
+FIRST = Rank(0)  # reports and answers for all ranks of its run
+NO_RANK = Rank(-1)  # of a peer that is not a trainer
 
 
 class TrainerSession:
-    """`rank` is NO_RANK for one that only asks."""
+    """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request."""
 
     def __init__(self, connection: PacketConnection, run: Run, rank: Rank, generation: Generation) -> None:
         self.connection = connection
@@ -37,7 +36,7 @@ class TrainerSession:
         self._is_closed = False
 
     def post(self, message: wire.ToClient, descriptors: list[int] | None = None) -> None:
-        """Queue a message; takes the descriptors over. To one that has gone, it does nothing."""
+        """Queue a message, and close its descriptors when it was sent. After `close`, only closes the descriptors."""
         if self._is_closed:
             close_all(descriptors or [])
             return
@@ -45,11 +44,11 @@ class TrainerSession:
             self._outbox.put_nowait((message, descriptors or []))
         except asyncio.QueueFull:
             close_all(descriptors or [])
-            log.warning("dropping %s rank %d: it has left %d messages unread", self.run, self.rank, OUTBOX_MAX)
+            log.warning("disconnect %s rank %d: it has not read %d messages", self.run, self.rank, OUTBOX_MAX)
             self.connection.shutdown()
 
     def finish(self) -> None:
-        """End the connection after what is queued has been sent, or could not be in time."""
+        """End the connection after the queued messages are sent, at the latest after FINISH_TIMEOUT_S."""
         try:
             self._outbox.put_nowait(None)
         except asyncio.QueueFull:
@@ -57,7 +56,7 @@ class TrainerSession:
         asyncio.get_running_loop().call_later(FINISH_TIMEOUT_S, self.connection.shutdown)
 
     async def send_queued(self) -> None:
-        """Sends until `finish`. Ends quietly when the peer has gone."""
+        """Send queued messages until `finish`, or until the peer has disconnected."""
         while (queued := await self._outbox.get()) is not None:
             message, descriptors = queued
             try:
@@ -69,7 +68,7 @@ class TrainerSession:
         self.connection.shutdown()
 
     def close(self) -> None:
-        """Gives back what was not sent. The connection is its owner's to close."""
+        """Discard what was not sent. Does not close the connection."""
         self._is_closed = True
         while not self._outbox.empty():
             queued = self._outbox.get_nowait()
@@ -77,14 +76,14 @@ class TrainerSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
-    """The process that has a rank's slots mapped. `pidfd` is None when it cannot be seen (another PID namespace)."""
+class SlotWriter:
+    """The process that has a rank's slots mapped. `pidfd` is None if it is not visible (another PID namespace)."""
 
     pid: int
     pidfd: int | None
 
     @classmethod
-    def open(cls, pid: int) -> Writer:
+    def open(cls, pid: int) -> SlotWriter:
         try:
             return cls(pid, os.pidfd_open(pid) if pid > 0 else None)
         except OSError:
@@ -92,7 +91,7 @@ class Writer:
 
     @property
     def is_dead(self) -> bool:
-        """Dead for certain: a descriptor of it that a child still holds open tells nothing, the kernel does."""
+        """Whether the process has certainly exited. Its socket cannot tell: a child may hold it open."""
         if self.pidfd is None:
             return False
         poll = select.poll()

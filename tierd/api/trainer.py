@@ -15,9 +15,9 @@ from datetime import datetime
 from typing import Any
 
 from tierd.api.admission import Admission
-from tierd.api.handover import Finder, refused
+from tierd.api.handover import RestoreRequests, refused
 from tierd.api.packets import PacketConnection
-from tierd.api.rank_requests import Requests
+from tierd.api.rank_requests import RankRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession
 from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
@@ -51,11 +51,11 @@ class TrainerDoor:
         self._incidents = context.incidents
         self._throttle = context.throttle
         self._restorer = restorer
-        self._finder = Finder(restorer, context.incidents, spawn)
+        self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
         self._admission = Admission(context, restorer, self._sessions)
-        self._requests = Requests(self._sessions)
+        self._requests = RankRequests(self._sessions)
         self._connections = 0
 
     # ── for workers ──
@@ -65,7 +65,7 @@ class TrainerDoor:
         for session in self._sessions.values():
             if session.run == run:
                 session.post(message)
-        self._requests.tell(run, message)
+        self._requests.send_to_operators(run, message)
 
     def release_slots(self, run: Run) -> None:
         """Tell ranks which slots are free again: a newer snapshot is complete, or an older one was persisted."""
@@ -131,7 +131,7 @@ class TrainerDoor:
         session, slots = await self._admission.admit(connection)
         try:
             self._admission.welcome(session, slots)
-            self._requests.entered(session)
+            self._requests.rank_entered(session)
             async with asyncio.TaskGroup() as group:
                 group.create_task(session.send_queued())
                 try:
@@ -156,10 +156,10 @@ class TrainerDoor:
                     self._end(session, message)
                     return
                 if isinstance(message, wire.Find):
-                    self._finder.ask(session, message)
+                    self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._throttle.hurry(session)  # it waits for the result
-                    self._requests.ask(session, message)
+                    self._requests.forward(session, message)
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is not a trainer")
                 elif isinstance(message, wire.AttachSlot):
@@ -173,7 +173,7 @@ class TrainerDoor:
     def _end(self, session: TrainerSession, goodbye: wire.Goodbye) -> None:
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
         if self._sessions.get((session.run, session.rank)) is session:  # not fenced meanwhile
-            self._memory.endings.said(session.run, session.rank, goodbye.state, goodbye.reason)
+            self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, goodbye.reason)
 
     def _attach(self, session: TrainerSession, message: wire.AttachSlot, descriptors: list[int]) -> None:
         if len(descriptors) != 1:
@@ -197,7 +197,7 @@ class TrainerDoor:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
                 else:
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
-                if self._memory.is_lost(snapshot_set.id):
+                if self._memory.is_given_up(snapshot_set.id):
                     self._release_lost(session, message.step)
                 self.release_slots(run)
                 if snapshot_set.is_pending:
@@ -216,7 +216,7 @@ class TrainerDoor:
             case wire.Convene():
                 self._requests.convene(session, message)
             case wire.Answer():
-                self._requests.answer(session, message)
+                self._requests.forward_answer(session, message)
             case _:
                 raise BadRequest(f"take {type(message).__name__} in the middle of a conversation")
 
@@ -224,7 +224,7 @@ class TrainerDoor:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""
         run, generation, rank = session.run, session.generation, session.rank
         checkpoint = checkpoint_id(run, lost.step, generation)
-        is_known = self._memory.is_lost(checkpoint)
+        is_known = self._memory.is_given_up(checkpoint)
         self._release_lost(session, lost.step)
         if is_known:
             return
@@ -244,7 +244,7 @@ class TrainerDoor:
         )
 
     def _release_lost(self, session: TrainerSession, step: int) -> None:
-        for rank, index in self._memory.lose(session.run, session.generation, step):
+        for rank, index in self._memory.give_up(session.run, session.generation, step):
             other = self._sessions.get((session.run, rank))
             if other is not None:
                 other.post(wire.Released(slot=index))
@@ -290,7 +290,7 @@ class TrainerDoor:
             pass  # it cannot receive the reason
 
     def _leave(self, session: TrainerSession) -> None:
-        self._requests.left(session)
+        self._requests.session_ended(session)
         self._throttle.calm(session)
         key = (session.run, session.rank)
         if self._sessions.get(key) is session:

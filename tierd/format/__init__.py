@@ -1,1 +1,1 @@
-"""What bytes mean: shards, manifests, ids, paths, messages. Pure: no I/O, no clock. Shared by daemon and client."""
+"""The formats: shards, manifests, ids, paths, messages. Pure: no I/O, no clock. Daemon and client use it."""

@@ -1,7 +1,7 @@
-"""CRC64NVME of chunks and of whole files, written as S3 writes it: base64 of 8 big-endian bytes.
+"""CRC64NVME of chunks and of whole files, encoded as in S3: base64 of 8 big-endian bytes.
 
-CRC64NVME because S3 stores it for a multipart object as a whole, and because two CRCs combine without
-reading the bytes again. awscrt computes it at some 12 GB/s a core, without holding the GIL.
+S3 computes CRC64NVME over a whole multipart object, and two CRCs can be combined without reading the bytes again.
+awscrt computes about 12 GB/s per core without holding the GIL.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import binascii
 from collections.abc import Iterable, Iterator
 
 CHUNK_BYTES = 64 << 20
-"""One checksum, one upload part. 64 MiB: S3 allows 10,000 parts, so a shard may have 625 GiB."""
+"""A chunk is one checksum and one upload part. S3 allows 10,000 parts, so a shard may have 625 GiB."""
 
 
 def crc64nvme(view: bytes | bytearray | memoryview, previous: int = 0) -> int:
-    """The CRC64NVME of contiguous bytes, going on from `previous`."""
-    from awscrt import checksums  # here: it takes 0.1 s to load, and a listing needs no sum
+    """The CRC64NVME of bytes that follow those with the checksum `previous`."""
+    from awscrt import checksums  # imported here: it takes 0.1 s, and most commands compute no checksum
 
     return checksums.crc64nvme(view, previous)  # pyright: ignore[reportArgumentType]
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
-    """The checksum of the concatenation of parts, each given as (checksum, length in bytes)."""
+    """The checksum of the concatenation of parts. A part is (checksum, length in bytes)."""
     from awscrt import checksums
 
-    whole = 0
+    combined = 0
     for checksum, length in parts:
-        whole = checksums.combine_crc64nvme(whole, checksum, length)
-    return whole
+        combined = checksums.combine_crc64nvme(combined, checksum, length)
+    return combined
 
 
 def encode(checksum: int) -> str:
@@ -36,13 +36,13 @@ def encode(checksum: int) -> str:
 
 
 def decode(text: str) -> int:
-    """The inverse of `encode`. Raises ValueError for anything that is not base64 of exactly 8 bytes."""
+    """The inverse of `encode`. Raises ValueError unless `text` is base64 of exactly 8 bytes."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError(f"{text!r} is not base64") from error
     if len(raw) != 8:
-        raise ValueError(f"{text!r} holds {len(raw)} bytes, not 8")
+        raise ValueError(f"{text!r} is {len(raw)} bytes, expected 8")
     return int.from_bytes(raw, "big")
 
 

@@ -1,6 +1,6 @@
-"""What an examination of a checkpoint found: whether its numbers are finite, and a digest of what is trained.
+"""The result of examining a checkpoint: whether its numbers are finite, and a digest of the trained tensors.
 
-The name of the marker tells the diagnosis, so that a listing is enough; its content tells what was found.
+The file name of the marker has the verdict, so a listing is enough; its content has the details.
 Spec: docs/FORMAT.md#markers.
 """
 
@@ -16,7 +16,7 @@ MARKER_BYTES_MAX = 64 << 10
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor (or the parts of it that one shard holds) with numbers that are none."""
+    """A tensor with NaN or Inf, and how many of each."""
 
     tensor: str
     nan: int
@@ -24,10 +24,10 @@ class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """`tensors` counts those that are not finite, `not_finite` lists the first of them.
+    """`tensors`: how many tensors are not finite; `not_finite` lists the first of them.
 
-    `digest`: of all trained tensors, or empty when that is not known, or when nothing is meant to change (every
-    learning rate is 0). Two steps of one generation with one digest are the same weights.
+    `digest`: of all trained tensors; empty if it is not known, or if every learning rate is 0, so that the weights
+    need not change. Two steps of one generation with the same digest have the same weights.
     """
 
     healthy: bool
@@ -39,13 +39,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.healthy:
             return "every number is finite"
-        shown = ", ".join(f"{one.tensor} ({one.nan} NaN, {one.inf} Inf)" for one in self.not_finite[:3])
+        shown = ", ".join(f"{each.tensor} ({each.nan} NaN, {each.inf} Inf)" for each in self.not_finite[:3])
         more = f" and {self.tensors - 3} more" if self.tensors > 3 else ""
         return f"{self.tensors} tensors are not finite: {shown}{more}" if shown else "not finite"
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True):
-    """What one look found. `trouble` says why it found nothing."""
+    """The answer of the examining process. `trouble`: why the checkpoint could not be examined, or empty."""
 
     tensors: int = 0
     not_finite: list[NotFinite] = []
@@ -62,4 +62,4 @@ def decode(raw: bytes, *, where: str) -> Diagnosis:
     try:
         return msgspec.json.decode(raw, type=Diagnosis)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Corrupt(f"read the diagnosis {where}: {error}") from error
+        raise Corrupt(f"decode the diagnosis {where}: {error}") from error

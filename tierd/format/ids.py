@@ -1,7 +1,7 @@
-"""Names of runs, checkpoints and ranks, with the one order that says which checkpoint is newest.
+"""Ids of runs, checkpoints and ranks, and the order of checkpoints.
 
-A generation is a timeline: after going back to step 500 and training on, the newest checkpoint is the
-newest step of the newest generation, so recency is (generation, step), never step alone.
+A generation is a timeline. After a run goes back to step 500 and trains on, its newest checkpoint is the newest step
+of the newest generation. Recency is therefore (generation, step), not the step alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Step = NewType("Step", int)
 Generation = NewType("Generation", int)
 Rank = NewType("Rank", int)
 
-# A run is one path component and one S3 key component on every system: no separators, no leading dot.
+# A run is one component of a path and of an S3 key: no separators, no leading dot.
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAME = re.compile(r"(\d{12})-g(\d{4,8})")
 
@@ -28,7 +28,7 @@ WORLD_SIZE_MAX = 1 << 20
 
 
 class CheckpointId(msgspec.Struct, frozen=True, order=False):
-    """One step of one generation of one run. Sortable by `recency` within a run."""
+    """One step of one generation of one run."""
 
     run: Run
     step: Step
@@ -41,7 +41,7 @@ class CheckpointId(msgspec.Struct, frozen=True, order=False):
 
     @property
     def recency(self) -> tuple[int, int]:
-        """Compare by this: a higher one is newer."""
+        """The key to sort checkpoints of a run by: the newest has the highest."""
         return (self.generation, self.step)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class CheckpointId(msgspec.Struct, frozen=True, order=False):
 
 
 def checkpoint_id(run: str, step: int, generation: int) -> CheckpointId:
-    """A checked id. Raises BadRequest when a part is out of range."""
+    """The id of these parts. Raises BadRequest when one is out of range."""
     if not 0 <= step <= STEP_MAX:
         raise BadRequest(f"step {step} is not between 0 and {STEP_MAX}")
     if not 1 <= generation <= GENERATION_MAX:
@@ -72,9 +72,9 @@ def is_run(text: str) -> bool:
 
 
 def parse_name(run: Run, name: str) -> CheckpointId | None:
-    """The id whose folder name this is, or None: foreign folders are nobody's checkpoint."""
+    """The id with this folder name, or None if no checkpoint has such a name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    found = CheckpointId(run, Step(int(match[1])), Generation(int(match[2])))
-    return found if found.name == name and found.generation >= 1 else None
+    checkpoint = CheckpointId(run, Step(int(match[1])), Generation(int(match[2])))
+    return checkpoint if checkpoint.name == name and checkpoint.generation >= 1 else None

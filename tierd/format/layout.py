@@ -1,11 +1,11 @@
-"""Every path and object key, nowhere else. Keys use '/', are relative to a tier's root, and are never overwritten.
+"""All paths and object keys. Keys use '/', are relative to a tier's root, and are never overwritten.
 
 <run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
 <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
-<run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: examined, or unhealthy.json
-<run>/generation-0003.json                                            a marker: generation 3 is taken
-<run>/<step:012d>-g<generation:04d>/.<file>.damaged                   in a directory: what a repair took the place of
+<run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
+<run>/generation-0003.json                                            a marker: generation 3 is claimed
+<run>/<step:012d>-g<generation:04d>/.<file>.damaged                   only in a directory: replaced by a repair
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_
 
 MANIFEST = "manifest.json"
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
-PARTIAL_SUFFIX = ".partial"  # a file being written; renamed once it is whole and durable
+PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
 _DAMAGED_SUFFIX = ".damaged"
 NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
@@ -26,7 +26,7 @@ NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 2
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _GENERATION = re.compile(r"generation-(\d{4,8})\.json")
-# One path component, no leading dot: nothing that a manifest names can leave its own folder.
+# One path component, no leading dot: no file name in a manifest leads out of its folder.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
@@ -72,12 +72,12 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
 
 
 def diagnosis_of(file_names: Container[str]) -> bool | None:
-    """None: not judged. Should both markers be there, the worse one counts."""
+    """Whether the checkpoint is healthy; None: not examined. If both markers exist, it is unhealthy."""
     return False if UNHEALTHY in file_names else True if HEALTHY in file_names else None
 
 
 def is_ours(file_name: str) -> bool:
-    """Whether a file of a checkpoint's folder is none of the manifest's: the manifest itself, or a marker."""
+    """Whether a file in a checkpoint's folder is the manifest or a marker."""
     return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
 
 
@@ -111,8 +111,8 @@ def generation_key(run: Run, generation: Generation) -> str:
 
 def generation_of(file_name: str) -> Generation | None:
     match = _GENERATION.fullmatch(file_name)
-    found = Generation(int(match[1])) if match else None
-    return found if found is not None and file_name == f"generation-{found:04d}.json" else None
+    generation = Generation(int(match[1])) if match else None
+    return generation if generation is not None and file_name == f"generation-{generation:04d}.json" else None
 
 
 def is_safe_file_name(name: str) -> bool:
@@ -120,7 +120,7 @@ def is_safe_file_name(name: str) -> bool:
 
 
 def parse_key(key: str) -> tuple[CheckpointId, str] | None:
-    """(checkpoint, file name) of a key below a tier's root, or None when it is none of ours."""
+    """(checkpoint, file name) of a key, or None if it is not a key of a checkpoint's file."""
     parts = key.split("/")
     if len(parts) != 3 or not is_run(parts[0]):
         return None
@@ -129,7 +129,7 @@ def parse_key(key: str) -> tuple[CheckpointId, str] | None:
 
 
 def parse_generation_key(key: str) -> tuple[Run, Generation] | None:
-    """(run, generation) of a generation marker's key, or None."""
+    """(run, generation) of the key of a generation marker, or None if it is not one."""
     parts = key.split("/")
     if len(parts) != 2 or not is_run(parts[0]):
         return None

@@ -1,7 +1,8 @@
 """The manifest: the list of a checkpoint's shards with sizes and checksums. Its presence is the commit.
 
-Written once, never changed. Decoding trusts nothing: names stay inside their folder, sizes and chunk counts
-agree, chunk checksums combine to the file's, numbers are bounded, and a newer version is refused by name.
+It is written once and never changed. Decoding checks that file names stay inside their folder, that sizes and chunk
+counts agree, that the chunk checksums combine to the file's checksum, and that numbers are in range. A newer version
+is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from tierd.format import checksum, layout
 from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
 
 FORMAT_VERSION = 1
-MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks; a larger one is hostile, not large
+MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks
 FILES_MAX = WORLD_SIZE_MAX
-NOT_FINITE = ("nan", "inf", "-inf")  # how a metric that JSON has no number for is written
+NOT_FINITE = ("nan", "inf", "-inf")  # metrics that are not numbers in JSON
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint. `crc64nvme` is of the whole file; `chunks` holds one per `chunk_bytes`."""
+    """One file of a checkpoint. `crc64nvme`: of the whole file; `chunks`: the checksum of each `chunk_bytes` bytes."""
 
     name: str
     size_bytes: int
@@ -34,7 +35,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that another one came from: of the same run, or of the run it was forked from."""
+    """The checkpoint that another one continues: of the same run, or of the run that it was forked from."""
 
     run: str
     step: int
@@ -42,7 +43,7 @@ class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one checkpoint is. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted."""
+    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted."""
 
     format_version: int
     run: str
@@ -64,10 +65,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def created(self) -> datetime | None:
-        """`created_at` in UTC, which is assumed where it names no zone; None where it is no time: nobody checks it."""
+        """`created_at` in UTC, also assumed if it has no zone. None if it is not a time: `decode` does not check it."""
         try:
-            found = datetime.fromisoformat(self.created_at)
-            return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+            created = datetime.fromisoformat(self.created_at)
+            return created.replace(tzinfo=UTC) if created.tzinfo is None else created.astimezone(UTC)
         except (ValueError, OverflowError):
             return None
 
@@ -76,24 +77,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(entry.size_bytes for entry in self.files)
 
     def encode(self) -> bytes:
-        """The exact bytes of manifest.json: readable JSON, in field order, ending in a newline."""
+        """The exact bytes of manifest.json: indented JSON, in field order, ending in a newline."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
 def file_entry(name: str, size_bytes: int, chunk_bytes: int, chunks: list[int]) -> FileEntry:
-    """The entry of a file from its chunks' checksums, in order."""
+    """The entry of a file, from the checksums of its chunks in order."""
     lengths = [length for _, length in checksum.chunk_ranges(size_bytes, chunk_bytes)]
     return FileEntry(
         name=name,
         size_bytes=size_bytes,
         crc64nvme=checksum.encode(checksum.combine(zip(chunks, lengths, strict=True))),
         chunk_bytes=chunk_bytes,
-        chunks=[checksum.encode(one) for one in chunks],
+        chunks=[checksum.encode(chunk) for chunk in chunks],
     )
 
 
 def plain_metrics(metrics: Mapping[str, float | str]) -> dict[str, float | str]:
-    """Metrics as JSON can hold them: what is not finite becomes "nan", "inf" or "-inf"."""
+    """Metrics as JSON can contain them: numbers that are not finite become "nan", "inf" or "-inf"."""
     return {
         name: value if isinstance(value, str) or math.isfinite(value) else str(value) for name, value in metrics.items()
     }
@@ -104,20 +105,20 @@ class _Version(msgspec.Struct):
 
 
 def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Manifest:
-    """The manifest in `raw`, checked.
+    """Decode and check a manifest.
 
-    `where` names it in messages; `expect` is the checkpoint whose folder it was found in.
-    Raises NewerFormat for a later version, Corrupt for anything else that does not hold.
+    `where` names it in messages; `expect` is the checkpoint in whose folder it is.
+    Raises NewerFormat for a later version, Corrupt for any other violation of the format.
     """
-    reading = f"read the manifest {where}"
+    action = f"decode the manifest {where}"
     hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
     if len(raw) > MANIFEST_BYTES_MAX:
-        raise Corrupt(f"{reading}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
+        raise Corrupt(f"{action}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
     try:
         version = msgspec.json.decode(raw, type=_Version).format_version
         if version > FORMAT_VERSION:
             raise NewerFormat(
-                f"{reading}: format version {version}, this tierd reads up to {FORMAT_VERSION}",
+                f"{action}: format version {version}, this tierd reads up to {FORMAT_VERSION}",
                 hint="upgrade tierd",
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
@@ -125,20 +126,20 @@ def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Man
     except TierdError:
         raise
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{reading}: {error}", hint=hint) from error
+        raise Corrupt(f"{action}: {error}", hint=hint) from error
     return manifest
 
 
 def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
-    """Raises ValueError at the first rule that does not hold."""
+    """Raises ValueError for the first violation."""
     if manifest.format_version < 1:
         raise ValueError(f"format version {manifest.format_version}")
     try:
-        found = manifest.id
+        checkpoint = manifest.id
     except TierdError as error:
         raise ValueError(error.message) from error
-    if expect is not None and found != expect:
-        raise ValueError(f"it says {found}, but lies in the folder of {expect}")
+    if expect is not None and checkpoint != expect:
+        raise ValueError(f"it is of {checkpoint}, but in the folder of {expect}")
     if manifest.sequence < 1:
         raise ValueError(f"sequence {manifest.sequence}, expected 1 or more")
     if not 1 <= manifest.world_size <= WORLD_SIZE_MAX:
@@ -147,9 +148,9 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
         raise ValueError(f"{len(manifest.files)} files")
     for name, value in manifest.metrics.items():
         if isinstance(value, str) and value not in NOT_FINITE:
-            raise ValueError(f"metric {name!r} is {value[:40]!r}, no number")
+            raise ValueError(f"metric {name!r} is {value[:40]!r}, not a number")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
-        raise ValueError("a file is named twice")
+        raise ValueError("two files have the same name")
     for entry in manifest.files:
         _check_file(entry)
 
@@ -159,15 +160,14 @@ def _check_file(entry: FileEntry) -> None:
         raise ValueError(f"file name {entry.name!r}")
     if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
         raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
-    # Counted before any list is made from the sizes: a hostile size must not cost memory.
+    # Compare the count before making a list from the size: a forged size must not exhaust memory.
     expected = -(-entry.size_bytes // entry.chunk_bytes)
     if len(entry.chunks) != expected:
         raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
-    chunks = [checksum.decode(one) for one in entry.chunks]
+    chunks = [checksum.decode(chunk) for chunk in entry.chunks]
     lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
-    whole = checksum.combine(zip(chunks, lengths, strict=True))
-    if whole != checksum.decode(entry.crc64nvme):
-        raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's")
+    if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):
+        raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
 
 
 def encode_marker(content: dict[str, Any]) -> bytes:

@@ -1,14 +1,15 @@
 """One rank's file: a valid safetensors file whose payload begins at a multiple of 4096.
 
-    u64 little-endian header length | JSON header, padded with spaces | tensors back to back, no holes
+    u64 little-endian header length | JSON header, padded with spaces | tensors without holes
 
-Tensors lie by descending element size, then by name, so each is aligned to its element. The header area is
-planned once with slack, so payload offsets stay put from snapshot to snapshot while the metadata changes.
-Format: https://github.com/huggingface/safetensors#format. Parsing trusts nothing in the file.
+Tensors are sorted by descending element size, then by name, so each is aligned to its element size. The header area
+is planned once with slack, so payload offsets do not change from snapshot to snapshot while the metadata does.
+Format: https://github.com/huggingface/safetensors#format. The parser checks every field.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -19,7 +20,7 @@ from typing import Any
 from tierd.errors import Corrupt, NewerFormat, Unsupported
 
 FORMAT_VERSION = 1
-ALIGN_BYTES = 4096  # a page, and what O_DIRECT wants
+ALIGN_BYTES = 4096  # a page; O_DIRECT needs this alignment
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
 NDIM_MAX = 64
 _LENGTH = struct.Struct("<Q")
@@ -30,12 +31,12 @@ DTYPE_BYTES = {
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""The safetensors dtypes that tierd writes and reads, with their element size in bytes."""
+"""The safetensors dtypes that tierd writes and reads, and their element size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor to be laid out: shape of the local part, and its offset in the global tensor."""
+    """The local part of a tensor: its shape, and its offsets in the global tensor (in elements, one per dimension)."""
 
     name: str
     dtype: str
@@ -48,20 +49,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
+class TensorEntry(TensorSpec):
     """A tensor in a shard: its bytes are `[offset, offset + size_bytes)` of the file, C-contiguous, little-endian."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    saved_offsets: tuple[int, ...]
     offset: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything lies in a shard. `header_bytes` counts the 8 length bytes too."""
+    """The positions of everything in a shard. `header_bytes` includes the 8 bytes of the length."""
 
     tensors: tuple[TensorEntry, ...]
     header_bytes: int
@@ -70,7 +66,7 @@ class Layout:
     _sharding: str
 
     def encode_header(self, tierd: dict[str, Any]) -> bytes:
-        """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata has outgrown its area."""
+        """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata does not fit."""
         metadata = json.dumps({"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":"))
         body = f'{{"__metadata__":{metadata}{self._table}}}'.encode()
         room = self.header_bytes - _LENGTH.size
@@ -80,7 +76,7 @@ class Layout:
 
 
 class HeaderOverflow(Exception):
-    """The header no longer fits its area: plan a new layout for `needed_bytes`."""
+    """The header needs `needed_bytes` and no longer fits its area: plan a new layout."""
 
     def __init__(self, needed_bytes: int) -> None:
         super().__init__(needed_bytes)
@@ -97,18 +93,18 @@ class Shard:
 
 
 def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
-    """Lay tensors out, with a header area that fits `tierd` twice over and some more.
+    """Lay out tensors, with a header area for `tierd` twice and 4096 bytes more.
 
-    Raises Unsupported for a dtype without a safetensors name, or when the header would pass 100 MB.
+    Raises Unsupported for a dtype that safetensors does not have, or when the header would exceed 100 MB.
     """
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
-    rows: dict[str, object] = {}
-    begin = 0
-    for spec in ordered:
-        end = begin + spec.size_bytes
-        rows[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        begin = end
+    ends = list(itertools.accumulate(spec.size_bytes for spec in ordered))
+    begins = [0, *ends[:-1]]
+    rows = {
+        spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        for spec, begin, end in zip(ordered, begins, ends, strict=False)
+    }
     table = "," + _dump(rows)[1:-1] if rows else ""
     fixed = len(table) + len(json.dumps(sharding))
     changing = len(json.dumps(_dump(tierd)))
@@ -116,30 +112,26 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     if header_bytes > HEADER_BYTES_MAX:
         raise Unsupported(
             f"lay out a shard: its header would take {header_bytes} bytes of at most {HEADER_BYTES_MAX}",
-            hint="large lists in the dataloader's or extra state belong into a tensor or an array",
+            hint="store large lists of the dataloader's state or of extra in a tensor or an array",
         )
-    entries: list[TensorEntry] = []
-    offset = header_bytes
-    for spec in ordered:
-        entries.append(
-            TensorEntry(
-                name=spec.name,
-                dtype=spec.dtype,
-                shape=spec.shape,
-                saved_offsets=spec.saved_offsets,
-                offset=offset,
-                size_bytes=spec.size_bytes,
-            )
+    entries = tuple(
+        TensorEntry(
+            name=spec.name,
+            dtype=spec.dtype,
+            shape=spec.shape,
+            saved_offsets=spec.saved_offsets,
+            offset=header_bytes + begin,
         )
-        offset += spec.size_bytes
-    return Layout(tuple(entries), header_bytes, offset, table, sharding)
+        for spec, begin in zip(ordered, begins, strict=False)
+    )
+    return Layout(entries, header_bytes, header_bytes + (ends[-1] if ends else 0), table, sharding)
 
 
 def _element_bytes(spec: TensorSpec) -> int:
     try:
         return DTYPE_BYTES[spec.dtype]
     except KeyError:
-        raise Unsupported(f"lay out {spec.name}: dtype {spec.dtype} has no place in a safetensors file") from None
+        raise Unsupported(f"lay out {spec.name}: safetensors has no dtype {spec.dtype}") from None
 
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -150,19 +142,19 @@ def _align(size: int) -> int:
 
 
 def header_length(first_bytes: bytes, file_bytes: int, *, where: str) -> int:
-    """How many bytes the header area takes, from the first 8 of a file of `file_bytes`."""
+    """The size of the header area in bytes, from the first 8 bytes of a file of `file_bytes`. Raises Corrupt."""
     if len(first_bytes) < _LENGTH.size:
         raise Corrupt(f"read {where}: {len(first_bytes)} bytes, too short for a shard")
     (length,) = _LENGTH.unpack_from(first_bytes)
     if length > HEADER_BYTES_MAX or _LENGTH.size + length > file_bytes:
-        raise Corrupt(f"read {where}: header of {length} bytes in a file of {file_bytes}")
+        raise Corrupt(f"read {where}: a header of {length} bytes in a file of {file_bytes} bytes")
     return _LENGTH.size + length
 
 
 def parse_header(header: bytes | memoryview, file_bytes: int, *, where: str) -> Shard:
-    """The shard whose first bytes are `header` (the whole header area, or more) and whose file has `file_bytes`.
+    """Parse the header of a shard. `header`: the first bytes of its file, at least the header area.
 
-    Raises Corrupt when any rule of the format is broken, NewerFormat for a later version of ours.
+    Raises Corrupt for any violation of the format, NewerFormat for a later format version.
     """
     end = header_length(bytes(header[: _LENGTH.size]), file_bytes, where=where)
     try:
@@ -191,18 +183,13 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
         offsets = tuple(sharding[name]["saved_offsets"])
         numbers = (begin, end, *shape, *offsets)
         if any(type(number) is not int or number < 0 for number in numbers) or len(shape) > NDIM_MAX:
-            raise ValueError(f"{name}: sizes and offsets must be whole numbers, not {numbers}")
+            raise ValueError(f"{name}: sizes and offsets must be integers of 0 or more, not {numbers}")
         if len(offsets) != len(shape):
             raise ValueError(f"{name}: {len(offsets)} saved offsets for {len(shape)} dimensions")
         if begin != expected or end - begin != math.prod(shape) * DTYPE_BYTES[raw["dtype"]]:
             raise ValueError(f"{name}: bytes {begin}..{end} leave a hole, overlap, or do not fit {raw}")
         tensors[name] = TensorEntry(
-            name=name,
-            dtype=raw["dtype"],
-            shape=shape,
-            saved_offsets=offsets,
-            offset=header_bytes + begin,
-            size_bytes=end - begin,
+            name=name, dtype=raw["dtype"], shape=shape, saved_offsets=offsets, offset=header_bytes + begin
         )
         expected = end
     if header_bytes + expected != file_bytes:
@@ -211,7 +198,7 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return table

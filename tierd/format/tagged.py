@@ -1,9 +1,9 @@
-"""Tagged JSON: Python values that are no tensors, as JSON that brings back the same types. No pickle, ever.
+"""Tagged JSON: Python values other than tensors as JSON, from which the same types are decoded. No pickle.
 
-Plain JSON values stand for themselves. Everything else is an object with one key that begins with '$':
-`{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$bytes": base64}`, `{"$dict": [[key, value], ...]}`. Tensors and
-arrays are the caller's leaves: `encode` offers what is neither a plain dict nor plain JSON to `leaf` first, `decode`
-gives unknown tags back.
+Plain JSON values are unchanged. Every other value is an object with one key that begins with '$': `{"$tuple": [...]}`,
+`{"$float": "nan"}`, `{"$bytes": base64}`, `{"$dict": [[key, value], ...]}`. The caller encodes tensors and arrays:
+`encode` calls `leaf` for every value that is neither a plain dict nor plain JSON, `decode` calls `unleaf` for every
+unknown tag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from tierd.errors import Corrupt, Unsupported
 
-DEPTH_MAX = 64  # deeper state is a cycle or an attack
+DEPTH_MAX = 64  # deeper state has a cycle, or is forged
 Json = Any
 Leaf = Callable[[object, str], "Json | None"]
 Unleaf = Callable[[str, Json], object]
@@ -32,19 +32,15 @@ _DICTS: dict[type, str] = {
 }
 
 
-def encode(value: object, path: str, leaf: Leaf = lambda value, path: None) -> Json:
-    """The JSON form of `value`. `leaf` may return a tagged object for what it knows, else None.
+def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, depth: int = 0) -> Json:
+    """The JSON form of `value`. `leaf` returns a tagged object, or None for a value that it does not encode.
 
-    Raises Unsupported, naming the path, for anything without a safe form.
+    Raises Unsupported, with the path, for a value without a safe form.
     """
-    return _encode(value, path, leaf, 0)
-
-
-def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
     if depth > DEPTH_MAX:
         raise Unsupported(f"encode {path[:80]}…: nested deeper than {DEPTH_MAX}", hint="is there a cycle in it?")
     kind = type(value)
-    if kind is dict:  # what there is most of, before what `leaf` would have to be asked
+    if kind is dict:  # the most frequent type first, without a call of `leaf`
         return _encode_dict(cast("dict[Any, Any]", value), path, leaf, depth)
     if value is None or kind in (bool, int, str):
         return value
@@ -59,11 +55,11 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
         return {"$complex": [repr(value.real), repr(value.imag)]}
     is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields")
     if is_tuple or (kind in _LISTS and isinstance(value, list | set | frozenset)):
-        # sorted, so that the same set always gives the same bytes
+        # sort sets: the same set must always give the same bytes
         elements = cast("Iterable[object]", value)
         items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else list(elements)
-        encoded = [_encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
-        tag = _LISTS.get(kind, "$tuple")  # torch.Size comes back as the tuple that it is
+        encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
+        tag = _LISTS.get(kind, "$tuple")  # a subclass such as torch.Size is decoded as a tuple
         return encoded if tag is None else {tag: encoded}
     if kind in _DICTS and isinstance(value, dict):
         return _encode_dict(value, path, leaf, depth)
@@ -76,11 +72,11 @@ def _encode(value: object, path: str, leaf: Leaf, depth: int) -> Json:
 
 def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
     if type(value) is dict and are_plain_keys(value):
-        return {key: _encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
+        return {key: encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
     pairs = [
         [
-            _encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
-            _encode(item, f"{path}[{key!r}]", leaf, depth + 1),
+            encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
+            encode(item, f"{path}[{key!r}]", leaf, depth + 1),
         ]
         for key, item in value.items()
     ]
@@ -88,18 +84,18 @@ def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Js
 
 
 def are_plain_keys(keys: Collection[Any]) -> bool:
-    """Whether a dict with these keys is encoded as an object with the same ones."""
+    """Whether a dict with these keys is encoded as a JSON object with the same keys."""
     return _STR.issuperset(map(type, keys)) and not any(map(_TAG, keys))
 
 
 def _no_leaf(tag: str, content: Json) -> object:
-    raise Corrupt(f"decode tagged JSON: unknown tag {tag!r}", hint="written by a newer tierd? upgrade")
+    raise Corrupt(f"decode tagged JSON: unknown tag {tag!r}", hint="was it written by a newer tierd? upgrade")
 
 
 def decode(value: Json, unleaf: Unleaf = _no_leaf) -> Any:
-    """The value that `encode` was given. `unleaf` makes a value of a tag that is none of ours.
+    """The inverse of `encode`. `unleaf` returns the value of an unknown tag.
 
-    Raises Corrupt when `value` is not what `encode` writes.
+    Raises Corrupt for JSON that `encode` does not write.
     """
     try:
         return _decode(value, unleaf, 0)
@@ -136,8 +132,8 @@ def _decode_tag(tag: str, content: Json, unleaf: Unleaf, depth: int) -> Any:
         case "$frozenset":
             return frozenset(_decode(item, unleaf, depth + 1) for item in content)
         case "$dict" | "$ordered" | "$counter":
-            pairs = ((_decode(key, unleaf, depth + 1), _decode(item, unleaf, depth + 1)) for key, item in content)
-            made = {"$dict": dict, "$ordered": collections.OrderedDict, "$counter": dict}[tag](pairs)
-            return collections.Counter(made) if tag == "$counter" else made
+            decoded = {_decode(key, unleaf, depth + 1): _decode(item, unleaf, depth + 1) for key, item in content}
+            kind = {"$ordered": collections.OrderedDict, "$counter": collections.Counter}.get(tag, dict)
+            return kind(decoded)
         case _:
             return unleaf(tag, content)

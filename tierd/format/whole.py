@@ -1,7 +1,7 @@
-"""Whole tensors out of the parts that ranks hold, as plain safetensors files: what lies where. Reads nothing.
+"""Plans safetensors files of whole tensors from the parts in a checkpoint's shards. Reads no tensor data.
 
-A file is planned as one header and its tensors back to back; `pieces` says for any range of a file which bytes of
-which shard belong there, so that files of any size are written through a small buffer.
+A file is one header and its tensors without holes. For any range of a file, `pieces` gives the bytes of the shards
+that belong there, so a file of any size can be written through a small buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER_ALIGN_BYTES = 8  # as the safetensors library writes it
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor, and the name of the shard that holds it."""
+    """A part of a tensor, and the name of the shard that contains it."""
 
     shard: str
     entry: TensorEntry
@@ -41,7 +41,7 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` bytes of a shard from `offset` on, that belong at `at` of the file."""
+    """`length` bytes at `offset` of a shard; they belong at `at` of the file."""
 
     at: int
     shard: str
@@ -50,7 +50,7 @@ class Piece:
 
 
 def whole_tensors(shards: Mapping[str, Shard], prefix: str = "") -> list[WholeTensor]:
-    """Every tensor whose name begins with `prefix`, without it, by name. Raises Corrupt when one is not all there."""
+    """The tensors whose names begin with `prefix`, which is removed. Raises Corrupt when a part of one is missing."""
     parts: dict[str, dict[tuple[int, ...], Part]] = {}
     for shard_name, shard in shards.items():
         for name, entry in shard.tensors.items():
@@ -62,27 +62,27 @@ def whole_tensors(shards: Mapping[str, Shard], prefix: str = "") -> list[WholeTe
 def _whole(name: str, parts: Sequence[Part]) -> WholeTensor:
     entries = [part.entry for part in parts]
     if len({(entry.dtype, len(entry.shape)) for entry in entries}) != 1:
-        raise Corrupt(f"put {name} together: its parts disagree about dtype or dimensions")
-    ends = [[at + size for at, size in zip(one.saved_offsets, one.shape, strict=True)] for one in entries]
+        raise Corrupt(f"assemble {name}: its parts differ in dtype or in the number of dimensions")
+    ends = [[at + size for at, size in zip(part.saved_offsets, part.shape, strict=True)] for part in entries]
     shape = tuple(max(along) for along in zip(*ends, strict=True))
-    held = sum(math.prod(entry.shape) for entry in entries)
-    # As the parts begin at different places, as many elements as there should be are all of them.
-    if held != math.prod(shape):
-        raise Corrupt(f"put {name} together: the shards hold {held} of its {math.prod(shape)} elements")
+    count = sum(math.prod(entry.shape) for entry in entries)
+    # No two parts have the same offsets, so with the right number of elements none is missing.
+    if count != math.prod(shape):
+        raise Corrupt(f"assemble {name}: the shards contain {count} of its {math.prod(shape)} elements")
     return WholeTensor(name, entries[0].dtype, shape, tuple(parts))
 
 
 class WholeFile:
-    """One safetensors file of whole tensors, largest elements first, so that each is aligned."""
+    """One safetensors file of whole tensors, by descending element size, so that each is aligned."""
 
     def __init__(self, tensors: Sequence[WholeTensor], metadata: Mapping[str, str]) -> None:
-        self.tensors = sorted(tensors, key=lambda one: (-DTYPE_BYTES[one.dtype], one.name))
+        self.tensors = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
         table: dict[str, object] = {"__metadata__": dict(metadata)}
         ends: list[int] = []
         end = 0
-        for one in self.tensors:
-            begin, end = end, end + one.size_bytes
-            table[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [begin, end]}
+        for tensor in self.tensors:
+            begin, end = end, end + tensor.size_bytes
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
             ends.append(end)
         body = json.dumps(table, separators=(",", ":")).encode()
         body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
@@ -91,7 +91,7 @@ class WholeFile:
         self._ends = [len(self.header) + end for end in ends]
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """What the file's bytes `[begin, end)` are made of, behind the header."""
+        """The pieces of the file's bytes `[begin, end)`, without the header."""
         for index in range(bisect.bisect_right(self._ends, begin), len(self.tensors)):
             tensor = self.tensors[index]
             at = self._ends[index] - tensor.size_bytes
@@ -102,40 +102,40 @@ class WholeFile:
 
 
 def _pieces(tensor: WholeTensor, part: Part, at: int, begin: int, end: int) -> Iterator[Piece]:
-    """Those of one part, of a tensor that begins at `at` of the file."""
+    """The pieces of one part. The tensor begins at `at` of the file."""
     entry, item_bytes = part.entry, DTYPE_BYTES[tensor.dtype]
     if not entry.size_bytes:
         return
     strides = [item_bytes * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
-    # Elements follow each other in the part as in the whole from the last axis of which it holds but a section.
+    # From the last axis that the part does not cover, its elements are contiguous in the whole tensor too: one run.
     cut = max((axis for axis, size in enumerate(entry.shape) if size != tensor.shape[axis]), default=0)
     run_bytes = item_bytes * math.prod(entry.shape[cut:])
     first = at + sum(offset * stride for offset, stride in zip(entry.saved_offsets, strides, strict=True))
 
     def begin_of(run: int) -> int:
-        place = first
+        position = first
         for axis in reversed(range(cut)):
             run, index = divmod(run, entry.shape[axis])
-            place += index * strides[axis]
-        return place
+            position += index * strides[axis]
+        return position
 
     runs = range(entry.size_bytes // run_bytes)
     for run in runs[bisect.bisect_left(runs, begin, key=lambda run: begin_of(run) + run_bytes - 1) :]:
-        place = begin_of(run)
-        if place >= end:
+        position = begin_of(run)
+        if position >= end:
             return
-        low, high = max(place, begin), min(place + run_bytes, end)
-        yield Piece(low, part.shard, entry.offset + run * run_bytes + low - place, high - low)
+        low, high = max(position, begin), min(position + run_bytes, end)
+        yield Piece(low, part.shard, entry.offset + run * run_bytes + low - position, high - low)
 
 
 def split(tensors: Sequence[WholeTensor], size_max: int) -> list[list[WholeTensor]]:
-    """In their order, into files of at most `size_max` bytes of tensors, but for a tensor that is larger by itself."""
+    """Split tensors, in order, into files of at most `size_max` bytes. A tensor that is larger gets its own file."""
     files: list[list[WholeTensor]] = [[]]
     room = size_max
-    for one in tensors:
-        if one.size_bytes > room and files[-1]:
+    for tensor in tensors:
+        if tensor.size_bytes > room and files[-1]:
             files.append([])
             room = size_max
-        files[-1].append(one)
-        room -= one.size_bytes
+        files[-1].append(tensor)
+        room -= tensor.size_bytes
     return files

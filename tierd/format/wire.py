@@ -1,13 +1,14 @@
-"""Messages between client and daemon. Bytes in, messages out; no socket here.
+"""Messages between client and daemon, and their encoding. No sockets.
 
-One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 253 file
-descriptors beside it (SCM_RIGHTS). Whatever is larger travels as a descriptor. The first message names the
-protocol version; a peer that speaks another one is refused by name. Spec: docs/FORMAT.md#wire.
+One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 253 file descriptors
+(SCM_RIGHTS). Larger content is sent as a descriptor. The first message has the protocol version; a peer with another
+version is refused. Spec: docs/FORMAT.md#wire.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -18,10 +19,10 @@ PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
 SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
-CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: chunks of 64 MiB are 26 TB, and the rest of the message has its room
+CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
-REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, with no snapshot
-ENDINGS = ("finished", "stopped", "lost", "failed", "halted")  # from the least of news to the gravest
+REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
+OUTCOMES = ("finished", "stopped", "lost", "failed", "halted")  # by severity
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -32,9 +33,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """The first message. `generation` None: a trainer's rank 0 claims a new one; a number: this rank joins or
-    re-attaches to it. `rank` None: no trainer, only `Find` and `Request` will follow. `starts_anew`: it has been said
-    that this start begins from scratch, whatever may lie in tiers that cannot be listed."""
+    """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
+    `rank` None: not a trainer; only `Find` and `Request` may follow. `starts_anew`: start from scratch even if a tier
+    that cannot be listed may contain checkpoints of the run."""
 
     protocol: int
     version: str
@@ -46,14 +47,14 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class AttachSlot(_Message, frozen=True, kw_only=True):
-    """A memfd (the one descriptor) that holds one snapshot; sealed against shrinking."""
+    """Attaches a memfd (the one descriptor) that can hold one snapshot. It must be sealed against shrinking."""
 
     slot: int
     capacity_bytes: int
 
 
 class Filling(_Message, frozen=True, kw_only=True):
-    """The rank begins to stage `step` into the slot."""
+    """The rank starts to stage `step` into the slot."""
 
     slot: int
     step: int
@@ -66,7 +67,7 @@ class Abandon(_Message, frozen=True, kw_only=True):
 
 
 class Sealed(_Message, frozen=True, kw_only=True):
-    """The slot holds the whole shard of this rank for `step`: its first `size_bytes` bytes."""
+    """The first `size_bytes` bytes of the slot are this rank's complete shard of `step`."""
 
     slot: int
     step: int
@@ -82,8 +83,8 @@ class Sealed(_Message, frozen=True, kw_only=True):
 
 
 class Lost(_Message, frozen=True, kw_only=True):
-    """This rank will never seal `step`, which others may have sealed already: the set of it will not become whole.
-    The slot is given back by `Abandon`. `kind`, `message` and `hint` are those of the error."""
+    """This rank will never seal `step`, so the step's set will never be complete. Other ranks may have sealed it.
+    `Abandon` frees the slot. `kind`, `message` and `hint` are those of the error."""
 
     step: int
     kind: str
@@ -92,10 +93,10 @@ class Lost(_Message, frozen=True, kw_only=True):
 
 
 class Find(_Message, frozen=True, kw_only=True):
-    """Asks for a checkpoint's files as descriptors. `step` None: the newest. `tier` auto, memory, hot or a cold
-    tier's name. `exclude` holds "<checkpoint name>@<tier>" of replicas already found bad. `allow_unhealthy`: also one
-    whose numbers are not all finite. `chunks` None: all of it. Else only these must have come, and the headers: for
-    each file of the manifest, as far as they go, what `pack_indexes` gives."""
+    """Requests a checkpoint's files as descriptors. `step` None: the newest. `tier`: auto, memory, hot or a cold
+    tier's name. `exclude`: "<checkpoint name>@<tier>" of replicas found bad. `allow_unhealthy`: also a checkpoint with
+    NaN or Inf. `chunks` None: all content. Otherwise only the headers and these chunks must be valid: one
+    `pack_indexes` bitmap for each file of the manifest; files after the end of the list need only their headers."""
 
     request: int
     step: int | None
@@ -108,14 +109,14 @@ class Find(_Message, frozen=True, kw_only=True):
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """Where is this checkpoint? Answered by Persisted and Replicated for each tier that has it, else by nothing."""
+    """Asks which tiers have this checkpoint. Answered by Persisted or Replicated for each; no answer if none has."""
 
     step: int
     generation: int
 
 
 class Report(_Message, frozen=True, kw_only=True):
-    """Something the daemon cannot see: outcome is skipped, failed, unpinned, restored or corrupt."""
+    """An event that the daemon cannot see. `outcome`: skipped, failed, unpinned, restored or corrupt."""
 
     outcome: str
     step: int
@@ -125,20 +126,20 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class Stepped(_Message, frozen=True, kw_only=True):
-    """Rank 0, as often as Welcome asks for it: a step takes so long of late, without what calls of tierd take."""
+    """From rank 0, once per `Welcome.report_s`: the median recent step time, without the time in calls of tierd."""
 
     seconds: float
 
 
 class Convene(_Message, frozen=True, kw_only=True):
-    """A rank wishes for something: call all ranks of its generation to their meeting of this number."""
+    """A rank has a request: call all ranks of its generation to the meeting with this number."""
 
     meeting: int
 
 
 class Request(_Message, frozen=True, kw_only=True):
-    """An operator asks the run's trainers for something: a word of REQUESTS. Answered by Agreed or Refused, and who
-    has asked hears of the run's snapshots what its ranks hear. `milestone`: the name that the snapshot is to get."""
+    """An operator's request to the run's trainers. `kind`: one of REQUESTS. Answered by Agreed or Refused; the operator
+    then receives the messages about the run's snapshots too. `milestone`: a name for the snapshot."""
 
     request: int
     kind: str
@@ -146,7 +147,7 @@ class Request(_Message, frozen=True, kw_only=True):
 
 
 class Answer(_Message, frozen=True, kw_only=True):
-    """Rank 0 answers Requested; what is told of the step is in Agreed. `kind` names an error, or is empty."""
+    """Rank 0's answer to Requested. `kind` empty: agreed, for `step` see Agreed; otherwise the kind of an error."""
 
     request: int
     step: int
@@ -156,7 +157,7 @@ class Answer(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """The trainer ends in good order. `state` is a word of ENDINGS."""
+    """The trainer exits in good order. `state`: one of OUTCOMES."""
 
     state: str = "lost"
     reason: str = ""
@@ -166,7 +167,7 @@ class Goodbye(_Message, frozen=True, kw_only=True):
 
 
 class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot that outlived its trainer. `is_free` False: it holds the newest snapshot until a newer is sealed."""
+    """A slot of the rank's former process. `is_free` False: it holds the newest snapshot until a newer is sealed."""
 
     slot: int
     capacity_bytes: int
@@ -174,10 +175,10 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
-    """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them, warm.
-    `boot` names this start of the daemon: another one has no memory of what the former held. `newest`: the newest
-    checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, and why not.
-    `report_s`: how often to say Stepped; 0: never."""
+    """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them.
+    `boot` identifies this start of the daemon: a daemon with another `boot` has lost the memory tier. `newest`: the
+    newest checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, with the
+    reason. `report_s`: how often to send Stepped, in seconds; 0: never."""
 
     protocol: int
     version: str
@@ -198,7 +199,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
-    """The snapshot is in the memory tier: it outlives the trainer from here on."""
+    """The snapshot is in the memory tier: it survives the trainer now."""
 
     slot: int
     step: int
@@ -227,7 +228,7 @@ class Replicated(_Message, frozen=True, kw_only=True):
 
 
 class Failed(_Message, frozen=True, kw_only=True):
-    """A stage of a checkpoint went wrong. `is_final` False: it is being retried."""
+    """A stage of a checkpoint failed. `is_final` False: it is being retried."""
 
     step: int
     generation: int
@@ -239,19 +240,19 @@ class Failed(_Message, frozen=True, kw_only=True):
 
 
 class Fenced(_Message, frozen=True, kw_only=True):
-    """A newer generation has taken over the run. Nothing of the old one is accepted any more."""
+    """A newer generation has taken over the run. Nothing from the old one is accepted any more."""
 
     generation: int
 
 
 class Convened(_Message, frozen=True, kw_only=True):
-    """All ranks are called to this meeting. Said again to a rank that attaches later."""
+    """All ranks are called to this meeting. Sent again to a rank that connects later."""
 
     meeting: int
 
 
 class Requested(_Message, frozen=True, kw_only=True):
-    """An operator's Request, under the daemon's own number: to rank 0, but `force` to every rank."""
+    """An operator's Request with the daemon's own number: to rank 0; `force` to every rank."""
 
     request: int
     kind: str
@@ -259,8 +260,8 @@ class Requested(_Message, frozen=True, kw_only=True):
 
 
 class Agreed(_Message, frozen=True, kw_only=True):
-    """The answer to Request. stop: the ranks stop at this step. snapshot: one of this step is sealed. force: the
-    trainers are being interrupted, somewhere after it."""
+    """The answer to Request. stop: the ranks stop at this step. snapshot: the snapshot of this step is sealed. force:
+    the trainers are being interrupted, at some point after this step."""
 
     request: int
     step: int
@@ -269,8 +270,8 @@ class Agreed(_Message, frozen=True, kw_only=True):
 
 class FoundReplica(_Message, frozen=True, kw_only=True, tag="Found"):
     """The answer to Find. Descriptors: first the manifest's bytes, then each of its files, in order. `passed_over`:
-    why newer replicas could not be used, a sentence each; a trainer that loses work by it must hear of it. `is_part`:
-    of the files only the headers are there, and the chunks that were asked for."""
+    why newer replicas could not be used, one sentence each, because the trainer may lose work. `is_part`: only the
+    headers and the requested chunks of the files are valid."""
 
     request: int
     tier: str
@@ -279,7 +280,7 @@ class FoundReplica(_Message, frozen=True, kw_only=True, tag="Found"):
 
 
 class Progress(_Message, frozen=True, kw_only=True):
-    """A Find is under way: bytes come from a cold tier."""
+    """A Find is in progress: bytes are being fetched from a cold tier."""
 
     request: int
     done_bytes: int
@@ -287,7 +288,7 @@ class Progress(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """The answer to what cannot be done. `request` is 0 for a refused Hello or message."""
+    """The answer to a request that cannot be fulfilled. `request` is 0 for a refused Hello or message."""
 
     request: int
     kind: str
@@ -315,18 +316,18 @@ def encode(message: ToDaemon | ToClient) -> bytes:
     if len(raw) > MESSAGE_BYTES_MAX:
         raise BadRequest(
             f"send {type(message).__name__}: {len(raw)} bytes, more than {MESSAGE_BYTES_MAX}",
-            hint="are the metrics of the snapshot very many?",
+            hint="does the snapshot have very many metrics?",
         )
     return raw
 
 
 def pack_indexes(indexes: Iterable[int]) -> bytes:
-    """A set of small numbers: bit `n % 8` of byte `n // 8` is `n`."""
-    found = bytearray()
+    """A set of small integers as a bitmap: bit `n % 8` of byte `n // 8` is set if the set contains `n`."""
+    packed = bytearray()
     for index in indexes:
-        found.extend(bytes(max(0, index // 8 + 1 - len(found))))
-        found[index // 8] |= 1 << index % 8
-    return bytes(found)
+        packed.extend(bytes(max(0, index // 8 + 1 - len(packed))))
+        packed[index // 8] |= 1 << index % 8
+    return bytes(packed)
 
 
 def unpack_indexes(packed: bytes) -> list[int]:
@@ -334,22 +335,18 @@ def unpack_indexes(packed: bytes) -> list[int]:
 
 
 def decode_to_daemon(raw: bytes) -> ToDaemon:
-    """Raises BadRequest for anything that is no message of ours."""
-    try:  # ValueError: bytes that are no UTF-8
-        return _to_daemon.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise _not_ours(raw, error) from error
+    """Raises BadRequest for bytes that are not a message to the daemon."""
+    return _decode(_to_daemon, raw)
 
 
 def decode_to_client(raw: bytes) -> ToClient:
-    """Raises BadRequest for anything that is no message of ours."""
+    """Raises BadRequest for bytes that are not a message to the client."""
+    return _decode(_to_client, raw)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
     try:
-        return _to_client.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise _not_ours(raw, error) from error
-
-
-def _not_ours(raw: bytes, error: Exception) -> BadRequest:
-    return BadRequest(
-        f"read a message of {len(raw)} bytes: {error}", hint="do client and daemon have the same version?"
-    )
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
+        hint = "do client and daemon have the same version?"
+        raise BadRequest(f"read a message of {len(raw)} bytes: {error}", hint=hint) from error

@@ -48,7 +48,7 @@ class Examiner:
 
     async def run_once(self) -> bool:
         """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
-        in_memory = [snapshots.id for snapshots in self._memory.whole() if snapshots.diagnosis is None]
+        in_memory = [snapshots.id for snapshots in self._memory.complete() if snapshots.diagnosis is None]
         began_at = self._catalog.moment()
         if began_at == self._done_at and not in_memory:
             return True

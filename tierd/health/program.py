@@ -1,11 +1,8 @@
-"""The program that checks the numbers of one checkpoint for NaN, Inf and weights that do not change.
+"""Counts NaN and Inf in one checkpoint. A separate program, so that numpy and its memory are not in the daemon.
 
-A process of its own, so that numpy, its memory and its time are not the daemon's. workers/examiner.py starts it with
-the shards as open descriptors, and it prints what it found.
-
-What is looked at: everything but what a user keeps besides (KEPT), and outside of model, optimizer and EMA no number
-that is by itself: a best loss so far may well be infinite, a score NaN. NaN counts wherever it is looked for, Inf only
-in what is trained and in the optimizer: a buffer may be a mask of infinities.
+health/examiner.py starts it with the shards as open descriptors; it prints an `Examined` as JSON. It examines all
+tensors except those in NOT_EXAMINED, and except scalars outside EXAMINED: a best loss may be infinite, a score NaN.
+Inf counts only in trained tensors and in the optimizer, because a buffer may be a mask of infinities.
 """
 
 from __future__ import annotations
@@ -27,29 +24,29 @@ from tierd.format.health import TENSORS_LISTED_MAX, Examined, NotFinite
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
 from tierd.tiers.direct_io import page_aligned
 
-BLOCK_BYTES = 4 << 20  # stays in the cache between the checksum and the look at it
+BLOCK_BYTES = 4 << 20  # fits the CPU cache, for the checksum and the count
 EXAMINED = ("model.", "optimizer.", "ema.")
-KEPT = ("scheduler.", "scaler.", "dataloader.", "extra.", "rng.")  # by sections of a TrainingState
+NOT_EXAMINED = ("scheduler.", "scaler.", "dataloader.", "extra.", "rng.")  # other sections of a TrainingState
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: DESCRIPTOR:SIZE of each shard, the size in bytes."""
-    os.nice(19)  # with it goes the lowest of the usual priorities for the disk
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a dead daemon's slots must not live on through us
-    shards = [tuple(map(int, one.split(":"))) for one in arguments]
+    """`arguments`: DESCRIPTOR:SIZE of each shard, the size in bytes."""
+    os.nice(19)  # lowers the disk priority too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # slots must not stay open after the daemon has died
+    shards = [argument.split(":") for argument in arguments]
     try:
-        found = examine([(descriptor, size_bytes) for descriptor, size_bytes in shards])
+        examined = examine([(int(descriptor), int(size_bytes)) for descriptor, size_bytes in shards])
     except (TierdError, OSError) as error:
-        found = Examined(trouble=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+        examined = Examined(trouble=str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(examined))
 
 
 def examine(files: list[tuple[int, int]]) -> Examined:
-    """All shards of one checkpoint, as (descriptor, size in bytes). Raises Corrupt when one is no shard."""
+    """`files`: (descriptor, size in bytes) of all shards of one checkpoint. Raises Corrupt for an invalid shard."""
     shards = [_read_shard(descriptor, size_bytes) for descriptor, size_bytes in files]
-    trained, is_moving = _trained(shards[0].tierd)
+    trained, must_change = _trained(shards[0].tierd)
     counts: dict[str, Counter[str]] = {}
     digests: dict[str, int] = {}
     buffer = page_aligned(BLOCK_BYTES)
@@ -57,18 +54,18 @@ def examine(files: list[tuple[int, int]]) -> Examined:
         for entry in shard.tensors.values():
             if not _is_examined(entry):
                 continue
-            found, digest = _look(descriptor, entry, buffer, is_digested=entry.name in trained)
+            count, digest = _count(descriptor, entry, buffer, is_digested=entry.name in trained)
             if entry.name not in trained and not entry.name.startswith("optimizer."):
-                found["inf"] = 0
-            if found.total():
-                counts.setdefault(entry.name, Counter()).update(found)
+                count["inf"] = 0
+            if count.total():
+                counts.setdefault(entry.name, Counter()).update(count)
             if entry.name in trained:
                 digests[f"{entry.name}{list(entry.saved_offsets)}"] = digest
     first = sorted(counts.items())[:TENSORS_LISTED_MAX]
     return Examined(
         tensors=len(counts),
-        not_finite=[NotFinite(tensor=name[:256], nan=one["nan"], inf=one["inf"]) for name, one in first],
-        digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if is_moving else "",
+        not_finite=[NotFinite(tensor=name[:256], nan=count["nan"], inf=count["inf"]) for name, count in first],
+        digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if must_change else "",
     )
 
 
@@ -80,42 +77,43 @@ def _read_shard(descriptor: int, size_bytes: int) -> Shard:
 
 
 def _is_examined(entry: TensorEntry) -> bool:
-    """A DictState, or what DCP saves, has names of its own: tensors under them count like a model's."""
-    return entry.name.startswith(EXAMINED) or (not entry.name.startswith(KEPT) and len(entry.shape) > 0)
+    """Tensors of a DictState or of DCP have other names; they are examined like those of a model."""
+    return entry.name.startswith(EXAMINED) or (not entry.name.startswith(NOT_EXAMINED) and len(entry.shape) > 0)
 
 
 def _trained(tierd: dict[str, Any]) -> tuple[set[str], bool]:
-    """(the stored names of what optimizers train, whether it is meant to change: some learning rate is not 0)."""
+    """(the names of the trained tensors, whether they must change between steps: a learning rate is not 0)."""
     names: set[str] = set()
     rates: list[Any] = []
     for section in (tierd.get("state") or {}).values():
         if section.get("kind") != "optimizers":
             continue
-        several = len(section["value"]) > 1
+        has_several = len(section["value"]) > 1
         for index, optimizer in enumerate(section["value"]):
-            prefix = f"optimizer.{index}." if several else "optimizer."
+            prefix = f"optimizer.{index}." if has_several else "optimizer."
+            foreign = set(optimizer["foreign"])  # parameters that are not in the model
             for group in optimizer["groups"]:
-                foreign = set(optimizer["foreign"])
-                names |= {(prefix if one in foreign else "model.") + one for one in group["params"]}
+                names |= {(prefix if name in foreign else "model.") + name for name in group["params"]}
                 rates.append(group["options"].get("lr"))
     return names, any(rate != 0 for rate in rates)
 
 
-def _look(descriptor: int, entry: TensorEntry, buffer: memoryview, *, is_digested: bool) -> tuple[Counter[str], int]:
-    count = COUNTS.get(entry.dtype)
-    found: Counter[str] = Counter()
+def _count(descriptor: int, entry: TensorEntry, buffer: memoryview, *, is_digested: bool) -> tuple[Counter[str], int]:
+    """(number of "nan" and "inf" in the tensor, its checksum, or 0 unless `is_digested`)."""
+    count_block = COUNTS.get(entry.dtype)
+    count: Counter[str] = Counter()
     digest = 0
-    if count is None and not is_digested:
-        return found, digest
+    if count_block is None and not is_digested:
+        return count, digest
     for offset in range(entry.offset, entry.offset + entry.size_bytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, entry.offset + entry.size_bytes - offset)]
         _read(descriptor, offset, block)
         if is_digested:
             digest = checksum.crc64nvme(block, digest)
-        if count is not None:
-            nan, inf = count(block)
-            found.update(nan=nan, inf=inf)
-    return found, digest
+        if count_block is not None:
+            nan, inf = count_block(block)
+            count.update(nan=nan, inf=inf)
+    return count, digest
 
 
 def _read(descriptor: int, offset: int, into: memoryview) -> None:
@@ -128,7 +126,7 @@ def _read(descriptor: int, offset: int, into: memoryview) -> None:
 
 
 def _floats(dtype: str) -> Callable[[memoryview], tuple[int, int]]:
-    """Numbers that numpy knows."""
+    """Counts for a dtype of numpy."""
 
     def count(block: memoryview) -> tuple[int, int]:
         numbers = np.frombuffer(block, dtype)
@@ -140,19 +138,19 @@ def _floats(dtype: str) -> Callable[[memoryview], tuple[int, int]]:
 
 
 def _bits(dtype: str, exponent: int, mantissa: int) -> Callable[[memoryview], tuple[int, int]]:
-    """Numbers that numpy does not know, by their bits: all of the exponent set, and NaN when the mantissa is not 0."""
+    """Counts by bits, for a dtype that numpy lacks. NaN and Inf have all exponent bits set; Inf has mantissa 0."""
 
     def count(block: memoryview) -> tuple[int, int]:
         bits = np.frombuffer(block, dtype)
-        odd = bits[(bits & exponent) == exponent]
-        nan = int(((odd & mantissa) != 0).sum())
-        return nan, len(odd) - nan
+        not_finite = bits[(bits & exponent) == exponent]
+        nan = int(((not_finite & mantissa) != 0).sum())
+        return nan, len(not_finite) - nan
 
     return count
 
 
 def _e4m3(block: memoryview) -> tuple[int, int]:
-    """float8_e4m3fn: one pattern is NaN, and there is no infinity. https://arxiv.org/abs/2209.05433"""
+    """float8_e4m3fn has one bit pattern for NaN (and a sign) and no Inf. https://arxiv.org/abs/2209.05433"""
     return int(((np.frombuffer(block, "u1") & 0x7F) == 0x7F).sum()), 0
 
 
@@ -160,12 +158,12 @@ COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "F64": _floats("<f8"),
     "F32": _floats("<f4"),
     "F16": _floats("<f2"),
-    "C64": _floats("<f4"),  # two of them
+    "C64": _floats("<f4"),  # real and imaginary part
     "BF16": _bits("<u2", 0x7F80, 0x007F),
     "F8_E5M2": _bits("u1", 0x7C, 0x03),
     "F8_E4M3": _e4m3,
 }
-"""By safetensors dtype: (how many NaN, how many Inf) in a block of whole elements."""
+"""By safetensors dtype: a function that returns (NaN, Inf) counts of a block of whole elements."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How the trainers of each run ended, in the words that their ranks left with. Kept in the daemon's memory only.
+"""The outcome of each run: how its ranks exited. Kept in the daemon's memory only.
 
-The gravest word counts: one rank that failed makes a run that failed, whatever the others said.
+The outcome of a run is the most severe outcome of its ranks: if one rank failed, the run failed.
 """
 
 from __future__ import annotations
@@ -9,65 +9,58 @@ from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest
 from tierd.format.ids import Generation, Rank, Run
-from tierd.format.wire import ENDINGS
+from tierd.format.wire import OUTCOMES
 
 RUNS_MAX = 1024
-LOST = "lost"
+LOST = OUTCOMES.index("lost")
 REASON_CHARS_MAX = 1000
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Ending:
-    gravity: int
-    reason: str = ""
-
-    @property
-    def state(self) -> str:
-        return ENDINGS[self.gravity]
 
 
 @dataclass(slots=True)
 class _Ranks:
+    """`outcomes`: (index in OUTCOMES, reason) of each rank that has exited."""
+
     generation: Generation
     present: set[Rank] = field(default_factory=set)
-    ended: dict[Rank, Ending] = field(default_factory=dict)
+    outcomes: dict[Rank, tuple[int, str]] = field(default_factory=dict)
 
 
 class RunOutcomes:
     def __init__(self) -> None:
         self._runs: dict[Run, _Ranks] = {}
 
-    def entered(self, run: Run, generation: Generation, rank: Rank) -> None:
-        """The rank is there (again): what it had said is no longer so."""
+    def rank_entered(self, run: Run, generation: Generation, rank: Rank) -> None:
+        """The rank is connected (again): an earlier outcome of it is discarded."""
         ranks = self._runs.pop(run, None)
         if ranks is None or ranks.generation != generation:
             ranks = _Ranks(generation)
-        self._runs[run] = ranks  # the run that was heard of last comes last
+        self._runs[run] = ranks  # moves the run to the end: the first one is the least recently used
         ranks.present.add(rank)
-        ranks.ended.pop(rank, None)
+        ranks.outcomes.pop(rank, None)
         while len(self._runs) > RUNS_MAX:
             del self._runs[next(iter(self._runs))]
 
-    def said(self, run: Run, rank: Rank, state: str, reason: str) -> None:
-        """The rank leaves with this word. Raises BadRequest for a word that there is not."""
-        if state not in ENDINGS:
-            raise BadRequest(f"take leave of {run} rank {rank}: it ends as {state[:80]!r}")
+    def rank_exited(self, run: Run, rank: Rank, outcome: str, reason: str) -> None:
+        """The rank has sent Goodbye with this outcome. Raises BadRequest for an unknown outcome."""
+        if outcome not in OUTCOMES:
+            raise BadRequest(f"record the outcome of {run} rank {rank}: {outcome[:80]!r} is not one of {OUTCOMES}")
         if run in self._runs:
-            self._runs[run].ended[rank] = Ending(ENDINGS.index(state), reason[:REASON_CHARS_MAX])
+            self._runs[run].outcomes[rank] = OUTCOMES.index(outcome), reason[:REASON_CHARS_MAX]
 
-    def left(self, run: Run, rank: Rank) -> None:
-        """The connection has ended, with a word or without."""
+    def rank_disconnected(self, run: Run, rank: Rank) -> None:
+        """The rank's connection has ended; without a Goodbye before, its outcome is `lost`."""
         ranks = self._runs.get(run)
         if ranks is not None:
             ranks.present.discard(rank)
-            ranks.ended.setdefault(rank, Ending(ENDINGS.index(LOST), "the connection ended without a word"))
+            ranks.outcomes.setdefault(rank, (LOST, "the connection ended without a Goodbye"))
 
-    def of(self, run: Run) -> tuple[str, str] | None:
-        """(state, reason); the state is `running` while a rank is there. None: nobody has come since we started."""
+    def state(self, run: Run) -> tuple[str, str] | None:
+        """(state, reason): `running` while a rank is connected, then the outcome. None: no rank has connected since
+        the daemon started."""
         ranks = self._runs.get(run)
         if ranks is None:
             return None
         if ranks.present:
             return "running", ""
-        gravest = max(ranks.ended.values())
-        return gravest.state, gravest.reason
+        severity, reason = max(ranks.outcomes.values())
+        return OUTCOMES[severity], reason

@@ -1,7 +1,7 @@
-"""One slot: a memfd made by a trainer, mapped here read-only. The only mmap of foreign memory.
+"""One slot: a memfd that a trainer has created, mapped read-only.
 
-A slot is mapped only when it is sealed against shrinking: a peer that truncates it would kill the daemon by
-SIGBUS. The daemon's own descriptor keeps the bytes alive after the trainer is gone.
+A slot is mapped only if it is sealed against shrinking: otherwise a peer could truncate it and kill the daemon by
+SIGBUS. The daemon's own descriptor keeps the bytes alive after the trainer has exited.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.memory.slot_states import SlotEvent, SlotState, next_state
 
 
 class MappedSlot:
-    """Takes over `fd`. Raises BadRequest, with `fd` closed, when it is no memfd that can safely be mapped."""
+    """Takes ownership of `fd`. Raises BadRequest, and closes `fd`, unless it is a memfd that can safely be mapped."""
 
     def __init__(self, fd: int, capacity_bytes: int) -> None:
         self.state = SlotState.FREE
@@ -32,16 +32,16 @@ class MappedSlot:
         except BaseException:
             os.close(fd)
             raise
-        # The only reference: a read that goes on in a thread after `close` keeps the memory mapped, and nothing else.
+        # No other reference: the memory stays mapped after `close` only while a thread still reads a slice of the view.
         self.view = memoryview(mapping)
 
     def move(self, event: SlotEvent) -> None:
-        """Change state by the table of lifecycle/states; an unlisted move raises."""
+        """Change the state as the table in slot_states says. Raises BadRequest for a move that is not in it."""
         self.state = next_state(self.state, event)
 
     def is_same_memory(self, other: MappedSlot) -> bool:
-        mine, its = os.fstat(self.fd), os.fstat(other.fd)
-        return (mine.st_dev, mine.st_ino, self.capacity_bytes) == (its.st_dev, its.st_ino, other.capacity_bytes)
+        is_same_file = os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
+        return is_same_file and self.capacity_bytes == other.capacity_bytes
 
     def close(self) -> None:
         self.view.release()
@@ -52,16 +52,16 @@ def _check_sealed(fd: int, capacity_bytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        raise BadRequest("map a slot: the descriptor is no memfd") from None
+        raise BadRequest("map a slot: the descriptor is not a memfd") from None
     if not seals & fcntl.F_SEAL_SHRINK:
         raise BadRequest("map a slot: the memfd is not sealed against shrinking", hint="add F_SEAL_SHRINK")
     size = os.fstat(fd).st_size
     if not 0 < capacity_bytes <= size:
-        raise BadRequest(f"map a slot: capacity {capacity_bytes} of a memfd of {size} bytes")
+        raise BadRequest(f"map a slot: capacity {capacity_bytes}, but the memfd has {size} bytes")
 
 
 def snapshot_entry(view: memoryview, name: str) -> FileEntry:
-    """The file entry of a snapshot that was not persisted yet, read once from its slot. Blocking: seconds."""
+    """The file entry of a snapshot that is not persisted yet. Reads the whole slot: blocks for seconds."""
     chunks = [
         checksum.crc64nvme(view[offset : offset + length])
         for offset, length in checksum.chunk_ranges(len(view), checksum.CHUNK_BYTES)

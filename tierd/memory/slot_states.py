@@ -1,9 +1,9 @@
-"""The life of a slot as one table: which event leads from which state to which. Unlisted moves raise.
+"""The states of a slot, and the table of transitions. A transition that is not in the table raises.
 
     FREE → FILLING → SEALED → PERSISTING → RETAINED → FREE
 
-The newest whole snapshot is RETAINED until a newer one is whole: a crash at any instant finds a whole snapshot in
-memory once there was one. Where a checkpoint rests in the tiers is no state here: a manifest is present or not.
+The newest complete snapshot is RETAINED until a newer one is complete: after the first one, a crash at any instant
+leaves a complete snapshot in memory. Whether a tier has the checkpoint is not a state here: its manifest says so.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tierd.errors import BadRequest
 class SlotState(Enum):
     FREE = "free"
     FILLING = "filling"  # the trainer writes into it
-    SEALED = "sealed"  # it holds one whole snapshot, which outlives the trainer from here on
-    PERSISTING = "persisting"  # its bytes are on their way to the hot tier
-    RETAINED = "retained"  # durable in the hot tier, and still the newest in memory
+    SEALED = "sealed"  # it holds a complete snapshot, which now survives the trainer
+    PERSISTING = "persisting"  # its bytes are being written to the hot tier
+    RETAINED = "retained"  # durable in the hot tier, and still in memory
 
 
 class SlotEvent(Enum):
     FILL = "fill"
-    ABANDON = "abandon"  # staging stopped half-way, and the trainer says so
+    ABANDON = "abandon"  # the trainer could not finish staging
     SEAL = "seal"
     PERSIST = "persist"
     PERSISTED = "persisted"
-    PERSIST_FAILED = "persist_failed"  # to be tried again: the bytes are still here
-    RELEASE = "release"  # a newer snapshot is whole
-    SUPERSEDE = "supersede"  # it cannot be committed, and a newer one is whole or its generation is fenced
+    PERSIST_FAILED = "persist_failed"  # it is retried: the bytes are still in the slot
+    RELEASE = "release"  # a newer snapshot is complete
+    SUPERSEDE = "supersede"  # it is not committed, and a newer one is complete, or its set was given up or fenced
     TRAINER_DIED = "trainer_died"
 
 
@@ -42,7 +42,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.PERSISTING, SlotEvent.PERSISTED): SlotState.RETAINED,
     (SlotState.PERSISTING, SlotEvent.PERSIST_FAILED): SlotState.SEALED,
     (SlotState.RETAINED, SlotEvent.RELEASE): SlotState.FREE,
-    # A dead trainer costs only what it had not sealed.
+    # When a trainer dies, only unsealed data is lost.
     (SlotState.FREE, SlotEvent.TRAINER_DIED): SlotState.FREE,
     (SlotState.FILLING, SlotEvent.TRAINER_DIED): SlotState.FREE,
     (SlotState.SEALED, SlotEvent.TRAINER_DIED): SlotState.SEALED,
@@ -52,9 +52,9 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 
 def next_state(state: SlotState, event: SlotEvent) -> SlotState:
-    """Raises BadRequest when the event has no place in this state: a peer broke the protocol, or we did."""
+    """The state after the event. Raises BadRequest when the table does not list the event for this state."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        allowed = ", ".join(one.value for at, one in TRANSITIONS if at is state)
+        allowed = ", ".join(listed.value for source, listed in TRANSITIONS if source is state)
         raise BadRequest(f"{event.value} a slot that is {state.value}: expected one of {allowed}") from None

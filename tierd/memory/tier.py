@@ -1,8 +1,9 @@
-"""The memory tier: the slots of every rank, and the snapshots that lie in them.
+"""The memory tier: the slots of every rank, and the snapshots in them.
 
-A snapshot set is one step of one generation; it is whole when all ranks have sealed. The newest whole set is
-retained until a newer one is whole, so a crash in the middle of a copy never destroys it. `fenced`: nothing of
-a generation older than the run's current one is taken. Plain bookkeeping: no socket, no file, no clock.
+A snapshot set is one step of one generation; it is complete when all ranks have sealed. The newest complete set is
+retained until a newer one is complete, so a trainer that dies during a copy never destroys the last snapshot.
+`fenced`: nothing of a generation older than the run's current one is accepted. Bookkeeping only: no socket, no file,
+no clock.
 """
 
 from __future__ import annotations
@@ -38,40 +39,37 @@ class Snapshot:
 
 @dataclass(slots=True)
 class SnapshotSet:
-    """All ranks' snapshots of one step. `sealed_at_s` is the monotonic time when it became whole."""
+    """All ranks' snapshots of one step. `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed
+    attempts to persist the set. `manifest`: of the committed checkpoint, or a provisional one for a restore."""
 
     id: CheckpointId
     world_size: int
     snapshots: dict[Rank, Snapshot] = field(default_factory=dict)
     sealed_at_s: float = 0.0
     failures: int = 0
-    manifest: Manifest | None = None  # of the committed checkpoint, or a provisional one made for a restore
+    manifest: Manifest | None = None
     diagnosis: Diagnosis | None = None
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.snapshots) == self.world_size
 
     @property
     def is_persisted(self) -> bool:
-        return self.is_whole and self._is(SlotState.RETAINED)
+        return self.is_complete and self.is_in(SlotState.RETAINED)
 
     @property
     def is_pending(self) -> bool:
-        return self.is_whole and not self.is_persisted
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Sealed, and not being written at this moment."""
-        return self._is(SlotState.SEALED)
+        return self.is_complete and not self.is_persisted
 
     @property
     def head(self) -> Sealed:
-        """Rank 0's message: the one whose metrics, milestone and parent count."""
+        """Rank 0's message. The manifest takes metrics, milestone and parent from it."""
         return self.snapshots[Rank(0)].sealed
 
-    def _is(self, state: SlotState) -> bool:
-        return all(one.slot.state is state for one in self.snapshots.values())
+    def is_in(self, state: SlotState) -> bool:
+        """Whether every slot of the set is in this state."""
+        return all(snapshot.slot.state is state for snapshot in self.snapshots.values())
 
     def move(self, event: SlotEvent) -> None:
         for snapshot in self.snapshots.values():
@@ -86,18 +84,38 @@ class _RunMemory:
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
     departed_s: float = 0.0  # monotonic time when a rank last left
-    lost: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
+    given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
+
+    def discard(self, snapshot_set: SnapshotSet, event: SlotEvent) -> None:
+        """Remove a set, and close those of its slots that their rank no longer uses."""
+        del self.sets[snapshot_set.id]
+        for snapshot in snapshot_set.snapshots.values():
+            snapshot.slot.move(event)
+            attached = self.slots.get(snapshot.rank, {})
+            if attached.get(snapshot.index) is not snapshot.slot:
+                snapshot.slot.close()  # the rank has detached or replaced it
+            elif snapshot.rank >= self.world_size:
+                attached.pop(snapshot.index).close()  # the run no longer has this rank
+
+    def detach(self, rank: Rank) -> None:
+        for slot in self.slots.pop(rank, {}).values():
+            self.close_if_empty(slot)
+
+    def close_if_empty(self, slot: MappedSlot) -> None:
+        """Close a detached slot, unless it holds a snapshot; then `discard` closes it."""
+        if not any(snapshot.slot is slot for each in self.sets.values() for snapshot in each.snapshots.values()):
+            slot.close()
 
 
 class MemoryTier:
     def __init__(self) -> None:
         self._runs: dict[Run, _RunMemory] = {}
-        self.endings = RunOutcomes()
+        self.outcomes = RunOutcomes()
 
-    # ── what trainers do ──
+    # ── called for trainers ──
 
     def enter(self, run: Run, generation: Generation, rank: Rank, world_size: int) -> None:
-        """A rank of this generation has come. Raises Stale when the run has moved on to a newer one."""
+        """A rank of this generation has connected. Raises Stale when the run has a newer generation."""
         memory = self._runs.setdefault(run, _RunMemory(generation, world_size))
         if generation < memory.generation:
             raise Stale(
@@ -108,57 +126,54 @@ class MemoryTier:
             memory.generation = generation
             memory.world_size = world_size
             memory.present.clear()
-            memory.lost.clear()
-            for unfinished in [one for one in memory.sets.values() if not one.is_whole]:
-                self._forget(memory, unfinished, SlotEvent.SUPERSEDE)
-            for gone in [one for one in memory.slots if one >= world_size]:
-                self._let_go(memory, gone)
+            memory.given_up.clear()
+            for incomplete in [each for each in memory.sets.values() if not each.is_complete]:
+                memory.discard(incomplete, SlotEvent.SUPERSEDE)
+            for removed in [each for each in memory.slots if each >= world_size]:
+                memory.detach(removed)
         elif world_size != memory.world_size:
             raise BadRequest(
-                f"join run {run} generation {generation}: world size {world_size}, its other ranks said "
+                f"join run {run} generation {generation}: world size {world_size}, but its other ranks have "
                 f"{memory.world_size}",
             )
         memory.present.add(rank)
-        self.endings.entered(run, generation, rank)
+        self.outcomes.rank_entered(run, generation, rank)
         for slot in memory.slots.get(rank, {}).values():
-            slot.move(SlotEvent.TRAINER_DIED)  # or has lost its connection: what it was filling, it fills anew
+            slot.move(SlotEvent.TRAINER_DIED)  # after a reconnect too: the rank fills unsealed slots again
 
     def present(self, run: Run) -> set[Rank]:
         """The ranks that are connected now."""
-        memory = self._runs.get(run)
-        return set(memory.present) if memory else set()
+        return set(self._get(run).present)
 
     def generation(self, run: Run) -> int:
-        """The run's current generation; 0 when no trainer has come since the daemon started."""
-        memory = self._runs.get(run)
-        return memory.generation if memory else 0
+        """The run's current generation; 0 when no trainer has connected since the daemon started."""
+        return self._get(run).generation
 
     def world_size(self, run: Run) -> int:
         return self._runs[run].world_size
 
     def slots(self, run: Run, rank: Rank) -> dict[int, MappedSlot]:
-        """A rank's slots by index: what a restarted trainer may adopt."""
-        memory = self._runs.get(run)
-        return dict(memory.slots.get(rank, {})) if memory else {}
+        """A rank's slots by index; a restarted trainer may adopt them."""
+        return dict(self._get(run).slots.get(rank, {}))
 
     def attach(self, run: Run, rank: Rank, index: int, slot: MappedSlot) -> None:
-        """Take a new slot. One it replaces is closed, unless it still holds a snapshot."""
+        """Add a slot, and close it when it is no longer used. It replaces the slot with this index."""
         if not 0 <= index < SLOTS_MAX:
             slot.close()
             raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
         memory = self._runs[run]
         replaced = memory.slots.setdefault(rank, {}).get(index)
         if replaced is not None and replaced.is_same_memory(slot):
-            slot.close()  # the trainer only lost its connection for a moment
+            slot.close()  # the trainer has reconnected and attached the same memory
             return
         memory.slots[rank][index] = slot
-        if replaced is not None and not self._holds(memory, replaced):
-            replaced.close()
+        if replaced is not None:
+            memory.close_if_empty(replaced)
 
     def detach(self, run: Run, rank: Rank) -> None:
-        """Let go of a rank's slots, because a process that may still live could write into them. A snapshot in
-        one of them stays restorable: a trainer writes only into free slots."""
-        self._let_go(self._runs[run], rank)
+        """Give up a rank's slots, because its former process may be alive and write into them. A snapshot in one of
+        them stays restorable: a trainer writes only into free slots."""
+        self._runs[run].detach(rank)
 
     def fill(self, run: Run, generation: Generation, rank: Rank, index: int) -> None:
         self._slot(run, generation, rank, index).move(SlotEvent.FILL)
@@ -167,7 +182,7 @@ class MemoryTier:
         self._slot(run, generation, rank, index).move(SlotEvent.ABANDON)
 
     def seal(self, run: Run, generation: Generation, rank: Rank, sealed: Sealed, *, now_s: float) -> SnapshotSet:
-        """A rank's snapshot is whole. Returns its set, which this may have completed."""
+        """A rank has sealed its snapshot. Returns the set, which may be complete now."""
         slot = self._slot(run, generation, rank, sealed.slot)
         memory = self._runs[run]
         checkpoint = checkpoint_id(run, sealed.step, generation)
@@ -176,8 +191,8 @@ class MemoryTier:
             if sealed.resent:
                 return known
             raise BadRequest(f"seal {checkpoint}: rank {rank} has sealed this step before")
-        newest = max((c.step for c, s in memory.sets.items() if c.generation == generation and rank in s.snapshots),
-                     default=-1)  # fmt: skip
+        own_sets = [each.id for each in memory.sets.values() if rank in each.snapshots]
+        newest = max((each.step for each in own_sets if each.generation == generation), default=-1)
         if sealed.step < newest and not sealed.resent:
             raise BadRequest(
                 f"seal {checkpoint}: step {newest} of this generation is sealed already",
@@ -186,155 +201,137 @@ class MemoryTier:
         if not 0 < sealed.size_bytes <= slot.capacity_bytes:
             raise BadRequest(f"seal {checkpoint}: {sealed.size_bytes} bytes in a slot of {slot.capacity_bytes}")
         if sealed.resent and slot.state is SlotState.FREE:
-            slot.move(SlotEvent.FILL)  # it was filled in the time of another daemon
+            slot.move(SlotEvent.FILL)  # it was filled before this daemon started
         slot.move(SlotEvent.SEAL)
-        found = memory.sets.setdefault(checkpoint, SnapshotSet(checkpoint, memory.world_size))
-        found.snapshots[rank] = Snapshot(rank, sealed.slot, slot, sealed)
-        if found.is_whole:
-            found.sealed_at_s = now_s
-        return found
+        snapshot_set = memory.sets.setdefault(checkpoint, SnapshotSet(checkpoint, memory.world_size))
+        snapshot_set.snapshots[rank] = Snapshot(rank, sealed.slot, slot, sealed)
+        if snapshot_set.is_complete:
+            snapshot_set.sealed_at_s = now_s
+        return snapshot_set
 
-    def lose(self, run: Run, generation: Generation, step: int) -> list[tuple[Rank, int]]:
-        """A rank will never seal this step, so its set is given up; remembered for those that are yet to seal it.
+    def give_up(self, run: Run, generation: Generation, step: int) -> list[tuple[Rank, int]]:
+        """Discard the set of a step that one rank will never seal; other ranks may still seal it afterwards.
 
-        Returns the (rank, index) of each slot that is free again because of it.
+        Returns the (rank, index) of each slot that this has freed.
         """
         checkpoint = checkpoint_id(run, step, generation)
         memory = self._current(run, generation, f"give up {checkpoint}")
-        found = memory.sets.get(checkpoint)
-        if found is not None and found.is_whole:
+        snapshot_set = memory.sets.get(checkpoint)
+        if snapshot_set is not None and snapshot_set.is_complete:
             raise BadRequest(f"give up {checkpoint}: every rank has sealed it")
-        if checkpoint not in memory.lost:
-            memory.lost.append(checkpoint)
-        if found is None:
+        if checkpoint not in memory.given_up:
+            memory.given_up.append(checkpoint)
+        if snapshot_set is None:
             return []
-        slots = [
-            (rank, one.index)
-            for rank, one in found.snapshots.items()
-            if memory.slots.get(rank, {}).get(one.index) is one.slot
+        freed = [
+            (rank, snapshot.index)
+            for rank, snapshot in snapshot_set.snapshots.items()
+            if memory.slots.get(rank, {}).get(snapshot.index) is snapshot.slot
         ]
-        self._forget(memory, found, SlotEvent.SUPERSEDE)
-        return slots
+        memory.discard(snapshot_set, SlotEvent.SUPERSEDE)
+        return freed
 
-    def is_lost(self, checkpoint: CheckpointId) -> bool:
-        memory = self._runs.get(checkpoint.run)
-        return memory is not None and checkpoint in memory.lost
+    def is_given_up(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint in self._get(checkpoint.run).given_up
 
     def leave(self, run: Run, rank: Rank, *, now_s: float) -> None:
-        """The rank's trainer is gone: what it was filling is free again, what it sealed stays."""
+        """The rank has disconnected: slots that it was filling are free, sealed snapshots stay."""
         for slot in self.slots(run, rank).values():
             slot.move(SlotEvent.TRAINER_DIED)
         memory = self._runs[run]
         memory.present.discard(rank)
-        self.endings.left(run, rank)
+        self.outcomes.rank_disconnected(run, rank)
         memory.departed_s = now_s
 
-    # ── what workers do ──
+    # ── called by workers ──
 
     def pending(self) -> list[SnapshotSet]:
-        """Whole sets that are not persisted, oldest first; those that have gone wrong before come last."""
-        found = [one for memory in self._runs.values() for one in memory.sets.values() if one.is_pending]
-        return sorted(found, key=lambda one: (one.failures, one.sealed_at_s))
+        """Complete sets that are not persisted: by number of failed attempts, then oldest first."""
+        pending = [each for each in self._sets() if each.is_pending]
+        return sorted(pending, key=lambda each: (each.failures, each.sealed_at_s))
 
     def release(self, run: Run) -> Iterator[tuple[SnapshotSet, bool]]:
-        """Forget every set that a newer whole one has made needless; its slots are free.
+        """Discard every set that a newer complete set replaces, which frees its slots.
 
-        Yields (set, lost): lost when it was not persisted, because that went wrong or a rank never sealed.
+        Yields (set, is lost): lost when it was not persisted, because that failed or a rank never sealed.
         """
         memory = self._runs[run]
-        newest = self.newest_whole(run)
-        for one in list(memory.sets.values()):
-            if newest is None or one.id.recency >= newest.id.recency:
+        newest = next(iter(self.complete(run)), None)
+        for older in list(memory.sets.values()):
+            if newest is None or older.id.recency >= newest.id.recency:
                 continue
-            if one.is_persisted:
-                self._forget(memory, one, SlotEvent.RELEASE)
-                yield one, False
-            elif one.is_at_rest and (one.failures > 0 or not one.is_whole):
-                self._forget(memory, one, SlotEvent.SUPERSEDE)
-                yield one, True
+            if older.is_persisted:
+                memory.discard(older, SlotEvent.RELEASE)
+                yield older, False
+            elif older.is_in(SlotState.SEALED) and (older.failures > 0 or not older.is_complete):
+                memory.discard(older, SlotEvent.SUPERSEDE)
+                yield older, True
 
     def forget_departed(self, *, now_s: float, grace_s: float) -> list[Run]:
-        """Give back the memory of runs whose trainers have been gone for so long. What is not persisted stays."""
-        gone = [
+        """Free the memory of runs that no rank has been connected to for `grace_s`. Sets that are not persisted stay.
+
+        Returns these runs.
+        """
+        departed = [
             run
             for run, memory in self._runs.items()
             if not memory.present
             and now_s - memory.departed_s >= grace_s
-            and not any(one.is_pending for one in memory.sets.values())
+            and not any(each.is_pending for each in memory.sets.values())
         ]
-        for run in gone:
-            memory = self._runs.pop(run)
-            held = {id(one.slot): one.slot for found in memory.sets.values() for one in found.snapshots.values()}
-            held |= {id(slot): slot for slots in memory.slots.values() for slot in slots.values()}
-            for slot in held.values():
-                slot.close()
-        return gone
+        for run in departed:
+            memory = self._runs[run]
+            for snapshot_set in list(memory.sets.values()):
+                memory.discard(snapshot_set, SlotEvent.TRAINER_DIED)
+            for rank in list(memory.slots):
+                memory.detach(rank)
+            del self._runs[run]
+        return departed
 
-    # ── questions ──
+    # ── queries ──
 
     def runs(self) -> list[Run]:
         return sorted(self._runs)
 
-    def whole(self, run: Run | None = None) -> list[SnapshotSet]:
-        """Restorable sets, newest first within a run."""
-        found = [
-            one
-            for name, memory in self._runs.items()
-            for one in memory.sets.values()
-            if one.is_whole and run in (None, name)
-        ]
-        return sorted(found, key=lambda one: one.id.recency, reverse=True)
+    def complete(self, run: Run | None = None) -> list[SnapshotSet]:
+        """The sets that can be restored, of one run or of all; newest first within a run."""
+        complete = [each for each in self._sets() if each.is_complete and run in (None, each.id.run)]
+        return sorted(complete, key=lambda each: each.id.recency, reverse=True)
 
     def find(self, checkpoint: CheckpointId) -> SnapshotSet | None:
-        """The restorable set of this step, if it is still in memory."""
-        memory = self._runs.get(checkpoint.run)
-        found = memory.sets.get(checkpoint) if memory else None
-        return found if found and found.is_whole else None
-
-    def newest_whole(self, run: Run) -> SnapshotSet | None:
-        return next(iter(self.whole(run)), None)
+        """The complete set of this step, if it is in memory."""
+        snapshot_set = self._get(checkpoint.run).sets.get(checkpoint)
+        return snapshot_set if snapshot_set and snapshot_set.is_complete else None
 
     def newest_restorable(self, run: Run) -> SnapshotSet | None:
-        """The newest whole set that is not known to be unhealthy."""
-        return next((one for one in self.whole(run) if one.diagnosis is None or one.diagnosis.healthy), None)
+        """The newest complete set that is not known to be unhealthy."""
+        return next((each for each in self.complete(run) if each.diagnosis is None or each.diagnosis.healthy), None)
 
     def slot_counts(self) -> Counter[SlotState]:
         return Counter(
             slot.state for memory in self._runs.values() for slots in memory.slots.values() for slot in slots.values()
         )
 
-    # ── inside ──
+    def _get(self, run: Run) -> _RunMemory:
+        """The memory of a run, or an empty one to read from."""
+        return self._runs.get(run) or _RunMemory(Generation(0), world_size=0)
+
+    def _sets(self) -> Iterator[SnapshotSet]:
+        for memory in self._runs.values():
+            yield from memory.sets.values()
 
     def _slot(self, run: Run, generation: Generation, rank: Rank, index: int) -> MappedSlot:
         memory = self._current(run, generation, f"use slot {index} of {run}")
         slot = memory.slots.get(rank, {}).get(index)
         if slot is None:
-            raise BadRequest(f"use slot {index} of {run} rank {rank}: it was never attached")
+            raise BadRequest(f"use slot {index} of {run} rank {rank}: the rank has not attached it")
         return slot
 
-    def _current(self, run: Run, generation: Generation, doing: str) -> _RunMemory:
+    def _current(self, run: Run, generation: Generation, action: str) -> _RunMemory:
         memory = self._runs[run]
         if generation != memory.generation:
             raise Stale(
-                f"{doing} as generation {generation}: generation {memory.generation} has taken over",
+                f"{action} as generation {generation}: generation {memory.generation} has taken over",
                 hint="another trainer of this run was started later; stop this one",
             )
         return memory
-
-    def _forget(self, memory: _RunMemory, gone: SnapshotSet, event: SlotEvent) -> None:
-        del memory.sets[gone.id]
-        for snapshot in gone.snapshots.values():
-            snapshot.slot.move(event)
-            owned = memory.slots.get(snapshot.rank, {})
-            if owned.get(snapshot.index) is not snapshot.slot:
-                snapshot.slot.close()  # replaced meanwhile, and kept only for this snapshot
-            elif snapshot.rank >= memory.world_size:
-                owned.pop(snapshot.index).close()  # of a rank that the run no longer has
-
-    def _let_go(self, memory: _RunMemory, rank: Rank) -> None:
-        for slot in memory.slots.pop(rank, {}).values():
-            if not self._holds(memory, slot):
-                slot.close()
-
-    def _holds(self, memory: _RunMemory, slot: MappedSlot) -> bool:
-        return any(one.slot is slot for found in memory.sets.values() for one in found.snapshots.values())

@@ -1,6 +1,6 @@
-"""Looks at a tier and tells the catalog what is there; at start, also clears what a crash left in the hot tier.
+"""Lists a tier and updates the catalog; at start, also deletes incomplete files from the hot tier.
 
-halt, not guess: a manifest that cannot be read, or a checkpoint with a file missing, is reported and left alone.
+halt, not guess: a manifest that cannot be read, or a checkpoint without one of its files, is reported and not deleted.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from tierd.tiers.tier import Listing, Tier
 
 log = logging.getLogger("tierd")
 
-ARRIVING_KEPT_S = 86400.0  # a trainer that has not asked again after a day will not
-BATCH = 64  # manifests read at once: bounds how long a look keeps the event loop
-BATCH_BYTES = MANIFEST_BYTES_MAX  # and what they may have together: bounds what a look holds
+PARTIAL_DOWNLOADS_KEPT_S = 86400.0  # one day for the trainer to start again and continue its restore
+BATCH = 64  # manifests read at once: bounds how long decoding them blocks the event loop
+BATCH_BYTES = MANIFEST_BYTES_MAX  # of the manifests read at once: bounds the memory
 
 
 async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: float) -> None:
-    """Once, before the doors open: nothing half-written stays in the hot tier, and the catalog knows it.
+    """Delete incomplete checkpoints from the hot tier and fill the catalog. Runs once, before the daemon accepts peers.
 
-    The directory is locked, so whatever has no manifest now is what a killed daemon was writing; the trainer
-    still holds it and sends it again. What it was fetching stays for the trainer that asks again. `now_s`: Unix time.
+    The directory is locked, so a killed daemon was writing every checkpoint without a manifest. The trainer still has
+    it and sends it again. Partial downloads stay, so that a restore can continue. `now_s`: Unix time.
     """
 
-    await store.sweep_partials(is_given_up=lambda path, touched_s: touched_s < now_s - ARRIVING_KEPT_S)
+    await store.sweep_partials(is_given_up=lambda path, touched_s: touched_s < now_s - PARTIAL_DOWNLOADS_KEPT_S)
     listing = await hot.listing()
     for checkpoint in listing.partial:
         await hot.delete(checkpoint)
         del listing.files[checkpoint]
-        log.info("cleared %s from hot: it was being written when the daemon ended", checkpoint)
+        log.info("deleted %s from hot: incomplete when the former daemon ended", checkpoint)
     await _learn(catalog, hot, listing, catalog.moment())
 
 
 async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:
-    """Removes what a copy that went wrong has left, so that a full disk does not stay full of it."""
+    """Delete what a failed copy has left, unless it is committed: it may be what fills the disk."""
     files = await _files(tier, checkpoint)
     if layout.MANIFEST not in files:
         await tier.store.delete([layout.file_key(checkpoint, name) for name in files])
 
 
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
-    """Whether a manifest lies there, readable or not."""
+    """Whether the tier has a manifest of the checkpoint, readable or not."""
     return layout.MANIFEST in await _files(tier, checkpoint)
 
 
@@ -58,7 +58,7 @@ async def _files(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
 
 
 async def refresh(catalog: Catalog, tier: Tier) -> None:
-    """One look at a tier. An unreachable one is noted in the catalog as not known; nothing is raised for it."""
+    """List a tier once. If it is unreachable, the catalog notes that; no error is raised."""
     moment = catalog.moment()
     try:
         await _learn(catalog, tier, await tier.listing(), moment)
@@ -107,21 +107,21 @@ async def _manifests(
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
                 found[checkpoint] = manifest
-            elif not isinstance(manifest, NotFound):  # deleted since it was listed
+            elif not isinstance(manifest, NotFound):  # NotFound: deleted since the listing
                 unreadable[checkpoint] = str(manifest)
     if tier.cache is not None and len(unread) > BATCH:
         await tier.cache.write(found, listing.fingerprints)
     for checkpoint, manifest in list(found.items()):
-        why = _why_another(catalog.get(checkpoint), tier, manifest)
-        if _why_not_whole(manifest, listing.files[checkpoint]):
-            # A listing is no snapshot: look once more at one that may just have been deleted.
+        reason = _conflict(catalog.get(checkpoint), tier, manifest)
+        if _missing(manifest, listing.files[checkpoint]):
+            # A listing is not atomic: list the folder again, because the checkpoint may have been deleted meanwhile.
             listing.files[checkpoint] = await _files(tier, checkpoint)
-            why = why or _why_not_whole(manifest, listing.files[checkpoint])
+            reason = reason or _missing(manifest, listing.files[checkpoint])
         if layout.MANIFEST not in listing.files[checkpoint]:
             del found[checkpoint]
-        elif why:
+        elif reason:
             del found[checkpoint]
-            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
+            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {reason}"
     return found, unreadable
 
 
@@ -138,21 +138,24 @@ def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list
         yield batch
 
 
-def _why_not_whole(manifest: Manifest, files: dict[str, int]) -> str:
+def _missing(manifest: Manifest, files: dict[str, int]) -> str:
+    """Which file of the manifest is missing or has another size; empty if none."""
     for entry in manifest.files:
         if files.get(entry.name) != entry.size_bytes:
             return f"{entry.name} is missing or has another size"
     return ""
 
 
-def _why_another(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
-    if known is None or known.manifest is manifest or not known.tiers - {tier.name} or known.manifest == manifest:
+def _conflict(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
+    """Whether another tier has a different manifest of this checkpoint, as text; empty if not."""
+    others = known.tiers - {tier.name} if known else frozenset()
+    if known is None or not others or known.manifest is manifest or known.manifest == manifest:
         return ""
-    return f"its manifest says something else than the one in {', '.join(sorted(known.tiers - {tier.name}))}"
+    return f"its manifest differs from the one in {', '.join(sorted(others))}"
 
 
 class Lister:
-    """Looks at one tier again from time to time, and when it is told that something changed."""
+    """Lists one tier: at an interval, and when it may have changed."""
 
     name = "list"
     is_urgent = True
@@ -161,13 +164,13 @@ class Lister:
         self.interval_s = interval_s
         self._catalog = catalog
         self._tier = tier
-        self.has_looked = asyncio.Event()
+        self.has_listed = asyncio.Event()
 
     async def run_once(self) -> bool:
         try:
             await refresh(self._catalog, self._tier)
         finally:
-            self.has_looked.set()
+            self.has_listed.set()
         knowledge = self._catalog.tiers[self._tier.name]
         if not knowledge.is_known:
             raise TierUnreachable(knowledge.error)

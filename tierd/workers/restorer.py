@@ -200,7 +200,7 @@ class Restorer:
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
         found = [entry.id for entry in self._catalog.entries(run)]
-        found += [one.id for one in self._memory.whole(run)]
+        found += [one.id for one in self._memory.complete(run)]
         found += [one for _, one in self._catalog.unreadable() if one.run == run]
         return max(found, key=lambda one: one.recency, default=None)
 
@@ -214,7 +214,7 @@ class Restorer:
 
     def _candidates(self, run: Run, find: Find) -> Iterator[tuple[CheckpointId, str]]:
         """(checkpoint, tier), newest checkpoint first, nearest tier first."""
-        in_memory = {one.id for one in self._memory.whole(run)}
+        in_memory = {one.id for one in self._memory.complete(run)}
         listed = {entry.id: entry for entry in self._catalog.entries(run)}
         for checkpoint in sorted(in_memory | listed.keys(), key=lambda one: one.recency, reverse=True):
             entry = listed.get(checkpoint)

@@ -1,7 +1,7 @@
-"""What a worker is, and the one loop around all of them: wake, interval, backoff.
+"""The interface of a worker, and the loop that runs every worker: wake, interval, backoff.
 
-A worker is one idempotent pass, `run_once()`, that makes one thing so. It raises what went wrong, or returns False
-when that has been recorded where it happened; the loop backs off with jitter between limits, and never gives up.
+A worker is one idempotent pass, `run_once()`. It raises an error, or returns False if it has recorded the error
+itself. After an error the loop waits with exponential backoff and jitter, and it never gives up.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from tierd.config import LimitsConfig
 
 class Worker(Protocol):
     name: str
-    """The stage it is, in metrics and status: persist, replicate, reap, list."""
+    """The stage in metrics and status: one of metrics.STAGES."""
 
     interval_s: float
-    """How long it may rest with nothing to wake it."""
+    """The longest time between two passes that succeed."""
 
     is_urgent: bool
-    """Whether new work wakes it while it backs off from old trouble (never sooner than retry_min_s)."""
+    """Whether new work ends the backoff after an error (never before retry_min_s)."""
 
-    async def run_once(self) -> bool: ...
+    async def run_once(self) -> bool:
+        """One pass. False: something failed, and the error is recorded."""
+        ...
 
 
 class Wake:
-    """Lets others say that there may be work. Waking twice before a pass is one pass."""
+    """Called when there may be work. Several calls before a pass cause one pass."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -49,7 +51,7 @@ class Wake:
 async def run_forever(
     worker: Worker, wake: Wake, limits: LimitsConfig, on_error: Callable[[str, Exception], None]
 ) -> None:
-    """Passes without end. Backoff is what protects the other side, so only an urgent worker is woken out of it."""
+    """Run passes until cancelled. Backoff protects the other side, so only an urgent worker may be woken during it."""
     failures = 0
     while True:
         is_well = False
@@ -58,9 +60,9 @@ async def run_forever(
         except asyncio.CancelledError:
             if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
                 raise
-            # Something within was cancelled, not this worker: it would end, and nobody would be told.
+            # Not this task but a call in the pass was cancelled. Without this the worker would end silently.
             on_error(worker.name, RuntimeError(f"a pass of {worker.name} was cancelled from within"))
-        except Exception as error:  # the one broad catch: a bug in one worker must not end the daemon
+        except Exception as error:  # broad: a bug in one worker must not end the daemon
             on_error(worker.name, error)
         failures = 0 if is_well else failures + 1
         if failures == 0:

@@ -33,7 +33,7 @@ from tierd.format import wire
 def test_a_loop_that_is_left_so_has_this_word(error: BaseException | None, state: str, reason: str) -> None:
     told = ending_of(error, "a signal")
     assert (told.state, told.reason) == (state, reason)
-    assert told.state in wire.ENDINGS
+    assert told.state in wire.OUTCOMES
 
 
 def test_a_loop_that_nobody_stopped_is_finished() -> None:
