@@ -1,4 +1,4 @@
-"""The example: deterministic, resumed bit for bit after a kill, with a loss curve that survives a torn line."""
+"""The example: it is deterministic, resumes bit for bit after a kill, and repairs a loss file with a torn line."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_killed_run_resumes_with_the_same_command_and_ends_with_the_same_curve
     assert any((tmp_path / "hot").glob("*/000000000020-g*/manifest.json"))
 
 
-def test_without_a_daemon_it_says_so_and_leaves_the_curve_alone(tmp_path: Path) -> None:
+def test_without_a_daemon_it_ends_with_an_error_and_leaves_the_curve_alone(tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b'{"step": 1}\n')
 
@@ -122,7 +122,7 @@ def test_without_a_daemon_it_says_so_and_leaves_the_curve_alone(tmp_path: Path) 
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_a_run_that_starts_fresh_forgets_an_older_curve(example: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_starts_fresh_discards_an_older_curve(example: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 9.0}\n' * 40)
 
@@ -166,7 +166,7 @@ def test_the_default_model_has_about_ten_million_parameters(example: ModuleType)
     assert 0.1e6 < parameters("tiny") < 0.4e6
 
 
-def test_crops_go_on_where_they_were(example: ModuleType) -> None:
+def test_crops_continue_from_their_saved_position(example: ModuleType) -> None:
     corpus = example.read_corpus()
     first = example.RandomCrops(corpus, batch_size=3, block_size=16)
     first.next_batch()
@@ -199,7 +199,7 @@ def test_the_text_is_real_and_the_same_each_time(example: ModuleType) -> None:
     assert b"import" in corpus
 
 
-def test_the_state_handed_to_tierd_is_all_that_a_resume_needs(example: ModuleType) -> None:
+def test_the_state_given_to_tierd_is_all_that_a_resume_needs(example: ModuleType) -> None:
     """Six steps, everything through bytes into new objects, six more: the losses of twelve undisturbed steps."""
 
     def build() -> dict[str, Any]:

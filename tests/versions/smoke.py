@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ def run_every_other_verb(smoke: Smoke) -> None:
 
 def read_with_stock_tools(smoke: Smoke) -> list[str]:
     """Opens the restored checkpoint and the exports with safetensors and torch alone. Returns the readers' names."""
+    warnings.simplefilter("ignore")  # torch warns that it loads in one process
     folder = smoke.root / "restored-cold"
     shard = load_file(folder / "rank-00000-of-00001.safetensors")
     assert len(shard) > 20
