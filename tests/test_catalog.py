@@ -1,4 +1,4 @@
-"""The catalog: looks that race with commits and deletions, and the answers it gives."""
+"""The catalog: listings that race with commits and deletions, and its answers."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def steps(catalog: Catalog, tier: str) -> list[int]:
     return [entry.id.step for entry in catalog.entries() if tier in entry.tiers]
 
 
-# ── looks and changes at the same time ──
+# ── listings and changes at the same time ──
 
 
-def test_checkpoint_committed_during_a_look_is_not_forgotten(catalog: Catalog) -> None:
+def test_checkpoint_committed_during_a_listing_is_not_forgotten(catalog: Catalog) -> None:
     since = catalog.moment()
     catalog.add(A, "hot", ["best"])
     saw(catalog, "hot", since=since)  # it had been listed before the commit
     assert steps(catalog, "hot") == [100]
-    saw(catalog, "hot", since=catalog.moment())  # but now it is gone for sure
+    saw(catalog, "hot", since=catalog.moment())  # a listing begun after the commit lacks it
     assert steps(catalog, "hot") == []
 
 
-def test_checkpoint_deleted_during_a_look_does_not_come_back(catalog: Catalog) -> None:
+def test_checkpoint_deleted_during_a_listing_does_not_come_back(catalog: Catalog) -> None:
     catalog.add(A, "hot")
     since = catalog.moment()
     catalog.drop(A.id, "hot")
@@ -60,7 +60,7 @@ def test_checkpoint_deleted_during_a_look_does_not_come_back(catalog: Catalog) -
     assert steps(catalog, "hot") == [100]
 
 
-def test_checkpoint_half_deleted_during_a_look_is_no_damage(catalog: Catalog) -> None:
+def test_checkpoint_half_deleted_during_a_listing_is_not_damaged(catalog: Catalog) -> None:
     catalog.add(A, "hot")
     since = catalog.moment()
     catalog.drop(A.id, "hot")
@@ -68,7 +68,7 @@ def test_checkpoint_half_deleted_during_a_look_is_no_damage(catalog: Catalog) ->
     assert catalog.unreadable() == {}
 
 
-def test_change_in_one_tier_does_not_shield_another_from_a_look(catalog: Catalog) -> None:
+def test_change_in_one_tier_does_not_affect_the_listing_of_another(catalog: Catalog) -> None:
     catalog.add(A, "hot")
     catalog.add(A, "cold")
     since = catalog.moment()
@@ -78,7 +78,7 @@ def test_change_in_one_tier_does_not_shield_another_from_a_look(catalog: Catalog
     assert steps(catalog, "cold") == [100]
 
 
-def test_milestone_marked_during_a_look_stays(catalog: Catalog) -> None:
+def test_milestone_marked_during_a_listing_stays(catalog: Catalog) -> None:
     catalog.add(A, "hot")
     since = catalog.moment()
     catalog.add(A, "hot", ["best"])
@@ -88,18 +88,18 @@ def test_milestone_marked_during_a_look_stays(catalog: Catalog) -> None:
     assert entry.all_milestones == {"best"}
 
 
-def test_looks_leave_no_trace_of_what_is_gone(catalog: Catalog) -> None:
+def test_listings_free_the_memory_of_deleted_checkpoints(catalog: Catalog) -> None:
     for step in range(1000):
         catalog.add(manifest_of(step), "hot")
         catalog.drop(checkpoint_id("run42", step, 1), "hot")
     saw(catalog, "hot", since=catalog.moment())
-    assert not any(catalog._changed.values()), "a run of months must not grow the daemon"
+    assert not any(catalog._changed.values()), "memory must not grow over months"
 
 
 # ── the moment ──
 
 
-def test_moment_stays_while_nothing_changes_and_moves_with_every_change(catalog: Catalog) -> None:
+def test_moment_changes_with_every_change_and_only_then(catalog: Catalog) -> None:
     saw(catalog, "hot", A, since=catalog.moment())
     before = catalog.moment()
     saw(catalog, "hot", A, since=catalog.moment())
@@ -119,7 +119,7 @@ def test_moment_stays_while_nothing_changes_and_moves_with_every_change(catalog:
 # ── what is known ──
 
 
-def test_tier_that_cannot_be_listed_keeps_what_was_known_of_it_but_is_not_known(catalog: Catalog) -> None:
+def test_tier_that_cannot_be_listed_keeps_its_entries_and_is_not_known(catalog: Catalog) -> None:
     assert not catalog.tiers["cold"].is_known
     saw(catalog, "cold", A, since=catalog.moment())
     catalog.lost_tier("cold", "403")
@@ -139,7 +139,7 @@ def test_checkpoint_is_known_as_long_as_one_tier_has_it(catalog: Catalog) -> Non
     assert catalog.get(A.id) is None
 
 
-def test_generation_once_seen_is_never_forgotten(catalog: Catalog) -> None:
+def test_generation_is_never_forgotten(catalog: Catalog) -> None:
     catalog.saw_generation("run42", 7)  # pyright: ignore[reportArgumentType]
     catalog.add(A, "hot")
     catalog.drop(A.id, "hot")
@@ -158,7 +158,7 @@ def test_newest_is_the_newest_step_of_the_newest_generation(catalog: Catalog) ->
     assert [one.step for one in catalog.held("hot")] == [900, 500]
 
 
-def test_facts_are_newest_first_within_a_run_and_name_tiers_from_near_to_far(catalog: Catalog) -> None:
+def test_facts_are_newest_first_within_a_run_and_list_tiers_from_near_to_far(catalog: Catalog) -> None:
     for tier in ("dr", "cold", "hot"):
         catalog.add(A, tier)
     catalog.add(manifest_of(50, run="another"), "cold", ["first"])
@@ -173,7 +173,7 @@ def test_facts_are_newest_first_within_a_run_and_name_tiers_from_near_to_far(cat
     assert [row["step"] for row in catalog.facts(in_memory, A.id.run)] == [200, 100]
 
 
-def test_views_have_what_the_rules_by_time_and_metric_look_at(catalog: Catalog) -> None:
+def test_views_have_times_and_metrics(catalog: Catalog) -> None:
     for manifest, created_at in ((A, "2026-03-01T01:00:00+02:00"), (B, "yesterday")):
         saw(catalog, "hot", msgspec.structs.replace(manifest, created_at=created_at), since=catalog.moment())
         (found,) = catalog.views()

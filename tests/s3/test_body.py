@@ -1,4 +1,4 @@
-"""A body is read piece by piece, summed on the way, and never ends when a byte of it is wrong."""
+"""A body is read piece by piece with its checksum, and its last piece is sent only when every byte is right."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def body(source: Source, offset: int = 0, length: int = SIZE_BYTES) -> Body:
 
 
 def read_all(found: Body) -> bytes:
-    """As boto3 does: in a thread, until nothing comes."""
+    """Reads as boto3 does: in a thread, until the end."""
     sent: list[bytes] = []
     while piece := found.read(16384):
-        assert len(piece) <= SEND_BYTES, "one send has to go within the timeout of its socket"
+        assert len(piece) <= SEND_BYTES, "one send must end within the timeout of the socket"
         sent.append(bytes(piece))
     return b"".join(sent)
 
@@ -36,7 +36,7 @@ def read_all(found: Body) -> bytes:
 @pytest.mark.parametrize(
     ("offset", "length"), [(0, SIZE_BYTES), (0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, 5)]
 )
-async def test_bytes_of_a_part_come_as_they_are_and_again_after_a_rewind(
+async def test_body_returns_the_bytes_of_its_part_again_after_a_rewind(
     from_memory: bool, offset: int, length: int
 ) -> None:
     found = body(MemorySource(memoryview(DATA)) if from_memory else BytesSource(DATA), offset, length)
@@ -50,7 +50,7 @@ async def test_bytes_of_a_part_come_as_they_are_and_again_after_a_rewind(
 
 
 @pytest.mark.parametrize("flipped", [0, CHUNK_BYTES - 1, SIZE_BYTES - 1])
-async def test_last_piece_is_held_back_when_any_byte_is_wrong(flipped: int) -> None:
+async def test_last_piece_is_not_sent_when_any_byte_is_wrong(flipped: int) -> None:
     damaged = bytearray(DATA)
     damaged[flipped] ^= 1
     found = body(BytesSource(bytes(damaged)))
@@ -67,15 +67,15 @@ async def test_last_piece_is_held_back_when_any_byte_is_wrong(flipped: int) -> N
     assert isinstance(found.source_error, Corrupt)
 
 
-async def test_what_the_source_raises_is_kept_for_the_caller() -> None:
-    """boto3 wraps it in an error of its own."""
+async def test_error_of_the_source_is_kept_for_the_caller() -> None:
+    """boto3 raises an error of its own instead."""
     found = body(FailingSource(DATA))
     with pytest.raises(Corrupt, match="ends early"):
         await asyncio.to_thread(read_all, found)
     assert "ends early" in str(found.source_error)
 
 
-async def test_cut_while_it_waits_for_its_source_it_ends_when_nobody_writes_into_its_buffer() -> None:
+async def test_aborted_body_ends_after_its_source_stops_writing_to_the_buffer() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
     class Endless:

@@ -1,4 +1,4 @@
-"""The contract of a store on Ceph, in the clear and over TLS: a real server that keeps no checksum of ours."""
+"""The store contract on Ceph, over http and https: a real server that keeps no CRC64NVME."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ceph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Requests(list[str]):
-    """The operations that on_request was told."""
+    """The operations that on_request was called with."""
 
     def __call__(self, operation: str, outcome: str) -> None:
         self.append(operation)
@@ -50,7 +50,7 @@ class TestCeph(StoreContract):
 
 
 class Ending(BytesSource):
-    """Out of reach from the fourth part on."""
+    """Becomes unreachable at the fourth part."""
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         if offset >= 3 * CHUNK_BYTES:
@@ -58,8 +58,8 @@ class Ending(BytesSource):
         await super().fill(offset, buffer)
 
 
-async def test_interrupted_upload_goes_on_and_what_is_whole_is_not_sent_again(ceph: str) -> None:
-    """Proven by MD5, for Ceph gives back nothing else."""
+async def test_interrupted_upload_continues_and_whole_objects_are_not_sent_again(ceph: str) -> None:
+    """Proven by MD5, because Ceph returns nothing else."""
     requests = Requests()
     store = s3_store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph, parts_in_flight=1, on_request=requests)
 
@@ -76,7 +76,7 @@ async def test_interrupted_upload_goes_on_and_what_is_whole_is_not_sent_again(ce
     await store.close()
 
 
-async def test_abandoned_upload_is_aborted_by_the_servers_clock(ceph: str) -> None:
+async def test_age_of_an_abandoned_upload_is_by_the_clock_of_the_server(ceph: str) -> None:
     store = s3_store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph)
     await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY))
     assert await store.remove_unfinished(lambda key: key == KEY, grace_s=3600.0) == 0

@@ -1,4 +1,4 @@
-"""Requests that would never end are cut, and credentials that have expired are read afresh."""
+"""Requests that would never end are aborted, and expired credentials are read again."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ async def put(store: S3Store) -> None:
     await store.put(KEY, BytesSource(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
 
 
-async def test_answer_that_drips_is_cut_at_its_deadline(served: Bucket) -> None:
-    """A byte now and then is no silence: no timeout of a socket ever ends it."""
+async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served: Bucket) -> None:
+    """A byte now and then keeps every timeout of the socket from expiring."""
     patient, store = store_at(served), store_at(served, request_timeout_s=0.1)
     await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip"
@@ -67,7 +67,7 @@ async def test_answer_that_drips_is_cut_at_its_deadline(served: Bucket) -> None:
     await patient.close()
 
 
-async def test_request_after_one_that_was_cut_has_a_connection_of_its_own(served: Bucket) -> None:
+async def test_request_after_an_aborted_one_has_its_own_connection(served: Bucket) -> None:
     patient, store = store_at(served), store_at(served, request_timeout_s=2)
     await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip" if served.count("get_object") == 0 else ""
@@ -78,7 +78,7 @@ async def test_request_after_one_that_was_cut_has_a_connection_of_its_own(served
 
 
 @pytest.mark.parametrize("operation", ["list_objects_v2", "upload_part", "complete_multipart_upload", "get_object"])
-async def test_server_that_is_half_gone_costs_a_bounded_time(served: Bucket, operation: str) -> None:
+async def test_server_that_stops_answering_takes_a_bounded_time(served: Bucket, operation: str) -> None:
     patient, store = store_at(served), store_at(served, request_timeout_s=0.2)
     await patient.put_bytes("run/x", b"x")
     served.script = lambda found, key: "silence" if found == operation else ""
@@ -93,8 +93,8 @@ async def test_server_that_is_half_gone_costs_a_bounded_time(served: Bucket, ope
     await patient.close()
 
 
-async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket) -> None:
-    """What was cut is this attempt, not the next; and a file with a part left out is never asked to be put together."""
+async def test_part_whose_source_was_too_slow_is_read_again(served: Bucket) -> None:
+    """Only one attempt is aborted, and an upload that lacks a part is never completed."""
 
     class SlowOnce(BytesSource):
         begun = 0
@@ -114,8 +114,8 @@ async def test_part_whose_source_was_too_slow_once_is_read_again(served: Bucket)
     await store.close()
 
 
-async def test_request_of_a_caller_that_is_cancelled_ends_at_once(served: Bucket) -> None:
-    """A daemon that stops waits for no part of 64 MiB."""
+async def test_request_ends_at_once_when_its_caller_is_cancelled(served: Bucket) -> None:
+    """A daemon that stops does not wait for a part of 64 MiB."""
     store = store_at(served, request_timeout_s=60, parts_in_flight=2)
     served.script = lambda operation, key: "silence" if operation == "upload_part" else ""
     upload = asyncio.ensure_future(put(store))
@@ -126,7 +126,7 @@ async def test_request_of_a_caller_that_is_cancelled_ends_at_once(served: Bucket
     with pytest.raises(asyncio.CancelledError):
         await upload
     assert time.monotonic() - began < 30
-    assert len(served.uploads) == 1, "the next daemon goes on with it"
+    assert len(served.uploads) == 1, "the next daemon continues it"
     await store.close()
 
 
@@ -134,8 +134,8 @@ def write_credentials(path: Path, access_key: str) -> None:
     path.write_text(f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {SECRET_KEY}\n")
 
 
-async def test_expired_credentials_are_read_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an upload, which goes on; four parts at once that are refused read them once."""
+async def test_expired_credentials_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an upload, which continues. Four parts refused at once read the credentials once."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -159,11 +159,11 @@ async def test_expired_credentials_are_read_afresh(tmp_path: Path, monkeypatch: 
             with pytest.raises(TierUnreachable, match=r"does not know this access key.*check what boto3 finds"):
                 await store.list()
         write_credentials(tmp_path / "credentials", "another")
-        assert len(await store.list()) == 1, "put right outside, and the daemon goes on"
+        assert len(await store.list()) == 1, "the daemon continues once the credentials are corrected"
         await store.close()
 
 
-async def test_expired_token_is_tried_once_more_and_then_told() -> None:
+async def test_expired_token_is_tried_once_more_and_then_reported() -> None:
     with bucket_server() as served:
         store = store_at(served)
         served.script = lambda operation, key: "ExpiredToken"
@@ -182,13 +182,13 @@ async def test_expired_token_is_tried_once_more_and_then_told() -> None:
         ("NoSuchBucket", "there is no such bucket"),
     ],
 )
-async def test_what_a_person_must_change_is_told_at_the_first_request(code: str, sentence: str) -> None:
+async def test_configuration_error_is_reported_at_the_first_request(code: str, sentence: str) -> None:
     with bucket_server() as served:
         store = store_at(served)
         served.script = lambda operation, key: code
         with pytest.raises(TierUnreachable, match=sentence):
             await store.list()
-        # boto3 itself asks a bucket that is elsewhere once more, there.
+        # boto3 itself repeats the request in the other region.
         assert served.count("list_objects_v2") == (2 if code == "PermanentRedirect" else 1)
         await store.close()
 
@@ -202,7 +202,7 @@ async def test_what_a_person_must_change_is_told_at_the_first_request(code: str,
         ("SignatureDoesNotMatch", r"the secret key does not belong to the access key \(Sig"),
     ],
 )
-async def test_what_the_answer_says_beyond_its_code_is_told(code: str, sentence: str) -> None:
+async def test_error_message_has_details_of_the_answer(code: str, sentence: str) -> None:
     with bucket_server() as served:
         store = store_at(served)
         served.script = lambda operation, key: code
@@ -211,7 +211,7 @@ async def test_what_the_answer_says_beyond_its_code_is_told(code: str, sentence:
         await store.close()
 
 
-async def test_server_that_asks_for_a_pause_gets_it() -> None:
+async def test_pause_requested_by_the_server_is_kept() -> None:
     with bucket_server(headers={"Retry-After": "1"}) as served:
         store = store_at(served)
         served.script = lambda operation, key: "" if served.seen else "SlowDown"
@@ -232,16 +232,14 @@ async def test_server_that_asks_for_a_pause_gets_it() -> None:
         ({}, 0),
     ],
 )
-def test_pause_that_a_server_asks_for_is_seconds_or_a_time_by_its_own_clock(
-    headers: dict[str, str], seconds: float
-) -> None:
+def test_retry_after_is_seconds_or_a_time_by_the_clock_of_the_server(headers: dict[str, str], seconds: float) -> None:
     error = ClientError({"ResponseMetadata": {"HTTPHeaders": headers}}, "PutObject")  # type: ignore[typeddict-item]
     assert retry_after_s(error) == seconds
     assert retry_after_s(ValueError()) == 0
 
 
 async def test_certificate_is_checked_against_the_configured_authority(tmp_path: Path) -> None:
-    """There is no way to switch that off."""
+    """Verification cannot be turned off."""
     tls = self_signed(tmp_path)
     with bucket_server(tls) as served:
         store = store_at(served)
@@ -255,7 +253,7 @@ async def test_certificate_is_checked_against_the_configured_authority(tmp_path:
 
 @pytest.mark.parametrize("size_bytes", [100, SIZE_BYTES], ids=["put", "multipart"])
 @pytest.mark.parametrize("keeps_checksums", [True, False])
-async def test_encryption_is_asked_for_and_etags_that_are_no_md5_deceive_nobody(
+async def test_encryption_is_requested_and_etags_that_are_not_md5_are_not_used(
     size_bytes: int, keeps_checksums: bool
 ) -> None:
     with bucket_server(part_bytes_min=1024, keeps_checksums=keeps_checksums) as served:
@@ -267,14 +265,14 @@ async def test_encryption_is_asked_for_and_etags_that_are_no_md5_deceive_nobody(
         await store.put_bytes("run/x", b"x", if_absent=True)
         assert {(one.encryption, one.kms_key_id) for one in served.objects.values()} == {("aws:kms", "alias/tierd")}
         written = sum(count for (key, _), count in served.written.items() if key.endswith(KEY))
-        assert written == (1 if keeps_checksums else 2), "known to be there by its checksum, or sent again"
+        assert written == (1 if keeps_checksums else 2), "recognized by its checksum, or sent again"
         await store.close()
 
 
-async def test_nothing_goes_by_the_transfer_manager_on_the_machines_that_boto3_optimises_for(
+async def test_transfer_manager_is_not_used_where_boto3_prefers_it(
     served: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There its other client takes over by itself, which forgets the endpoint, and 24 GiB for buffers."""
+    """On such machines boto3 would use its CRT client, which ignores endpoint_url and takes 24 GiB of buffers."""
     monkeypatch.setattr("awscrt.s3.is_optimized_for_system", lambda: True)
     store = store_at(served)
     await put(store)
@@ -283,8 +281,8 @@ async def test_nothing_goes_by_the_transfer_manager_on_the_machines_that_boto3_o
     await store.close()
 
 
-async def test_every_body_is_protected_and_none_goes_in_a_trailer(served: Bucket) -> None:
-    """Our server refuses both a trailer, and an unsigned body without a checksum."""
+async def test_every_body_has_a_checksum_or_signature_and_no_trailer(served: Bucket) -> None:
+    """The test server refuses a trailer, and an unsigned body without a checksum."""
     store = store_at(served)
     await put(store)
     await store.put_bytes("run/x", b"x", if_absent=True)

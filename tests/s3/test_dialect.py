@@ -1,4 +1,4 @@
-"""A server that refuses checksums or conditions is asked once with them, and from then on without."""
+"""A server that refuses checksums or conditions gets them once, and then requests without them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE_BYTES = 5 * CHUNK_BYTES
 
 @pytest.fixture(params=["InvalidRequest", "InvalidArgument", "NotImplemented"])
 def refusing(request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """As old StorageGRID, Qumulo or B2: a request that names a checksum is refused."""
+    """Refuses a request with a checksum, as old StorageGRID, Qumulo and B2 do."""
     manners: dict[str, Any] = {"keeps_checksums": False, "part_bytes_min": 1024}
     with bucket_server(refuses={"x-amz-checksum": request.param, "x-amz-sdk": request.param}, **manners) as found:
         yield found
@@ -50,21 +50,21 @@ class TestBucketThatRefusesChecksums(StoreContract):
             await found.close()
 
 
-async def test_first_refusal_is_remembered_and_told_once(refusing: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+async def test_first_refusal_is_remembered_and_logged_once(refusing: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     store = store_at(refusing, parts_in_flight=1)
     with caplog.at_level(logging.WARNING, "tierd"):
         assert await put(store) == await read_whole(store, KEY, SIZE_BYTES)
         await put(store, "run/other")
         assert await store.put_bytes("run/x", b"x", if_absent=True)
     assert store.requests.dialect.refused == {Extra.CHECKSUMS}
-    assert sum(one.status in (400, 501) for one in refusing.seen) == 1, "every later request went without"
+    assert sum(one.status in (400, 501) for one in refusing.seen) == 1, "every later request had none"
     told = [one.getMessage() for one in caplog.records if "refuses" in one.getMessage()]
     assert told == [f"s3://{BUCKET}/deep in cold refuses {Extra.CHECKSUMS.value}"]
     await store.close()
 
 
 async def test_without_checksums_every_payload_is_signed(refusing: Bucket) -> None:
-    """Our server refuses a payload that neither a checksum nor a signature protects, and a damaged one by either."""
+    """The test server refuses a payload without checksum and signature, and a damaged payload with either."""
     store = store_at(refusing)
     await put(store)
     spoilt: list[str] = []
@@ -83,7 +83,7 @@ async def test_without_checksums_every_payload_is_signed(refusing: Bucket) -> No
     await store.close()
 
 
-async def test_condition_that_is_refused_is_left_out_and_the_commit_looks_first() -> None:
+async def test_refused_condition_is_omitted_and_the_commit_checks_first() -> None:
     with bucket_server(
         refuses={"if-none-match": "NotImplemented"}, honours_conditions=False, part_bytes_min=1024
     ) as served:
@@ -91,7 +91,7 @@ async def test_condition_that_is_refused_is_left_out_and_the_commit_looks_first(
         assert await store.put_bytes("run/x", b"x", if_absent=True)
         assert not await store.put_bytes("run/x", b"y", if_absent=True)
         assert served.objects["deep/run/x"].content == b"x"
-        assert store.requests.dialect.refused == {Extra.CONDITION}, "checksums are not given up for it"
+        assert store.requests.dialect.refused == {Extra.CONDITION}, "checksums are still sent"
         await put(store)
         assert (await store.requests.head(f"deep/{KEY}", "look") or {}).get("ChecksumCRC64NVME")
         await store.close()
@@ -110,6 +110,6 @@ async def test_refusal_for_another_reason_changes_nothing() -> None:
         await store.close()
 
 
-def test_transient_trouble_is_no_refusal() -> None:
+def test_transient_error_is_not_taken_for_a_refusal() -> None:
     said = ClientError({"Error": {"Code": "SlowDown", "Message": "checksum"}}, "PutObject")
     assert Dialect("here").to_omit(said, {"ChecksumCRC64NVME": "x"}, NO_EXTRAS) == NO_EXTRAS

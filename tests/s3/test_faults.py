@@ -1,4 +1,4 @@
-"""Checkpoints on their way into a bucket and back while requests of every kind go wrong in every way, by a seed.
+"""Copies checkpoints into a bucket and back while requests of every kind fail in every way, by a seed.
 
 At the end nothing is lost, nothing is committed twice, no byte differs, and nothing is left over. A seed that ever
 fails belongs into FOUND for good.
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 FAULT_RATE = 0.25
 ROUND = 4  # checkpoints
-TRIES_MAX = 400  # passes until a round is through: a worker never gives up, a test does
+TRIES_MAX = 400  # passes of a round; a worker has no such limit
 
 ANYWHERE = [
     *("SlowDown", "ServiceUnavailable", "InternalError", "TooManyRequests", "RequestTimeout", "RequestTimeTooSkewed"),
     *("reset", "lose") * 3,
 ]
-RARE = ["silence", "ExpiredToken"]  # they cost time
+RARE = ["silence", "ExpiredToken"]  # they take time
 BY_OPERATION = {
     "put_object": ["garble", "garble", "PreconditionFailed", "ConditionalRequestConflict"],
     "upload_part": ["garble", "garble", "NoSuchUpload"],
@@ -51,7 +51,7 @@ BY_OPERATION = {
 
 
 class Seeded:
-    """A script that spoils one request in four. `unseen`: faults that this server would not notice."""
+    """A script that makes one request in four fail. `unseen`: faults that this server would not notice."""
 
     def __init__(self, seed: int, *, unseen: frozenset[str]) -> None:
         self._random = random.Random(seed)
@@ -64,12 +64,12 @@ class Seeded:
             return self._random.choice(RARE)
         faults = [*ANYWHERE, *BY_OPERATION.get(operation, ()) * 3]
         if operation == "put_object" and not key.endswith(layout.MANIFEST):
-            faults = [one for one in faults if one != "PreconditionFailed"]  # asked for by nobody
+            faults = [one for one in faults if one != "PreconditionFailed"]  # no request has a condition
         return self._random.choice([one for one in faults if one not in self._unseen])
 
 
 async def at_last(attempt: Callable[[], Awaitable[T]]) -> T:
-    """What a worker does: again, until it goes well. Anything but an error of tierd's own is a bug."""
+    """Repeats a pass until it succeeds, as a worker does. Only errors of tierd may be raised."""
     for _ in range(TRIES_MAX - 1):
         try:
             return await attempt()
@@ -94,13 +94,13 @@ class Battle:
         self.replicator = rooms.replicator()
 
     async def replicate(self, manifests: list[Manifest]) -> None:
-        """From hot to cold, until the catalog and the pass agree that all is there."""
+        """From hot to cold, until the catalog and the pass agree that everything is copied."""
         await refresh(self.rooms.catalog, self.rooms.hot)
 
         async def is_through() -> bool:
             await refresh(self.rooms.catalog, self.cold)
             known = self.rooms.catalog.tiers["cold"]
-            # A manifest that was spoilt on its way here is unreadable until the next look, and nothing is sent for it.
+            # A manifest that was altered on its way is unreadable until the next listing, and is not copied again.
             is_whole = known.is_known and not known.unreadable
             return await self.replicator.run_once() and is_whole and not self.replicator.pending()
 
@@ -111,7 +111,7 @@ class Battle:
         assert held >= {manifest.id for manifest in manifests}
 
     async def restore(self, manifest: Manifest) -> None:
-        """From cold into a directory, and every file is the one in hot."""
+        """From cold into a directory; asserts that every file is that in hot."""
         store = DirectoryStore(self.root / "restored")
         await at_last(lambda: copy_checkpoint(manifest, self.cold, Tier("restored", store)))
         await store.close()
@@ -124,7 +124,7 @@ class Battle:
         self.rooms.catalog.drop(manifest.id, "hot")
 
     def check(self, kept: list[Manifest], deleted: list[Manifest]) -> None:
-        """What lies in the bucket, and what was ever put there."""
+        """Asserts what the bucket has, and every write that it received."""
         files = {
             f"deep/{path.relative_to(self.root / 'hot')}": path.read_bytes()
             for manifest in kept
@@ -164,7 +164,7 @@ async def battle(root: Path, seed: int, faults: int, **manners: bool) -> None:
                 kept += fresh[1:]
             served.script = lambda operation, key: ""
             it.check(kept, deleted)
-            # Uploads whose creation was answered to nobody.
+            # Uploads whose creation was answered to a request that failed.
             served.now = lambda: datetime.now(UTC) + timedelta(days=2)
             while await it.store.remove_unfinished(lambda key: True, grace_s=24 * 3600.0):
                 pass
@@ -174,7 +174,7 @@ async def battle(root: Path, seed: int, faults: int, **manners: bool) -> None:
 
 
 async def committed(rooms: Rooms, step: int) -> Manifest:
-    """In hot: two shards, of a part and of three or four."""
+    """In hot: two shards, of one part and of three or four parts."""
     root = rooms.config.hot_path
     return await asyncio.to_thread(
         make_checkpoint, root, run=RUN, step=step, sequence=step, size_bytes=CHUNK_BYTES * (1 + step % 4) + step
@@ -201,8 +201,8 @@ async def test_twenty_thousand_faults_lose_nothing(tmp_path: Path, seed: int, ch
     await battle(tmp_path, seed, 1250, keeps_checksums=checks, honours_conditions=checks)
 
 
-async def test_replicator_aborts_uploads_of_its_runs_that_nobody_goes_on_with(tmp_path: Path) -> None:
-    """A day after they were begun; not those of a run that lives elsewhere, nor of a checkpoint that is wanted."""
+async def test_replicator_aborts_abandoned_uploads_of_its_runs(tmp_path: Path) -> None:
+    """After a day. Not uploads of another node's run, nor of a checkpoint that is to be copied."""
     with bucket_server(part_bytes_min=4096) as served:
         async with rooms_at(tmp_path) as rooms:
             it = Battle(tmp_path, served, rooms)
@@ -230,5 +230,5 @@ async def test_replicator_aborts_uploads_of_its_runs_that_nobody_goes_on_with(tm
                 (RUN, "000000000002-g0001"),
                 (RUN, "000000000900-g0001"),
             }
-            assert made["UploadId"] in served.uploads, "the one that is wanted goes on; it is no new one"
+            assert made["UploadId"] in served.uploads, "the upload that is needed continues"
             await it.store.close()

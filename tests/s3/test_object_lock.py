@@ -1,4 +1,4 @@
-"""What a bucket retains: told as such, asked for again when it may go, and never in the way of anything else."""
+"""Objects under Object Lock are reported as retained, deleted later, and block nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store_at(url: str) -> S3Store:
     [(LATER, f"until {LATER:%Y-%m-%d %H:%M} UTC"), (None, "as long as its legal hold")],
 )
 @pytest.mark.parametrize("keys", [["run/a"], ["run/b", "run/a", "run/c"]], ids=["one", "in a batch"])
-async def test_what_is_locked_is_told_as_retained(
+async def test_delete_of_a_locked_object_raises_retained(
     served: Bucket, until: datetime | None, said: str, keys: list[str]
 ) -> None:
     store = store_at(served.url)
@@ -51,11 +51,11 @@ async def test_what_is_locked_is_told_as_retained(
     assert "run/a" in told.value.message
     remaining_s = (until - datetime.now(UTC)).total_seconds() if until else float("inf")
     assert told.value.remaining_s == pytest.approx(remaining_s, abs=600)
-    assert list(served.objects) == ["run/a"], "what is not locked is gone"
+    assert list(served.objects) == ["run/a"], "the unlocked object is deleted"
     await store.close()
 
 
-async def test_without_a_lock_access_denied_is_no_retention(served: Bucket) -> None:
+async def test_access_denied_without_a_lock_is_not_retained(served: Bucket) -> None:
     store = store_at(served.url)
     await store.put_bytes("run/a", b"x")
     served.script = lambda operation, key: "AccessDenied" if operation == "delete_object" else ""
@@ -67,8 +67,8 @@ async def test_without_a_lock_access_denied_is_no_retention(served: Bucket) -> N
     await store.close()
 
 
-async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_that_was_deleted(moto: str) -> None:
-    """There a delete without a version only adds a marker: nothing is refused, and nothing is freed."""
+async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: str) -> None:
+    """A delete without a version only adds a delete marker: it is not refused, and frees nothing."""
     session = boto3.session.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
     client: Any = session.client("s3", endpoint_url=moto, region_name="us-east-1")
     client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
@@ -78,7 +78,7 @@ async def test_versioned_bucket_with_object_lock_takes_all_and_lists_nothing_tha
     )
     store = s3_store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
     data = content(6 << 20)  # in two parts
-    # No single PUT: moto wants x-amz-sdk-checksum-algorithm with it, where AWS is content with x-amz-checksum-.
+    # Not a single PUT: moto requires x-amz-sdk-checksum-algorithm for it, AWS does not.
     for _ in range(2):
         for key in (KEY, KEY + "-2"):
             await store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=5 << 20)
@@ -123,13 +123,13 @@ async def house(tmp_path: Path, served: Bucket) -> Any:
         yield found
 
 
-async def test_retained_checkpoint_holds_up_no_other_and_is_not_asked_for_again_and_again(house: House) -> None:
+async def test_retained_checkpoint_blocks_no_other_and_is_not_tried_repeatedly(house: House) -> None:
     house.served.locked[house.key(100, layout.MANIFEST)] = LATER
     assert await house.reaper.run_once()
-    assert house.steps() == [100, 500], "the oldest, which comes first, stays; the others go"
+    assert house.steps() == [100, 500], "only the locked one stays"
     assert house.told() == [("reap", "retained", 100)]
     names = [key for key in house.served.objects if "000000000100" in key]
-    assert len(names) == 3, "refused at its manifest, it is still whole"
+    assert len(names) == 3, "the deletion is refused at the manifest, so the checkpoint is whole"
     house.served.seen.clear()
     for number in (6, 7):
         await house.rooms.commit("hot", "cold", step=number * 100, sequence=number)
@@ -142,8 +142,10 @@ async def test_retained_checkpoint_holds_up_no_other_and_is_not_asked_for_again_
     assert len(house.told()) == 1
 
 
-async def test_retained_checkpoint_goes_once_its_time_has_come(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing else to wake the reaper: a run that is done, in a bucket that nobody writes to."""
+async def test_retained_checkpoint_is_deleted_after_its_retention(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has ended and nothing else wakes the reaper."""
     monkeypatch.setattr(reaper, "RETENTION_S_MAX", 0.0)
     house.served.locked[house.key(100, layout.MANIFEST)] = LATER
     assert await house.reaper.run_once()
@@ -153,8 +155,8 @@ async def test_retained_checkpoint_goes_once_its_time_has_come(house: House, mon
     assert house.steps() == [500]
 
 
-async def test_leftovers_that_are_retained_do_not_stop_replication(house: House) -> None:
-    """The manifest went, a marker is locked a little longer: the leftover waits, and new checkpoints are copied."""
+async def test_retained_leftovers_do_not_stop_replication(house: House) -> None:
+    """The manifest is deleted, a marker is locked: the marker stays, and new checkpoints are copied."""
     rooms = house.rooms
     await rooms.cold["cold"].mark_milestone(checkpoint_id(RUN, 100, 1), "best", "now")
     house.served.locked[house.key(100, "milestone-best.json")] = LATER

@@ -1,4 +1,4 @@
-"""What the doctor says of buckets of every kind, and that nothing of its look stays behind."""
+"""The advice of `tierd doctor` on many kinds of buckets; the probe leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lifecycle(prefix: str = "", status: str = "Enabled", more: str = "") -> str:
 async def probe(
     url: str, *, url_of_tier: str = f"s3://{BUCKET}/deep", ahead_s: float = 0, **keys: str
 ) -> dict[str, Advice]:
-    """What is said, by check: the worst of each."""
+    """The worst advice of each check."""
     cold = ColdConfig(url=url_of_tier, endpoint_url=url, **keys)  # type: ignore[arg-type]
     store = s3_store(
         cold.url, endpoint_url=url, region=cold.region, sse=cold.sse, request_timeout_s=20, retry_min_s=0.001
@@ -56,7 +56,7 @@ def said(found: dict[str, Advice], verdict: str) -> set[str]:
     return {check for check, one in found.items() if one.verdict == verdict}
 
 
-async def test_bucket_that_does_all_that_it_should_gets_no_complaint(served: Bucket) -> None:
+async def test_fully_capable_bucket_gets_only_ok(served: Bucket) -> None:
     found = await probe(served.url)
     assert {one.verdict for one in found.values()} == {"ok"}, found
     assert said(found, "ok") == {
@@ -69,7 +69,7 @@ async def test_bucket_that_does_all_that_it_should_gets_no_complaint(served: Buc
     assert all(key.startswith(f"deep/{PREFIX}") for key in below)
 
 
-async def test_listings_take_no_probe_for_a_checkpoint(served: Bucket) -> None:
+async def test_objects_of_a_probe_are_not_listed(served: Bucket) -> None:
     store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
     about = {"Key": f"deep/{PREFIX}x-object", "Body": b"", "ChecksumCRC64NVME": "AAAAAAAAAAA="}
     await store.requests.request("put_object", "put", **about)
@@ -77,7 +77,7 @@ async def test_listings_take_no_probe_for_a_checkpoint(served: Bucket) -> None:
     await store.close()
 
 
-async def test_moto_and_rclone_are_looked_at_to_the_end_and_left_as_they_were(moto: str, tmp_path: Path) -> None:
+async def test_probe_of_moto_and_rclone_completes_and_leaves_nothing(moto: str, tmp_path: Path) -> None:
     store = s3_store(f"s3://{BUCKET}/doctor", endpoint_url=moto)
     found = await probe(moto, url_of_tier=store.url)
     assert said(found, "problem") == set()
@@ -88,12 +88,12 @@ async def test_moto_and_rclone_are_looked_at_to_the_end_and_left_as_they_were(mo
     with rclone_server(tmp_path) as url:
         found = await probe(url)
         assert said(found, "problem") == set()
-        assert {"checksum", "if_none_match", "damage"} <= said(found, "note"), "it verifies nothing"
+        assert {"checksum", "if_none_match", "damage"} <= said(found, "note"), "this server verifies nothing"
         assert [path for path in (tmp_path / BUCKET).rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("operation", [*NEEDED_ACTIONS, *DOCTOR_ACTIONS])
-async def test_each_permission_that_is_missing_is_named(served: Bucket, operation: str) -> None:
+async def test_each_missing_permission_is_named(served: Bucket, operation: str) -> None:
     served.script = lambda found, key: "AccessDenied" if found == operation else ""
     found = await probe(served.url)
     if operation in DOCTOR_ACTIONS:
@@ -107,8 +107,8 @@ async def test_each_permission_that_is_missing_is_named(served: Bucket, operatio
         assert (served.objects, served.uploads) == ({}, {})
 
 
-async def test_absent_object_that_is_answered_with_403_is_told(served: Bucket) -> None:
-    """As AWS does to who may list only with a prefix."""
+async def test_absent_object_answered_with_403_is_reported(served: Bucket) -> None:
+    """As AWS answers an identity that may list only with a prefix."""
     served.script = lambda operation, key: "AccessDenied" if "head" in operation and not served.objects else ""
     found = await probe(served.url)
     assert "403, not 404" in found["absent"].message
@@ -124,14 +124,16 @@ async def test_absent_object_that_is_answered_with_403_is_told(served: Bucket) -
         ({"lifecycle": lifecycle(), "object-lock": LOCKED}, "object_lock", "for 30 days (COMPLIANCE)"),
     ],
 )
-async def test_what_costs_for_ever_is_told(configuration: dict[str, str], check: str, sentence: str) -> None:
+async def test_configuration_that_is_billed_forever_is_reported(
+    configuration: dict[str, str], check: str, sentence: str
+) -> None:
     with bucket_server(configuration=configuration) as served:
         found = await probe(served.url)
     assert said(found, "warning") == {check}
     assert sentence in found[check].message
 
 
-async def test_versions_that_expire_are_well() -> None:
+async def test_versions_that_expire_are_ok() -> None:
     configuration = {"lifecycle": lifecycle(more=EXPIRES), "versioning": VERSIONED}
     with bucket_server(configuration=configuration) as served:
         assert said(await probe(served.url), "warning") == set()
@@ -147,7 +149,7 @@ async def test_versions_that_expire_are_well() -> None:
         ("RequestTimeTooSkewed", "this machine's clock is wrong"),
     ],
 )
-async def test_bucket_that_cannot_be_reached_is_one_sentence(served: Bucket, code: str, sentence: str) -> None:
+async def test_unreachable_bucket_is_reported_in_one_sentence(served: Bucket, code: str, sentence: str) -> None:
     served.script = lambda operation, key: code
     found = await probe(served.url)
     assert said(found, "problem") == {"reach"}
@@ -155,7 +157,7 @@ async def test_bucket_that_cannot_be_reached_is_one_sentence(served: Bucket, cod
     assert {one.operation for one in served.seen} <= {"list_objects_v2", "head_object"}
 
 
-async def test_silent_server_costs_a_bounded_time() -> None:
+async def test_silent_server_takes_a_bounded_time() -> None:
     with silent_server() as url:
         store = s3_store(f"s3://{BUCKET}", endpoint_url=url, request_timeout_s=0.1)
         found = await BucketProbe(store.requests, ColdConfig(url=f"s3://{BUCKET}"), lambda: datetime.now(UTC)).run()
@@ -163,7 +165,7 @@ async def test_silent_server_costs_a_bounded_time() -> None:
         await store.close()
 
 
-async def test_clock_region_and_encryption_that_differ_are_told() -> None:
+async def test_different_clock_region_and_encryption_are_reported() -> None:
     with bucket_server(
         configuration={"lifecycle": lifecycle()}, headers={"x-amz-bucket-region": "eu-west-1"}
     ) as served:
@@ -175,15 +177,15 @@ async def test_clock_region_and_encryption_that_differ_are_told() -> None:
         assert said(found, "warning") == set()
 
 
-async def test_server_that_refuses_checksums_is_said_to_and_probed_without() -> None:
+async def test_server_that_refuses_checksums_is_reported_and_probed_without() -> None:
     with bucket_server(keeps_checksums=False, refuses={"x-amz-checksum": "InvalidRequest"}) as served:
         found = await probe(served.url)
         assert said(found, "problem") == set()
         assert "signed instead" in found["checksum"].message
 
 
-async def test_cancelled_at_any_request_nothing_stays_behind(served: Bucket) -> None:
-    """Ctrl-C: the probe goes on only with removing what it made."""
+async def test_probe_cancelled_at_any_request_leaves_nothing(served: Bucket) -> None:
+    """Ctrl-C: the probe only removes its objects."""
     for operation in ("put_object", "upload_part", "list_parts", "get_bucket_versioning"):
         served.held.clear()
         served.seen.clear()
@@ -198,7 +200,7 @@ async def test_cancelled_at_any_request_nothing_stays_behind(served: Bucket) -> 
         assert (served.objects, served.uploads) == ({}, {}), operation
 
 
-async def test_what_a_killed_probe_has_left_is_removed_after_an_hour(served: Bucket) -> None:
+async def test_objects_of_a_killed_probe_are_removed_after_an_hour(served: Bucket) -> None:
     now = served.now
     served.now = lambda: now() - timedelta(hours=2)
     store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
@@ -227,7 +229,7 @@ async def test_what_a_killed_probe_has_left_is_removed_after_an_hour(served: Buc
         ({"region": "eu-west-1"}, ""),
     ],
 )
-def test_what_the_config_alone_shows(keys: dict[str, str], said: str) -> None:
+def test_endpoint_is_checked_from_the_config_alone(keys: dict[str, str], said: str) -> None:
     found = [one.message for one in endpoint_advice(ColdConfig(url="s3://bucket", **keys))]  # type: ignore[arg-type]
     assert len(found) == bool(said)
     assert all(said in one for one in found)
@@ -238,5 +240,5 @@ def test_what_the_config_alone_shows(keys: dict[str, str], said: str) -> None:
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("minio", True), ("minio.storage.svc", True),
      ("192.168.1.1", True), ("1.1.1.1", False), ("s3.amazonaws.com", False)],
 )  # fmt: skip
-def test_private_is_loopback_a_private_network_or_a_name_of_one(host: str, private: bool) -> None:
+def test_private_hosts_are_loopback_private_networks_and_their_names(host: str, private: bool) -> None:
     assert is_private(host) is private

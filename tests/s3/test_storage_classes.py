@@ -1,4 +1,4 @@
-"""Where a bucket keeps what it was sent: classes of storage, and what is archived is told as such."""
+"""Storage classes of new objects, and errors for archived ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def classes(served: Bucket) -> dict[str, str]:
     ],
 )
 @pytest.mark.parametrize("size_bytes", [100, 3 * CHUNK_BYTES + 7], ids=["put", "multipart"])
-async def test_files_get_their_class_and_small_objects_none(
+async def test_files_have_a_storage_class_and_small_objects_have_none(
     served: Bucket, storage_class: str, lasting: str, expected: tuple[str, str], size_bytes: int
 ) -> None:
     store = store_at(served.url, storage_class, lasting)
@@ -71,7 +71,7 @@ async def test_files_get_their_class_and_small_objects_none(
     await store.close()
 
 
-async def test_what_is_archived_is_told_in_one_sentence_at_once_and_read_when_it_is_back(served: Bucket) -> None:
+async def test_archived_object_is_reported_at_once_and_readable_after_its_restore(served: Bucket) -> None:
     store = store_at(served.url, lasting="GLACIER")
     await put(store, is_lasting=True)
     assert [one.key for one in await store.list()] == [KEY]
@@ -80,7 +80,7 @@ async def test_what_is_archived_is_told_in_one_sentence_at_once_and_read_when_it
         await store.read(KEY, 0, memoryview(bytearray(CHUNK_BYTES)))
     assert told.value.exit_code == 14
     assert f"{KEY} in cold (s3://{BUCKET}/deep)" in told.value.message
-    assert served.count("get_object") == 1, "at once again would be no better"
+    assert served.count("get_object") == 1, "no further attempt"
     served.thawed.add(f"deep/{KEY}")
     back = bytearray(CHUNK_BYTES)
     await store.read(KEY, 0, memoryview(back))
@@ -89,8 +89,8 @@ async def test_what_is_archived_is_told_in_one_sentence_at_once_and_read_when_it
 
 
 @pytest.mark.parametrize("keeps_checksums", [True, False], ids=["checksums", "etags"])
-async def test_what_is_archived_already_is_not_sent_again(keeps_checksums: bool) -> None:
-    """A HEAD is answered, whatever the class."""
+async def test_archived_object_is_not_sent_again(keeps_checksums: bool) -> None:
+    """A HEAD is answered in every storage class."""
     with bucket_server(part_bytes_min=1024, keeps_checksums=keeps_checksums) as served:
         store = store_at(served.url, lasting="DEEP_ARCHIVE")
         for _ in range(2):
@@ -99,7 +99,7 @@ async def test_what_is_archived_already_is_not_sent_again(keeps_checksums: bool)
         await store.close()
 
 
-async def test_class_that_the_server_does_not_know_is_told_with_the_keys_to_correct(served: Bucket) -> None:
+async def test_unknown_storage_class_is_reported_with_the_config_keys(served: Bucket) -> None:
     store = store_at(served.url, "CHEAPEST")
     with pytest.raises(TierUnreachable, match="no such storage class") as told:
         await put(store)
@@ -108,7 +108,7 @@ async def test_class_that_the_server_does_not_know_is_told_with_the_keys_to_corr
     await store.close()
 
 
-async def test_archive_of_another_server_is_told_as_ours_is(moto: str) -> None:
+async def test_archived_object_of_another_server_is_reported_alike(moto: str) -> None:
     store = store_at(moto, lasting="GLACIER")
     await put(store, is_lasting=True)
     with pytest.raises(TierUnreachable, match="restore-object"):
@@ -133,7 +133,7 @@ async def copied(root: Path, served: Bucket, manifest: Manifest, milestones: lis
 
 @pytest.fixture
 def archived(tmp_path: Path, served: Bucket) -> House:
-    """A house whose only replica of step 200 is archived; step 100, no milestone, is in cold too."""
+    """A config whose only replica of step 200 is archived; step 100, not a milestone, is in cold too."""
     house = House(tmp_path)
     house.config.write_text(
         f'[hot]\npath = "empty"\n[[cold]]\nurl = "s3://{BUCKET}"\nendpoint_url = "{served.url}"\n'
@@ -144,7 +144,7 @@ def archived(tmp_path: Path, served: Bucket) -> House:
     return house
 
 
-def test_shards_of_a_milestone_are_archived_and_what_tells_of_them_is_not(archived: House, served: Bucket) -> None:
+def test_shards_of_a_milestone_are_archived_and_its_markers_are_not(archived: House, served: Bucket) -> None:
     found = {key: stored.storage_class for key, stored in served.objects.items() if "000000000200" in key}
     by_name = {key.rpartition("/")[2]: one for key, one in found.items()}
     assert by_name == {
@@ -168,8 +168,8 @@ def test_restore_of_an_archived_checkpoint_says_what_to_do_first(archived: House
 
 
 @pytest.mark.parametrize("verb", [("verify", "--deep"), ("drill",)], ids=["verify", "drill"])
-def test_verify_and_drill_say_of_an_archived_checkpoint_what_restore_says(archived: House, verb: tuple[str]) -> None:
-    """It is no damaged one: 14 where it is all that was asked for, 3 where others could be judged."""
+def test_verify_and_drill_report_an_archived_checkpoint_as_restore_does(archived: House, verb: tuple[str]) -> None:
+    """Not as damaged: exit code 14 when it was the only one, 3 when others could be verified."""
     result = archived.tierd(*verb, "--step", "200")
     assert result.exit_code == 14
     assert "it is archived: restore it with `aws s3api restore-object`" in result.output

@@ -29,7 +29,7 @@ from tierd.s3.errors import Trouble, translate, trouble_of
 from tierd.s3.store import S3Store
 from tierd.s3.upload import PART_BYTES_MAX, part_bytes
 
-SMALL_CHUNK_BYTES = 5 << 20  # the smallest part that S3 takes
+SMALL_CHUNK_BYTES = 5 << 20  # the smallest part that S3 accepts
 BIG = 2 * SMALL_CHUNK_BYTES + 12345
 
 
@@ -40,7 +40,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Requests(list[tuple[str, str]]):
-    """What on_request was told."""
+    """The arguments of each call of on_request."""
 
     def __call__(self, operation: str, outcome: str) -> None:
         self.append((operation, outcome))
@@ -50,7 +50,7 @@ class Requests(list[tuple[str, str]]):
 
 
 def bucket(endpoint_url: str, **options: object) -> S3Store:
-    """A prefix of its own in the server's bucket."""
+    """A store with a new prefix in the server's bucket."""
     return s3_store(f"s3://{BUCKET}/{uuid4().hex}/deep", endpoint_url=endpoint_url, **options)  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ class TestRclone(StoreContract):
 
 
 class TestBucket(StoreContract):
-    """Our own server, which refuses whatever AWS refuses, with pages of three."""
+    """The test server, which refuses what AWS refuses, with pages of three."""
 
     is_atomic = True
 
@@ -84,7 +84,7 @@ class TestBucket(StoreContract):
 
 
 class TestBucketThatKeepsNothing(StoreContract):
-    """As Ceph: no checksums, no conditions."""
+    """Like Ceph: no checksums, no conditions."""
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[S3Store]:
@@ -97,7 +97,7 @@ class TestBucketThatKeepsNothing(StoreContract):
 # ── uploads ──
 
 
-async def test_a_large_file_goes_in_parts_of_its_chunks_and_is_compared_afterwards(moto: str) -> None:
+async def test_large_file_is_sent_in_parts_of_its_chunks_and_compared_afterwards(moto: str) -> None:
     requests = Requests()
     store = bucket(moto, on_request=requests)
     entry = await store.put(KEY, BytesSource(content(BIG)), size_bytes=BIG, chunk_bytes=SMALL_CHUNK_BYTES)
@@ -106,11 +106,11 @@ async def test_a_large_file_goes_in_parts_of_its_chunks_and_is_compared_afterwar
     requests.clear()
     again = await store.put(KEY, BytesSource(b""), size_bytes=BIG, chunk_bytes=SMALL_CHUNK_BYTES, expect=entry)
     assert again == entry
-    assert requests == [("head_object", "200")]  # the server says that it has these very bytes
+    assert requests == [("head_object", "200")]  # its checksum is that of the file
     await store.close()
 
 
-async def test_an_object_of_the_same_size_with_other_bytes_is_written_again(moto: str) -> None:
+async def test_object_of_the_same_size_with_other_bytes_is_written_again(moto: str) -> None:
     store = bucket(moto)
     await store.put_bytes(KEY, b"damaged")
     good = entry_of(b"correct")
@@ -165,7 +165,7 @@ def test_parts_are_whole_chunks(size_bytes: int, chunk_bytes: int, expected: int
     assert part_bytes(size_bytes, chunk_bytes) == expected
 
 
-def test_a_file_that_s3_has_no_place_for_is_refused() -> None:
+def test_file_that_is_too_large_for_s3_is_refused() -> None:
     with pytest.raises(BadRequest):
         part_bytes(PART_BYTES_MAX * 10_000 + 1, 5 << 30)
 
@@ -174,12 +174,12 @@ async def test_uploads_keep_to_the_bandwidth_cap(moto: str) -> None:
     store = bucket(moto, max_upload_mib_s=50, parts_in_flight=4)
     begin = time.monotonic()
     await store.put(KEY, BytesSource(content(BIG)), size_bytes=BIG, chunk_bytes=SMALL_CHUNK_BYTES)
-    assert time.monotonic() - begin >= 10 / 50  # the last part begins when the 10 MiB before it have had their time
+    assert time.monotonic() - begin >= 10 / 50  # the last part begins after the time of the 10 MiB before it
     await store.close()
 
 
 async def test_tls_servers_take_the_checksum_as_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """boto3's default, a trailer with aws-chunked over https, is what breaks many servers."""
+    """boto3's default, a trailer with aws-chunked over https, fails on many servers."""
     certificate, key = self_signed(tmp_path)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     with rclone_server(tmp_path / "buckets", "--cert", str(certificate), "--key", str(key)) as url:
@@ -205,7 +205,7 @@ async def test_more_than_a_page_is_listed_and_deleted(rclone: str) -> None:
     await store.close()
 
 
-async def test_the_manifest_goes_alone_before_the_batch(moto: str) -> None:
+async def test_manifest_is_deleted_alone_before_the_batch(moto: str) -> None:
     requests = Requests()
     store = bucket(moto, on_request=requests)
     for name in ("manifest.json", "a", "b"):
@@ -216,11 +216,11 @@ async def test_the_manifest_goes_alone_before_the_batch(moto: str) -> None:
     await store.close()
 
 
-# ── what the network and the server do ──
+# ── faults of the network and of the server ──
 
 
 class Once:
-    """A fault at the first request that matches, and never again."""
+    """A fault at the first request that matches."""
 
     def __init__(self, method: str, part_of_path: str, fault: str) -> None:
         self._wanted = (method, part_of_path, fault)
@@ -234,18 +234,18 @@ class Once:
         return fault
 
 
-async def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(moto: str) -> None:
+async def test_retry_finds_the_commit_whose_answer_was_lost(moto: str) -> None:
     fault = Once("PUT", "manifest.json", "lose")
     with faulty_proxy(moto, fault) as url:
         store = bucket(url)
-        # The retry meets its own 412: False, and the caller compares.
+        # The retry gets a 412 from its own first attempt: False, and the caller compares.
         assert not await store.put_bytes("run/manifest.json", b"mine", if_absent=True)
         assert await store.get_bytes("run/manifest.json", size_max=10) == b"mine"
         await store.close()
     assert fault.hit
 
 
-async def test_a_completed_upload_whose_answer_was_lost_is_done(moto: str) -> None:
+async def test_completed_upload_whose_answer_was_lost_counts_as_done(moto: str) -> None:
     fault = Once("POST", "uploadId=", "lose")
     with faulty_proxy(moto, fault) as url:
         store = bucket(url)
@@ -267,7 +267,7 @@ async def test_one_lost_or_refused_request_does_not_fail_an_upload(moto: str, me
         assert fault.hit
 
 
-async def test_an_answer_cut_short_is_no_success(moto: str) -> None:
+async def test_truncated_answer_is_not_a_success(moto: str) -> None:
     with faulty_proxy(moto, lambda method, path: "cut" if method == "GET" else "") as url:
         store = bucket(url, request_timeout_s=5)
         await store.put_bytes("run/x", content(4096))
@@ -278,10 +278,10 @@ async def test_an_answer_cut_short_is_no_success(moto: str) -> None:
         await store.close()
 
 
-async def test_a_server_that_is_down_is_unreachable_at_once() -> None:
+async def test_server_that_is_down_is_unreachable_at_once() -> None:
     requests = Requests()
     with silent_server() as url:
-        pass  # closed again: nobody listens there now
+        pass  # closed again: a port that nobody listens on
     store = bucket(url, on_request=requests)
     for attempt in (store.list(), store.get_bytes("run/x", size_max=1), store.put_bytes("run/x", b"", if_absent=True)):
         with pytest.raises(TierUnreachable, match=r"no connection \(EndpointConnectionError\)"):
@@ -294,7 +294,7 @@ async def test_a_server_that_is_down_is_unreachable_at_once() -> None:
     await store.close()
 
 
-async def test_a_server_that_says_nothing_is_unreachable_within_the_deadline() -> None:
+async def test_silent_server_is_unreachable_within_the_deadline() -> None:
     with silent_server() as url:
         store = bucket(url, request_timeout_s=0.2)
         begin = time.monotonic()
@@ -305,7 +305,7 @@ async def test_a_server_that_says_nothing_is_unreachable_within_the_deadline() -
 
 
 @pytest.mark.parametrize("status", ["500", "503", "429"])
-async def test_a_server_in_trouble_is_unreachable(moto: str, status: str) -> None:
+async def test_server_with_internal_errors_is_unreachable(moto: str, status: str) -> None:
     with faulty_proxy(moto, lambda method, path: status) as url:
         store = bucket(url)
         with pytest.raises(TierUnreachable):
@@ -313,7 +313,7 @@ async def test_a_server_in_trouble_is_unreachable(moto: str, status: str) -> Non
         await store.close()
 
 
-async def test_a_server_that_ignores_ranges_is_not_believed(moto: str) -> None:
+async def test_answer_that_ignores_the_range_is_refused(moto: str) -> None:
     with faulty_proxy(moto, lambda method, path: "whole") as url:
         store = bucket(url)
         await store.put_bytes("run/x", content(4096))
@@ -323,10 +323,10 @@ async def test_a_server_that_ignores_ranges_is_not_believed(moto: str) -> None:
         await store.close()
 
 
-# ── one sentence says what is wrong ──
+# ── error messages ──
 
 
-async def test_wrong_credentials_are_said_in_one_sentence(rclone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_credentials_are_reported_in_one_sentence(rclone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-" + SECRET_KEY)
     store = bucket(rclone)
     with pytest.raises(TierUnreachable, match=r"the secret key does not belong.*\(SignatureDoesNotMatch\)") as error:
@@ -349,7 +349,7 @@ async def test_wrong_credentials_are_said_in_one_sentence(rclone: str, monkeypat
     await store.close()
 
 
-async def test_a_missing_bucket_is_unreachable_and_never_empty(moto: str) -> None:
+async def test_missing_bucket_is_unreachable_and_not_empty(moto: str) -> None:
     store = s3_store("s3://no-such-bucket/x", endpoint_url=moto)
     for attempt in (
         store.list(),
@@ -362,7 +362,7 @@ async def test_a_missing_bucket_is_unreachable_and_never_empty(moto: str) -> Non
     await store.close()
 
 
-async def test_a_wrong_endpoint_is_said_and_stops_nothing_else() -> None:
+async def test_wrong_endpoint_is_unreachable() -> None:
     store = s3_store("s3://bucket", endpoint_url="not a url")
     with pytest.raises(TierUnreachable, match="Invalid endpoint"):
         await store.list()
@@ -393,7 +393,7 @@ class Said(Exception):
         ("SomethingNew", TierUnreachable),
     ],
 )
-def test_every_answer_is_something_the_caller_can_act_on(code: str, kind: type[Exception]) -> None:
+def test_every_answer_of_s3_becomes_a_tierd_error(code: str, kind: type[Exception]) -> None:
     assert type(translate(Said(code), "read x in cold")) is kind
 
 
@@ -415,11 +415,11 @@ def test_every_answer_is_something_the_caller_can_act_on(code: str, kind: type[E
         ("SomethingNew", Trouble.REFUSED),
     ],
 )
-def test_every_answer_has_one_thing_to_do_about_it(code: str, trouble: Trouble) -> None:
+def test_every_error_code_has_one_trouble(code: str, trouble: Trouble) -> None:
     assert trouble_of(Said(code)) is trouble
 
 
-def test_what_gave_no_answer_is_tried_again() -> None:
+def test_request_without_an_answer_is_transient() -> None:
     for error in (None, OSError("reset"), TimeoutError()):
         assert trouble_of(error) is Trouble.TRANSIENT
 

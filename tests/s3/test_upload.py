@@ -1,4 +1,4 @@
-"""An upload that is interrupted goes on where it was, and never with a part that is not proven to be ours."""
+"""An interrupted upload continues, with parts whose bytes are proven only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = 10
 
 @pytest.fixture(params=[True, False], ids=["checksums", "etags"])
 def served(request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A server that gives back checksums, and one that gives back nothing but ETags."""
+    """A server that returns checksums, and one that returns only ETags."""
     with bucket_server(part_bytes_min=1024, page=4, keeps_checksums=request.param) as found:
         yield found
 
@@ -38,7 +38,7 @@ def store_at(served: Bucket, **options: Any) -> S3Store:
 
 
 async def put(store: S3Store, data: bytes = content(SIZE_BYTES)) -> int:
-    """Returns how many bytes its progress told."""
+    """Returns the sum of the reported progress in bytes."""
     told: list[int] = []
     await store.put(
         KEY, BytesSource(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=ENTRY, progress=told.append
@@ -47,7 +47,7 @@ async def put(store: S3Store, data: bytes = content(SIZE_BYTES)) -> int:
 
 
 class After:
-    """Refuses an operation for good after so many of it."""
+    """Refuses an operation permanently after `count` requests."""
 
     def __init__(self, operation: str, count: int, fault: str) -> None:
         self._wanted = operation
@@ -62,7 +62,7 @@ class After:
 
 
 async def interrupted(served: Bucket, parts: int = 6) -> S3Store:
-    """A store whose upload of KEY was given up after so many parts."""
+    """A store whose upload of KEY failed after `parts` parts."""
     store = store_at(served, parts_in_flight=1)
     served.script = After("upload_part", parts, "ServiceUnavailable")
     with pytest.raises(TierUnreachable, match="slow down"):
@@ -75,7 +75,7 @@ async def interrupted(served: Bucket, parts: int = 6) -> S3Store:
 
 
 async def finish(served: Bucket, store: S3Store, *, sent: int) -> None:
-    """The upload goes on, sends so many parts, and ends with the right bytes and nothing left over."""
+    """Asserts that the upload continues, sends `sent` parts, ends with the right bytes and leaves nothing else."""
     assert await put(store) == SIZE_BYTES
     assert served.count("upload_part") == sent
     assert served.uploads == {}
@@ -83,13 +83,13 @@ async def finish(served: Bucket, store: S3Store, *, sent: int) -> None:
     await store.close()
 
 
-async def test_no_part_that_is_there_is_sent_again(served: Bucket) -> None:
+async def test_part_that_arrived_is_not_sent_again(served: Bucket) -> None:
     store = await interrupted(served)
     await finish(served, store, sent=PARTS - 6)
     assert served.count("create_multipart_upload") == 0
 
 
-async def test_all_parts_are_there_and_only_the_end_is_missing(served: Bucket) -> None:
+async def test_upload_with_all_parts_is_only_completed(served: Bucket) -> None:
     store = store_at(served)
     served.script = After("complete_multipart_upload", 0, "InternalError")
     with pytest.raises(TierUnreachable):
@@ -100,7 +100,7 @@ async def test_all_parts_are_there_and_only_the_end_is_missing(served: Bucket) -
 
 
 def other_bytes(part: Stored) -> Stored:
-    """What another state of the training would have left there: the same size, and sums that are right for it."""
+    """A part of other content: the same size, and its own valid checksums."""
     wrong = bytes(len(part.content))
     return Stored(wrong, f'"{hashlib.md5(wrong).hexdigest()}"', checksum.crc64nvme(wrong))
 
@@ -118,8 +118,8 @@ async def test_part_with_other_bytes_is_sent_again(served: Bucket, spoil: Callab
     await finish(served, store, sent=PARTS - 5)
 
 
-async def test_etags_that_are_no_md5_prove_nothing() -> None:
-    """As of a bucket that encrypts with KMS."""
+async def test_etags_that_are_not_md5_prove_nothing() -> None:
+    """As in a bucket that encrypts with KMS."""
     with bucket_server(part_bytes_min=1024, keeps_checksums=False) as served:
         store = await interrupted(served)
         parts = next(iter(served.uploads.values())).parts
@@ -128,11 +128,11 @@ async def test_etags_that_are_no_md5_prove_nothing() -> None:
         await finish(served, store, sent=PARTS)
 
 
-async def test_upload_with_checksums_of_another_kind_begins_anew() -> None:
+async def test_upload_with_another_checksum_algorithm_begins_again() -> None:
     with bucket_server(part_bytes_min=1024) as served:
         store = await interrupted(served)
         upload = next(iter(served.uploads.values()))
-        upload.algorithm = "CRC64NVME"  # ListParts tells it only then
+        upload.algorithm = "CRC64NVME"  # only then ListParts returns it
         served.list_parts = lambda *arguments: _retold(Bucket.list_parts(served, *arguments))  # type: ignore[method-assign]
         await finish(served, store, sent=PARTS)
         assert served.count("abort_multipart_upload") == 1
@@ -142,7 +142,7 @@ def _retold(answer: Any) -> Any:
     return replace(answer, body=answer.body.replace(b"CRC64NVME</ChecksumAlgorithm>", b"SHA256</ChecksumAlgorithm>"))
 
 
-async def test_of_two_uploads_the_newer_goes_on_and_the_other_is_aborted(served: Bucket) -> None:
+async def test_newest_upload_continues_and_the_others_are_aborted(served: Bucket) -> None:
     store = await interrupted(served)
     old = await store.requests.request(
         "create_multipart_upload", "begin", Key=store.requests.object_key(KEY), ChecksumAlgorithm="SHA256"
@@ -152,7 +152,7 @@ async def test_of_two_uploads_the_newer_goes_on_and_the_other_is_aborted(served:
     assert served.count("abort_multipart_upload") == 1
 
 
-async def test_upload_of_another_key_with_the_same_beginning_is_let_be(served: Bucket) -> None:
+async def test_upload_of_a_key_with_the_same_prefix_is_untouched(served: Bucket) -> None:
     store = store_at(served)
     await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY + "x"))
     await put(store)
@@ -160,7 +160,7 @@ async def test_upload_of_another_key_with_the_same_beginning_is_let_be(served: B
     await store.close()
 
 
-async def test_upload_that_was_aborted_meanwhile_begins_anew(served: Bucket) -> None:
+async def test_upload_that_was_aborted_meanwhile_begins_again(served: Bucket) -> None:
     store = store_at(served)
     served.script = After("upload_part", 3, "NoSuchUpload")
     with pytest.raises(TierUnreachable, match="the upload is gone"):
@@ -170,7 +170,7 @@ async def test_upload_that_was_aborted_meanwhile_begins_anew(served: Bucket) -> 
     await finish(served, store, sent=PARTS)
 
 
-async def test_server_that_lists_no_uploads_is_sent_all_parts_again() -> None:
+async def test_all_parts_are_sent_again_where_uploads_are_not_listed() -> None:
     with bucket_server(part_bytes_min=1024, lists_uploads=False) as served:
         store = await interrupted(served)
         assert await put(store) == SIZE_BYTES
@@ -179,7 +179,7 @@ async def test_server_that_lists_no_uploads_is_sent_all_parts_again() -> None:
 
 
 async def test_whole_object_is_not_sent_again(served: Bucket) -> None:
-    """Where the server keeps no checksums, the MD5 of what would be sent proves it."""
+    """Without checksums of the server, the MD5 of the source proves it."""
     store = store_at(served)
     await put(store)
     served.seen.clear()
@@ -193,8 +193,8 @@ async def test_whole_object_is_not_sent_again(served: Bucket) -> None:
     await store.close()
 
 
-async def test_damaged_chunk_never_arrives_whole(served: Bucket) -> None:
-    """Not even at a server that checks nothing; and what was sent of the rest is taken back."""
+async def test_damaged_chunk_is_never_sent_whole(served: Bucket) -> None:
+    """Also to a server that checks nothing; the upload is aborted."""
     damaged = bytearray(content(SIZE_BYTES))
     damaged[5 * CHUNK_BYTES + 7] ^= 1
     store = store_at(served, parts_in_flight=1)
@@ -207,7 +207,7 @@ async def test_damaged_chunk_never_arrives_whole(served: Bucket) -> None:
     await store.close()
 
 
-async def test_source_that_is_damaged_since_is_found_while_old_parts_are_proven() -> None:
+async def test_source_damaged_since_is_detected_when_parts_are_proven() -> None:
     with bucket_server(part_bytes_min=1024, keeps_checksums=False) as served:
         store = await interrupted(served)
         damaged = bytearray(content(SIZE_BYTES))
@@ -217,7 +217,7 @@ async def test_source_that_is_damaged_since_is_found_while_old_parts_are_proven(
         await store.close()
 
 
-async def test_upload_that_nobody_goes_on_with_is_aborted_after_its_grace(served: Bucket) -> None:
+async def test_abandoned_upload_is_aborted_after_its_grace(served: Bucket) -> None:
     store = await interrupted(served)
     await store.requests.request("create_multipart_upload", "begin", Key="elsewhere/another")
     for key, age, gone in [(KEY, 0, 0), ("other", 3, 0), (KEY, 3, 1)]:
@@ -227,11 +227,11 @@ async def test_upload_that_nobody_goes_on_with_is_aborted_after_its_grace(served
     await store.close()
 
 
-# ── done, and the answer lost ──
+# ── lost answers ──
 
 
 async def everything(store: S3Store) -> None:
-    """Each operation that a store has; all of it goes well."""
+    """Uses every operation of a store, each of which must succeed."""
     await put(store)
     await store.put(
         "run/small", BytesSource(b"small"), size_bytes=5, chunk_bytes=4096, expect=entry_of(b"small", "small", 4096)
@@ -252,20 +252,20 @@ OPERATIONS = [
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("fault", ["lose", "reset", "InternalError", "SlowDown", "TooManyRequests", "RequestTimeout"])
-async def test_each_operation_survives_each_of_its_requests_going_wrong_once(
+async def test_each_operation_survives_one_failure_of_each_of_its_requests(
     served: Bucket, operation: str, fault: str
 ) -> None:
     served.script = EveryOther(operation, fault)
     store = store_at(served, parts_in_flight=1)
     await everything(store)
     assert served.faults()[fault] >= 1
-    # A created upload whose answer was lost is nobody's; all else is cleared away.
+    # Only an upload whose creation was not answered may remain.
     assert len(served.uploads) == (operation == "create_multipart_upload" and fault == "lose")
     await store.close()
 
 
 class EveryOther:
-    """The first, the third, … request of an operation and a key goes wrong."""
+    """The first, the third, … request of an operation and a key fails."""
 
     def __init__(self, operation: str, fault: str) -> None:
         self._wanted = operation
@@ -279,15 +279,15 @@ class EveryOther:
         return self._fault if self._seen[key] % 2 else ""
 
 
-async def test_resumed_upload_whose_list_of_parts_was_lost_goes_on(served: Bucket) -> None:
+async def test_resumed_upload_continues_when_its_list_of_parts_is_lost(served: Bucket) -> None:
     store = await interrupted(served)
     served.script = EveryOther("list_parts", "lose")
     await finish(served, store, sent=PARTS - 6)
 
 
 @pytest.mark.parametrize("fault", ["lose", "error-in-200", "InternalError"])
-async def test_completion_is_told_by_what_lies_there(served: Bucket, fault: str) -> None:
-    """The repeated request finds no such upload; the object's checksum, or its parts' MD5s, say that it is ours."""
+async def test_lost_completion_is_detected_from_the_object(served: Bucket, fault: str) -> None:
+    """The repeated request finds no such upload; the object's checksum, or its parts' MD5s, prove it complete."""
     served.script = EveryOther("complete_multipart_upload", fault)
     store = store_at(served)
     await finish(served, store, sent=PARTS)
@@ -297,12 +297,14 @@ async def test_completion_is_told_by_what_lies_there(served: Bucket, fault: str)
 async def test_commit_whose_answer_was_lost_is_compared(served: Bucket) -> None:
     served.script = EveryOther("put_object", "lose")
     store = store_at(served)
-    assert not await store.put_bytes("run/manifest.json", b"mine", if_absent=True), "its own 412: the caller compares"
+    assert not await store.put_bytes("run/manifest.json", b"mine", if_absent=True), (
+        "a 412 from the first attempt: the caller compares"
+    )
     assert await store.get_bytes("run/manifest.json", size_max=10) == b"mine"
     await store.close()
 
 
-async def test_without_conditions_a_repeated_commit_writes_the_same_again() -> None:
+async def test_repeated_commit_without_conditions_writes_the_same_bytes() -> None:
     with bucket_server(honours_conditions=False) as served:
         served.script = EveryOther("put_object", "lose")
         store = store_at(served)
@@ -312,14 +314,14 @@ async def test_without_conditions_a_repeated_commit_writes_the_same_again() -> N
         await store.close()
 
 
-async def test_conflict_between_two_writers_is_tried_again(served: Bucket) -> None:
+async def test_conflict_between_two_writers_is_retried(served: Bucket) -> None:
     served.script = EveryOther("put_object", "ConditionalRequestConflict")
     store = store_at(served)
     assert await store.put_bytes("run/manifest.json", b"mine", if_absent=True)
     await store.close()
 
 
-# ── what the last answer proves ──
+# ── the last answer as a proof ──
 
 
 SMALL = entry_of(b"small", "small", 4096)
@@ -329,8 +331,8 @@ async def put_small(store: S3Store) -> None:
     await store.put("run/small", BytesSource(b"small"), size_bytes=5, chunk_bytes=4096, expect=SMALL)
 
 
-async def test_object_is_looked_at_afterwards_only_where_the_answer_does_not_prove_it(served: Bucket) -> None:
-    """A server that keeps no checksums tells the size at least, and whether the object is there at all."""
+async def test_object_is_checked_afterwards_only_when_the_answer_proves_nothing(served: Bucket) -> None:
+    """A server without checksums still reports the size, and whether the object exists."""
     store = store_at(served)
     await put(store)
     await put_small(store)
@@ -348,7 +350,7 @@ async def test_object_is_looked_at_afterwards_only_where_the_answer_does_not_pro
     ],
     ids=["composite", "of no type", "of checksums", "of other bytes"],
 )
-async def test_answer_that_proves_something_else_is_looked_into(retold: dict[str, str]) -> None:
+async def test_answer_with_another_checksum_is_checked(retold: dict[str, str]) -> None:
     with bucket_server(part_bytes_min=1024) as served:
         names = {"x-amz-checksum-crc64nvme": "ChecksumCRC64NVME", "x-amz-checksum-type": "ChecksumType"}
 
@@ -366,7 +368,7 @@ async def test_answer_that_proves_something_else_is_looked_into(retold: dict[str
         await store.close()
 
 
-async def test_object_that_is_gone_again_after_an_answer_that_proves_nothing_is_not_there() -> None:
+async def test_object_missing_after_an_answer_without_proof_is_unreachable() -> None:
     with bucket_server(part_bytes_min=1024, keeps_checksums=False) as served:
         served.script = lambda operation, key: "NoSuchKey" if operation == "head_object" else ""
         store = store_at(served)
@@ -375,11 +377,11 @@ async def test_object_that_is_gone_again_after_an_answer_that_proves_nothing_is_
         await store.close()
 
 
-# ── altered on its way ──
+# ── bytes altered on their way ──
 
 
 @pytest.mark.parametrize("operation", ["put_object", "upload_part"])
-async def test_bit_that_flips_on_its_way_there_is_sent_again(operation: str) -> None:
+async def test_part_with_a_bit_flipped_on_the_way_is_sent_again(operation: str) -> None:
     with bucket_server(part_bytes_min=1024) as served:
         served.script = EveryOther(operation, "garble")
         store = store_at(served, parts_in_flight=1)
@@ -388,7 +390,7 @@ async def test_bit_that_flips_on_its_way_there_is_sent_again(operation: str) -> 
         await store.close()
 
 
-async def test_small_object_whose_bit_flips_on_its_way_here_is_read_again() -> None:
+async def test_small_object_with_a_bit_flipped_on_the_way_is_read_again() -> None:
     with bucket_server() as served:
         store = store_at(served)
         await store.put_bytes("run/manifest.json", b"mine")

@@ -1,4 +1,4 @@
-"""What every store must do, once: each store's test file subclasses StoreContract and gives the `store` fixture."""
+"""The contract of every store. The test file of a store subclasses StoreContract and provides the `store` fixture."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def content(size_bytes: int) -> bytes:
 
 
 def entry_of(data: bytes, name: str = KEY.rpartition("/")[2], chunk_bytes: int = CHUNK_BYTES) -> FileEntry:
-    """The entry as computed without any store."""
+    """The expected entry, computed without a store."""
     ranges = checksum.chunk_ranges(len(data), chunk_bytes)
     chunks = [checksum.crc64nvme(data[offset : offset + length]) for offset, length in ranges]
     return file_entry(name, len(data), chunk_bytes, chunks)
 
 
 class BytesSource:
-    """Bytes that come piece by piece."""
+    """Bytes in memory as a source that only the event loop can read."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -59,7 +59,7 @@ class BytesSource:
 
 
 class FailingSource(BytesSource):
-    """Ends early, as a damaged file does."""
+    """Raises Corrupt after the first piece, as a truncated file does."""
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         if offset > 0:
@@ -74,13 +74,13 @@ async def read_whole(store: Store, key: str, size_bytes: int) -> bytes:
 
 
 class StoreContract:
-    """`is_atomic`: of several writers with `if_absent` at the same instant, exactly one wins."""
+    """`is_atomic`: exactly one of several concurrent writers with `if_absent` wins."""
 
     is_atomic = False
 
     @pytest.mark.parametrize("size_bytes", SIZES)
     @pytest.mark.parametrize("from_memory", [True, False], ids=["memory", "source"])
-    async def test_bytes_come_back_as_they_went(self, store: Store, size_bytes: int, from_memory: bool) -> None:
+    async def test_read_returns_the_bytes_that_were_put(self, store: Store, size_bytes: int, from_memory: bool) -> None:
         data = content(size_bytes)
         told: list[int] = []
         entry = await store.put(
@@ -95,13 +95,13 @@ class StoreContract:
         assert await read_whole(store, KEY, size_bytes) == data
         assert [(one.key, one.size_bytes) for one in await store.list()] == [(KEY, size_bytes)]
 
-    async def test_chunks_need_not_fit_pieces_or_parts(self, store: Store) -> None:
+    async def test_any_chunk_size_is_accepted(self, store: Store) -> None:
         data = content((16 << 20) + 1)
         odd = entry_of(data, chunk_bytes=(5 << 20) + 4097)
         assert await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=odd.chunk_bytes) == odd
         assert await read_whole(store, KEY, len(data)) == data
 
-    async def test_put_twice_is_harmless(self, store: Store) -> None:
+    async def test_second_put_is_harmless(self, store: Store) -> None:
         data = content((16 << 20) + 1)
         expect = entry_of(data)
         for _ in range(2):
@@ -119,7 +119,7 @@ class StoreContract:
         assert await read_whole(store, KEY, len(data)) == data
 
     @pytest.mark.parametrize("size_bytes", [0, 4096, (16 << 20) + 1])
-    async def test_what_the_store_knows_of_an_object_by_itself_is_true(self, store: Store, size_bytes: int) -> None:
+    async def test_stored_checksum_is_that_of_the_object(self, store: Store, size_bytes: int) -> None:
         data = content(size_bytes)
         await store.put(KEY, memoryview(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
         assert await store.stored_checksum(KEY) in (None, entry_of(data).crc64nvme)
@@ -127,9 +127,7 @@ class StoreContract:
             await store.stored_checksum("run/absent")
 
     @pytest.mark.parametrize("size_bytes", [4096, (16 << 20) + 1])
-    async def test_a_damaged_object_stays_until_a_whole_one_takes_its_place(
-        self, store: Store, size_bytes: int
-    ) -> None:
+    async def test_damaged_object_stays_until_a_whole_one_replaces_it(self, store: Store, size_bytes: int) -> None:
         data = content(size_bytes)
         damaged = bytearray(data)
         damaged[-1] ^= 1
@@ -152,7 +150,7 @@ class StoreContract:
         assert [one.key for one in await store.list()] == [KEY]
 
     @pytest.mark.parametrize("size_bytes", [1, 4096, (16 << 20) + 1])
-    async def test_one_flipped_bit_is_corrupt_and_nothing_is_seen(self, store: Store, size_bytes: int) -> None:
+    async def test_one_flipped_bit_is_corrupt_and_nothing_becomes_visible(self, store: Store, size_bytes: int) -> None:
         data = content(size_bytes)
         damaged = bytearray(data)
         damaged[-1] ^= 1
@@ -162,13 +160,13 @@ class StoreContract:
             )
         assert await store.list() == []
 
-    async def test_a_source_that_ends_early_leaves_nothing(self, store: Store) -> None:
+    async def test_source_that_ends_early_leaves_nothing(self, store: Store) -> None:
         data = content((64 << 20) + 12345)
         with pytest.raises(Corrupt, match="ends early"):
             await store.put(KEY, FailingSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
         assert await store.list() == []
 
-    async def test_a_cancelled_put_leaves_nothing(self, store: Store) -> None:
+    async def test_cancelled_put_leaves_nothing(self, store: Store) -> None:
         begun = asyncio.Event()
 
         class Endless:
@@ -184,7 +182,7 @@ class StoreContract:
             await put
         assert await store.list() == []
 
-    async def test_a_short_buffer_is_refused(self, store: Store) -> None:
+    async def test_short_buffer_is_refused(self, store: Store) -> None:
         with pytest.raises(BadRequest):
             await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=CHUNK_BYTES)
 
@@ -220,14 +218,14 @@ class StoreContract:
         await store.put_bytes("run/empty", b"")
         assert await store.get_bytes("run/empty", size_max=0) == b""
 
-    async def test_if_absent_leaves_an_existing_object_alone(self, store: Store) -> None:
+    async def test_if_absent_leaves_an_existing_object_unchanged(self, store: Store) -> None:
         assert await store.put_bytes("run/x", b"first", if_absent=True)
         assert not await store.put_bytes("run/x", b"second", if_absent=True)
         assert await store.get_bytes("run/x", size_max=10) == b"first"
 
-    async def test_of_many_writers_one_wins(self, store: Store) -> None:
+    async def test_one_of_many_concurrent_writers_wins(self, store: Store) -> None:
         if not self.is_atomic:
-            pytest.skip("this server does not decide between writers at the same instant")
+            pytest.skip("this server has no conditional writes")
         answers = await asyncio.gather(
             *(store.put_bytes("run/x", b"%d" % index, if_absent=True) for index in range(32))
         )
@@ -243,7 +241,7 @@ class StoreContract:
             assert sorted(one.key for one in found) == [key for key in keys if key.startswith(prefix)]
             assert all(one.size_bytes == len(one.key) for one in found)
 
-    async def test_deleted_objects_are_gone_and_absent_ones_do_not_matter(self, store: Store) -> None:
+    async def test_delete_removes_objects_and_ignores_absent_ones(self, store: Store) -> None:
         keys = [f"run/a/{index}" for index in range(5)]
         for key in keys:
             await store.put_bytes(key, b"x")
@@ -255,7 +253,7 @@ class StoreContract:
         assert await store.list() == []
 
     @pytest.mark.parametrize("key", HOSTILE_KEYS)
-    async def test_a_hostile_key_is_refused_everywhere(self, store: Store, key: str) -> None:
+    async def test_hostile_key_is_refused_everywhere(self, store: Store, key: str) -> None:
         for attempt in (
             store.put(key, memoryview(b""), size_bytes=0, chunk_bytes=CHUNK_BYTES),
             store.put_bytes(key, b""),

@@ -1,4 +1,4 @@
-"""The cache of manifests saves requests, and is believed in nothing that the bucket's listing does not bear out."""
+"""The cache of manifests saves requests, and is used only where the bucket's listing agrees with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINGERPRINTS = {one: (manifest.sequence, f'"{one.name}"') for one, manifest in M
 
 @pytest.fixture
 async def folder(tmp_path: Path) -> Path:
-    """With a cache of all MANIFESTS in it."""
+    """A folder with a cache of all MANIFESTS."""
     folder = tmp_path / "home" / "tierd"
     await ManifestCache(folder, PLACE).write(MANIFESTS, FINGERPRINTS)
     return folder
@@ -43,35 +43,35 @@ def file_of(folder: Path) -> Path:
 
 
 async def read(folder: Path, fingerprints: dict[CheckpointId, tuple[int, str]] = FINGERPRINTS) -> list[int]:
-    """The steps that the cache has; each must be what was written."""
+    """The steps in the cache; asserts that each manifest is the one that was written."""
     found = await ManifestCache(folder, PLACE).read(fingerprints)
     assert all(manifest == MANIFESTS[one] for one, manifest in found.items())
     return sorted(one.step for one in found)
 
 
-async def test_what_was_written_is_read_again_by_its_owner_alone(folder: Path) -> None:
+async def test_cache_returns_what_was_written_and_only_its_owner_can_read_it(folder: Path) -> None:
     assert await read(folder) == [100, 200, 300]
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
 
 @pytest.mark.parametrize("other", [(100, '"another"'), (101, '"000000000100-g0001"'), (100, "")])
-async def test_another_size_or_etag_is_another_manifest(folder: Path, other: tuple[int, str]) -> None:
+async def test_manifest_with_another_size_or_etag_is_not_returned(folder: Path, other: tuple[int, str]) -> None:
     assert await read(folder, FINGERPRINTS | {checkpoint_id(RUN, 100, 1): other}) == [200, 300]
 
 
-async def test_what_is_listed_no_more_is_kept_no_more(folder: Path) -> None:
+async def test_manifests_that_are_no_longer_listed_are_dropped(folder: Path) -> None:
     left = {one: manifest for one, manifest in MANIFESTS.items() if one.step > 100}
     await ManifestCache(folder, PLACE).write(left, FINGERPRINTS)
     assert await read(folder) == [200, 300]
 
 
-async def test_another_place_has_a_cache_of_its_own(folder: Path) -> None:
+async def test_each_bucket_has_its_own_cache(folder: Path) -> None:
     await ManifestCache(folder, "s3://another").write({}, {})
     assert await ManifestCache(folder, "s3://another").read(FINGERPRINTS) == {}
     assert await read(folder) == [100, 200, 300]
 
 
-async def test_without_etags_nothing_is_kept(tmp_path: Path) -> None:
+async def test_manifests_without_an_etag_are_not_cached(tmp_path: Path) -> None:
     fingerprints = {one: (size_bytes, "") for one, (size_bytes, _) in FINGERPRINTS.items()}
     await ManifestCache(tmp_path, PLACE).write(MANIFESTS, fingerprints)
     assert await read(tmp_path, fingerprints) == []
@@ -89,7 +89,7 @@ async def test_without_etags_nothing_is_kept(tmp_path: Path) -> None:
     ],
     ids=["empty", "cut", "null", "other", "no manifest", "deep"],
 )
-async def test_damaged_cache_is_as_good_as_none_and_is_replaced(folder: Path, raw: bytes) -> None:
+async def test_damaged_cache_is_ignored_and_replaced(folder: Path, raw: bytes) -> None:
     path = file_of(folder)
     path.write_bytes(raw)
     assert await read(folder) == []
@@ -97,8 +97,8 @@ async def test_damaged_cache_is_as_good_as_none_and_is_replaced(folder: Path, ra
     assert await read(folder) == [100, 200, 300]
 
 
-async def test_manifest_of_another_checkpoint_is_not_taken(folder: Path) -> None:
-    """Whoever wrote it there: it says another step than the folder that it is kept for."""
+async def test_manifest_of_another_checkpoint_is_ignored(folder: Path) -> None:
+    """Its step differs from that of the folder it is cached for."""
     path = file_of(folder)
     kept = msgspec.json.decode(path.read_bytes())
     kept[0][3], kept[1][3] = kept[1][3], kept[0][3]
@@ -113,21 +113,21 @@ async def test_no_link_leads_out_of_the_folder(folder: Path, tmp_path: Path) -> 
     assert await read(folder) == []
 
 
-async def test_past_its_limit_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cache_over_its_limit_keeps_the_newest_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "CACHE_BYTES_MAX", 1000)
     await ManifestCache(tmp_path, PLACE).write(MANIFESTS, FINGERPRINTS)
     assert await read(tmp_path) == [200, 300]
     assert os.stat(file_of(tmp_path)).st_size <= 1000
 
 
-async def test_nowhere_to_write_is_no_error(tmp_path: Path) -> None:
+async def test_cache_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for folder in (None, tmp_path / "file", tmp_path / "file" / "below"):
         await ManifestCache(folder, PLACE).write(MANIFESTS, FINGERPRINTS)
         assert await ManifestCache(folder, PLACE).read(FINGERPRINTS) == {}
 
 
-async def test_what_a_killed_writer_left_is_swept(folder: Path) -> None:
+async def test_partial_file_of_a_killed_writer_is_swept(folder: Path) -> None:
     (folder / "manifests-0badcafe.json.partial").write_bytes(b"half")
     await ManifestCache(folder, PLACE).write(MANIFESTS, FINGERPRINTS)
     assert len(os.listdir(folder)) == 1

@@ -18,7 +18,7 @@ from tierd.tiers.chunks import ChunkSums, differences
     piece_bytes=st.integers(1, 3000),
     seed=st.integers(0, 99),
 )
-def test_pieces_of_any_size_in_any_order_give_the_files_entry(
+def test_pieces_of_any_size_in_any_order_give_the_entry_of_the_file(
     size_bytes: int, chunk_bytes: int, piece_bytes: int, seed: int
 ) -> None:
     data = content(size_bytes)
@@ -32,7 +32,7 @@ def test_pieces_of_any_size_in_any_order_give_the_files_entry(
     assert sums.entry("x", expect, "check") == expect
 
 
-def test_the_chunk_that_differs_is_named() -> None:
+def test_error_names_the_chunk_that_differs() -> None:
     expect = entry_of(content(5000), "x", 1000)
     sums = ChunkSums(5000, 1000)
     sums.add(0, memoryview(content(5000)[:3999] + b"?" + content(5000)[4000:]))
@@ -40,7 +40,7 @@ def test_the_chunk_that_differs_is_named() -> None:
         sums.entry("x", expect, "write x")
 
 
-def test_another_size_is_one_difference() -> None:
+def test_different_size_is_reported_as_one_difference() -> None:
     shorter, longer = entry_of(content(10), "x", 4), entry_of(content(11), "x", 4)
     assert differences(longer, shorter) == ["10 bytes in chunks of 4, expected 11 in chunks of 4"]
     assert differences(longer, longer) == []

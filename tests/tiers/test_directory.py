@@ -44,7 +44,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def buffered_disk(tmp_path: Path) -> Iterator[Path]:
-    """ramfs refuses O_DIRECT, and has no fallocate."""
+    """ramfs refuses O_DIRECT and fallocate."""
     yield from mounted("ramfs", "mode=755", tmp_path / "buffered")
 
 
@@ -53,7 +53,7 @@ def partials(root: Path) -> list[str]:
 
 
 def open_flags_of_partials() -> list[int]:
-    """The open flags of every unfinished file that this process is writing."""
+    """The open flags of every partial file that this process has open."""
     found: list[int] = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -92,7 +92,7 @@ async def test_writes_are_direct_where_the_filesystem_allows(store: DirectorySto
     assert all(flags & os.O_DIRECT for flags in source.flags)
 
 
-async def test_where_direct_writes_are_refused_buffered_ones_serve(buffered_disk: Path) -> None:
+async def test_writes_are_buffered_where_direct_io_is_refused(buffered_disk: Path) -> None:
     store = DirectoryStore(buffered_disk)
     source = WatchingSource(content((16 << 20) + 1))
     entry = await store.put(KEY, source, size_bytes=(16 << 20) + 1, chunk_bytes=CHUNK_BYTES)
@@ -104,21 +104,21 @@ async def test_where_direct_writes_are_refused_buffered_ones_serve(buffered_disk
 
 
 @pytest.mark.parametrize("shift", [1, 512, 4096])
-async def test_a_buffer_at_any_address_is_written_right(store: DirectoryStore, shift: int) -> None:
+async def test_buffer_at_any_address_is_written_correctly(store: DirectoryStore, shift: int) -> None:
     data = content((16 << 20) + 1)
     view = memoryview(bytes(shift) + data)[shift:]
     assert await store.put(KEY, view, size_bytes=len(data), chunk_bytes=CHUNK_BYTES) == entry_of(data)
     assert await read_whole(store, KEY, len(data)) == data
 
 
-async def test_slack_behind_the_buffer_is_never_in_the_file(store: DirectoryStore) -> None:
+async def test_bytes_after_the_given_length_are_never_in_the_file(store: DirectoryStore) -> None:
     data = content(4097)
     view = memoryview(data + b"slack" * 2000)
     assert await store.put(KEY, view, size_bytes=4097, chunk_bytes=CHUNK_BYTES) == entry_of(data)
     assert store.path(KEY).read_bytes() == data
 
 
-async def test_the_file_is_synced_before_its_name_and_the_name_before_the_answer(
+async def test_put_fsyncs_the_file_then_renames_it_then_fsyncs_the_folder(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, str]] = []
@@ -137,13 +137,13 @@ async def test_the_file_is_synced_before_its_name_and_the_name_before_the_answer
     await store.put("run/a/x", memoryview(b"bytes"), size_bytes=5, chunk_bytes=CHUNK_BYTES)
     folders, (file, named, last) = events[:-3], events[-3:]
     above = [("fsync", name) for name in (store.root.parent.parent.name, "above", "root", "run")]
-    assert folders == above  # every folder that was made is entered durably in the one above it
+    assert folders == above  # every new folder is durable in its parent
     assert file[0] == "fsync"
     assert file[1].endswith(".partial")
     assert (named, last) == (("rename", "x"), ("fsync", "a"))
 
 
-async def test_the_manifest_is_durably_gone_before_a_shard_goes(
+async def test_manifest_is_durably_deleted_before_any_shard(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -163,7 +163,7 @@ async def test_the_manifest_is_durably_gone_before_a_shard_goes(
 # ── a full, broken or missing disk ──
 
 
-async def test_a_full_disk_is_full_and_what_was_there_stays(tiny_disk: Path) -> None:
+async def test_full_disk_raises_full_and_keeps_existing_objects(tiny_disk: Path) -> None:
     store = DirectoryStore(tiny_disk)
     await store.put_bytes("run/kept", b"kept")
     with pytest.raises(Full, match="No space left"):
@@ -179,7 +179,7 @@ async def test_a_full_disk_is_full_and_what_was_there_stays(tiny_disk: Path) -> 
     await store.close()
 
 
-async def test_a_root_that_vanishes_is_unreachable_and_not_empty(store: DirectoryStore) -> None:
+async def test_root_that_disappears_is_unreachable_and_not_empty(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"x")
     store.root.rename(store.root.with_name("unmounted"))
     for attempt in (store.list(), store.get_bytes("run/x", size_max=1), store.put_bytes("run/y", b"y")):
@@ -188,7 +188,7 @@ async def test_a_root_that_vanishes_is_unreachable_and_not_empty(store: Director
     assert not store.root.exists()
 
 
-async def test_looking_makes_no_directory(tmp_path: Path) -> None:
+async def test_reading_creates_no_directory(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "absent")
     assert await store.list() == []
     assert await store.free_bytes()
@@ -205,7 +205,7 @@ async def test_looking_makes_no_directory(tmp_path: Path) -> None:
     await strict.close()
 
 
-async def test_root_that_many_writers_need_at_once_is_made_for_all_of_them(tmp_path: Path) -> None:
+async def test_concurrent_first_writes_create_the_root(tmp_path: Path) -> None:
     for attempt in range(50):
         store = DirectoryStore(tmp_path / str(attempt) / "deep")
         await asyncio.gather(*(store.put_bytes(f"run/x{number}", b"x") for number in range(6)))
@@ -213,7 +213,7 @@ async def test_root_that_many_writers_need_at_once_is_made_for_all_of_them(tmp_p
         await store.close()
 
 
-async def test_partials_of_the_dead_are_swept_and_those_of_the_living_stay(store: DirectoryStore) -> None:
+async def test_sweep_removes_partial_files_of_dead_writers_only(store: DirectoryStore) -> None:
     await store.put_bytes("run/a/x", b"x")
     (store.root / "run" / "b").mkdir()
     (store.root / "run" / "b" / "shard.0000.partial").write_bytes(b"half")
@@ -232,7 +232,7 @@ async def test_partials_of_the_dead_are_swept_and_those_of_the_living_stay(store
     assert not (store.root / "run" / "b").exists()
 
 
-async def test_foreign_files_are_passed_by(store: DirectoryStore) -> None:
+async def test_foreign_files_are_not_listed(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"x")
     (store.root / ".tierd.lock").touch()
     (store.root / "lost+found").mkdir(mode=0)
@@ -263,18 +263,18 @@ async def test_no_link_leads_out_of_the_root(store: DirectoryStore, tmp_path: Pa
         with pytest.raises(BadRequest):
             await attempt
     assert await store.list("away/") == []
-    await store.put_bytes("run/link", b"replaced")  # the name is ours; what it pointed at is not
+    await store.put_bytes("run/link", b"replaced")  # replaces the link, not its target
     assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"x": b"secret"}
 
 
-async def test_a_pipe_in_place_of_a_file_hangs_nobody(store: DirectoryStore) -> None:
+async def test_fifo_in_place_of_a_file_is_refused_without_blocking(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"x")
     os.mkfifo(store.root / "run" / "pipe")
     with pytest.raises(BadRequest, match="not a regular file"):
         await store.get_bytes("run/pipe", size_max=1)
 
 
-async def test_a_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: DirectoryStore) -> None:
+async def test_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"bytes")
     fd = store.open_fd("run/x")
     try:
@@ -288,7 +288,7 @@ async def test_a_descriptor_for_the_trainer_is_read_only_and_not_inherited(store
         store.open_fd("run/absent")
 
 
-async def test_a_truncated_file_is_corrupt(store: DirectoryStore) -> None:
+async def test_truncated_file_is_corrupt(store: DirectoryStore) -> None:
     await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
     os.truncate(store.path(KEY), 4095)
     with pytest.raises(Corrupt, match="ends at byte 4095"):
@@ -307,7 +307,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_is_held_by_one_process_and_free_once_it_is_killed(tmp_path: Path) -> None:
+def test_lock_has_one_holder_and_is_released_when_it_is_killed(tmp_path: Path) -> None:
     root = tmp_path / "hot"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -323,21 +323,21 @@ def test_a_lock_is_held_by_one_process_and_free_once_it_is_killed(tmp_path: Path
     Lock(root).release()
 
 
-def test_a_lock_says_no_more_than_it_knows(tmp_path: Path) -> None:
+def test_lock_file_without_a_valid_description_still_locks(tmp_path: Path) -> None:
     with Lock(tmp_path):
         (tmp_path / ".tierd.lock").write_bytes(b"\x00garbage")
         with pytest.raises(LockHeld, match="another process"):
             Lock(tmp_path)
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_lock_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".tierd.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierUnreachable):
         Lock(tmp_path)
 
 
-async def test_cap_on_writes_is_kept_and_one_that_is_raised_holds_for_a_write_under_way(tmp_path: Path) -> None:
-    """The second of its three pieces would be written in hours."""
+async def test_write_cap_is_kept_and_raising_it_speeds_up_a_write_in_progress(tmp_path: Path) -> None:
+    """At this cap, the second of the three pieces would begin after hours."""
     store = DirectoryStore(tmp_path / "root", max_write_mib_s=0.001)
     shard, told = memoryview(bytes(40 << 20)), asyncio.Event()
     putting = asyncio.ensure_future(

@@ -16,8 +16,8 @@ def pool() -> Iterator[ThreadPool]:
     found.close()
 
 
-async def test_a_cancelled_caller_waits_for_its_thread(pool: ThreadPool) -> None:
-    """Until the thread ends, the buffer and the descriptor that it was given are in use."""
+async def test_cancelled_caller_waits_for_its_thread(pool: ThreadPool) -> None:
+    """The thread uses its buffer and its descriptor until it ends."""
     loop = asyncio.get_running_loop()
     begun, may_end, ended = asyncio.Event(), threading.Event(), threading.Event()
 
@@ -38,14 +38,14 @@ async def test_a_cancelled_caller_waits_for_its_thread(pool: ThreadPool) -> None
     assert ended.is_set()
 
 
-async def test_what_a_call_raises_reaches_its_caller(pool: ThreadPool) -> None:
+async def test_exception_of_a_call_reaches_the_caller(pool: ThreadPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(lambda: 1 // 0)
     assert await pool.run(divmod, 7, 2) == (3, 1)
 
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
-async def test_each_item_is_done_once_and_no_more_at_once_than_allowed(limit: int) -> None:
+async def test_each_item_runs_once_within_the_concurrency_limit(limit: int) -> None:
     done: list[int] = []
     running = most = 0
 
@@ -62,7 +62,7 @@ async def test_each_item_is_done_once_and_no_more_at_once_than_allowed(limit: in
     assert most == min(limit, 20)
 
 
-async def test_the_first_error_stops_the_rest_and_comes_alone() -> None:
+async def test_first_error_cancels_the_others_and_is_raised_alone() -> None:
     cancelled: list[int] = []
 
     async def act(item: int) -> None:
@@ -80,8 +80,8 @@ async def test_the_first_error_stops_the_rest_and_comes_alone() -> None:
     assert set(cancelled) <= {0, 2}
 
 
-async def test_item_whose_work_is_cancelled_from_within_is_not_taken_for_done() -> None:
-    """As happens when a thread passes on the cancellation of something else: a task group stays silent about it."""
+async def test_item_cancelled_from_within_raises_instead_of_being_skipped() -> None:
+    """A thread may raise the CancelledError of something else, which a task group ignores."""
 
     async def act(item: int) -> None:
         if item == 1:
@@ -91,7 +91,7 @@ async def test_item_whose_work_is_cancelled_from_within_is_not_taken_for_done() 
         await for_each(3, range(3), act)
 
 
-async def test_buffers_are_lent_up_to_their_count_and_reused() -> None:
+async def test_buffers_are_limited_in_number_and_reused() -> None:
     buffers = Buffers(usual_bytes=8, count=2)
     async with buffers.borrow(8) as first, buffers.borrow(3) as small:
         assert (len(first), len(small)) == (8, 3)

@@ -26,7 +26,7 @@ MOUNTS = """21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
         ("/nvme/tierd", "overlay"),
     ],
 )
-def test_filesystem_is_that_of_the_nearest_mount_and_of_the_last_on_it(path: str, kind: str) -> None:
+def test_filesystem_is_that_of_the_nearest_mount_and_the_last_on_its_point(path: str, kind: str) -> None:
     assert filesystem_of(Path(path), MOUNTS) == kind
 
 
@@ -35,7 +35,9 @@ def verdicts(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4", "fuse.sshfs"])
-def test_what_is_no_local_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_memory_container_and_network_filesystems_are_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"21 1 8:1 / / rw - {kind} x rw\n")
     monkeypatch.setattr(probe, "_MOUNTS", mounts)
@@ -44,20 +46,20 @@ def test_what_is_no_local_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.
     assert verdicts(tmp_path)["filesystem"] == "ok"
 
 
-def test_looking_makes_nothing(tmp_path: Path) -> None:
+def test_probe_creates_nothing(tmp_path: Path) -> None:
     found = verdicts(tmp_path / "not" / "yet")
-    assert found["directory"] == "ok", "as far as one can see"
+    assert found["directory"] == "ok", "its parent can be written"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_directory_that_cannot_be_written_is_a_problem() -> None:
-    """Not even by root."""
+    """Root cannot write it either."""
     (found,) = probe_directory("hot", Path("/proc/self"), is_hot=True)
     assert found.verdict == "problem"
     assert "cannot be written" in found.message
 
 
-def test_room_is_compared_with_what_the_lifecycle_keeps(tmp_path: Path) -> None:
+def test_free_space_is_compared_with_the_checkpoints_that_the_lifecycle_keeps(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     free_bytes = room.f_bavail * room.f_frsize
 
@@ -72,6 +74,6 @@ def test_room_is_compared_with_what_the_lifecycle_keeps(tmp_path: Path) -> None:
     assert verdict(2 * free_bytes) == ("problem", 16)
 
 
-def test_same_disk_is_seen_before_either_directory_is_there(tmp_path: Path) -> None:
+def test_same_disk_is_detected_before_the_directories_exist(tmp_path: Path) -> None:
     assert is_same_disk(tmp_path / "hot", tmp_path / "cold")
     assert not is_same_disk(tmp_path, Path("/proc"))

@@ -1,4 +1,4 @@
-"""As many parts at once as the server takes: half after a complaint, one more after each round that went well."""
+"""The upload window adapts to throttling; the bandwidth cap limits bytes per second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tierd.tiers.rate_limit import MIB, Bandwidth, UploadWindow
 
 
-async def test_no_more_parts_are_in_flight_than_the_window_has_room_for() -> None:
+async def test_parts_in_flight_stay_within_the_window() -> None:
     window = UploadWindow(3)
     in_flight = most = 0
 
@@ -30,7 +30,7 @@ async def test_no_more_parts_are_in_flight_than_the_window_has_room_for() -> Non
     assert most == 1
 
 
-async def test_complaints_about_one_round_halve_it_once() -> None:
+async def test_throttling_of_one_round_halves_the_window_once() -> None:
     window = UploadWindow(8)
     async with AsyncExitStack() as stack:
         for _ in range(8):
@@ -42,7 +42,7 @@ async def test_complaints_about_one_round_halve_it_once() -> None:
     assert window.limit == 2
 
 
-async def test_it_grows_by_one_a_round_up_to_its_limit_and_never_ends_below_one() -> None:
+async def test_window_grows_by_one_a_round_up_to_its_limit_and_is_at_least_one() -> None:
     window = UploadWindow(8)
     for _ in range(10):
         window.shrink()
@@ -55,7 +55,7 @@ async def test_it_grows_by_one_a_round_up_to_its_limit_and_never_ends_below_one(
     assert set(grown) == set(range(1, 9))
 
 
-async def test_one_who_waits_and_is_cancelled_holds_up_no_other() -> None:
+async def test_cancelled_waiter_does_not_block_the_others() -> None:
     window = UploadWindow(1)
     async with window.part():
         waiting = [asyncio.ensure_future(window.part().__aenter__()) for _ in range(2)]
@@ -67,16 +67,16 @@ async def test_one_who_waits_and_is_cancelled_holds_up_no_other() -> None:
         await waiting[1]
 
 
-async def test_cap_is_kept() -> None:
+async def test_rate_stays_below_the_cap() -> None:
     bandwidth = Bandwidth(1000 / MIB)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await asyncio.gather(*(bandwidth.take(100) for _ in range(4)))
-    assert loop.time() - began >= 0.29, "the fourth begins when the three before it have had their time"
+    assert loop.time() - began >= 0.29, "the fourth begins after the time of the three before it"
 
 
 @pytest.mark.parametrize("cap", [0.0, 1e12])
-async def test_cap_that_is_raised_lets_those_go_that_wait_already(cap: float) -> None:
+async def test_raised_cap_applies_to_pieces_that_already_wait(cap: float) -> None:
     bandwidth = Bandwidth(1 / MIB)
     await bandwidth.take(1 << 30)
     waiting = asyncio.gather(*(bandwidth.take(1 << 30) for _ in range(3)))
@@ -86,7 +86,7 @@ async def test_cap_that_is_raised_lets_those_go_that_wait_already(cap: float) ->
         await waiting
 
 
-async def test_cap_that_is_lowered_holds_for_those_that_come_after() -> None:
+async def test_lowered_cap_applies_to_later_pieces() -> None:
     bandwidth = Bandwidth(0.0)
     await bandwidth.take(1 << 30)
     bandwidth.limit(1 / MIB)

@@ -85,7 +85,7 @@ async def cold(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 # ── the commit protocol ──
 
 
-async def test_a_checkpoint_is_listed_once_its_manifest_is_there(cold: Tier) -> None:
+async def test_checkpoint_is_listed_once_its_manifest_exists(cold: Tier) -> None:
     made = manifest()
     for entry, data in zip(made.files, SHARDS, strict=True):
         key = layout.file_key(ID, entry.name)
@@ -103,7 +103,7 @@ async def test_a_checkpoint_is_listed_once_its_manifest_is_there(cold: Tier) -> 
     assert await cold.manifest(ID) == made
 
 
-async def test_to_commit_again_is_harmless_and_to_commit_another_one_is_corrupt(cold: Tier) -> None:
+async def test_second_commit_is_harmless_and_a_different_one_is_corrupt(cold: Tier) -> None:
     await cold.commit(manifest())
     await cold.commit(manifest())
     with pytest.raises(Corrupt, match="another checkpoint is committed"):
@@ -111,14 +111,14 @@ async def test_to_commit_again_is_harmless_and_to_commit_another_one_is_corrupt(
     assert await cold.manifest(ID) == manifest()
 
 
-async def test_of_two_checkpoints_under_one_name_one_is_committed(hot: Tier) -> None:
+async def test_concurrent_commits_under_one_name_commit_one_checkpoint(hot: Tier) -> None:
     rivals = [manifest(created_at=f"2026-01-01T00:00:{second:02d}Z") for second in range(16)]
     results = await asyncio.gather(*(hot.commit(rival) for rival in rivals), return_exceptions=True)
     assert [type(result) for result in results].count(Corrupt) == 15
     assert await hot.manifest(ID) == rivals[results.index(None)]
 
 
-async def test_delete_leaves_nothing_and_may_be_repeated(cold: Tier) -> None:
+async def test_delete_removes_everything_and_can_be_repeated(cold: Tier) -> None:
     await persist(cold, manifest())
     await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
     await cold.delete(ID)
@@ -126,7 +126,7 @@ async def test_delete_leaves_nothing_and_may_be_repeated(cold: Tier) -> None:
     await cold.delete(ID)
 
 
-async def test_listing_tells_milestones_generations_and_passes_foreign_objects_by(cold: Tier) -> None:
+async def test_listing_has_milestones_and_generations_and_ignores_foreign_objects(cold: Tier) -> None:
     run, other = Run("run42"), Run("other")
     await persist(cold, manifest())
     await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
@@ -146,12 +146,12 @@ async def test_listing_tells_milestones_generations_and_passes_foreign_objects_b
     assert found.generations == {run: 4, other: 1}
 
 
-async def test_a_checkpoint_of_a_later_generation_counts_as_a_claim(hot: Tier) -> None:
+async def test_checkpoint_of_a_later_generation_counts_as_a_claim(hot: Tier) -> None:
     await hot.commit(manifest(checkpoint_id("run42", 1, 7)))
     assert (await hot.listing()).generations == {"run42": 7}
 
 
-async def test_an_unreadable_manifest_is_named_with_its_tier(hot: Tier) -> None:
+async def test_error_of_an_unreadable_manifest_names_its_tier(hot: Tier) -> None:
     key = layout.manifest_key(ID)
     await hot.store.put_bytes(key, b"{}")
     with pytest.raises(Corrupt, match=r"run42/000000018000-g0003 in hot"):
@@ -165,7 +165,7 @@ async def test_an_unreadable_manifest_is_named_with_its_tier(hot: Tier) -> None:
 # ── copying ──
 
 
-async def test_a_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tmp_path: Path) -> None:
+async def test_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tmp_path: Path) -> None:
     made = manifest()
     await persist(hot, made)
     told: list[int] = []
@@ -182,7 +182,7 @@ async def test_a_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tm
     await back.store.close()
 
 
-async def test_a_copy_may_be_repeated_and_brings_new_milestones(hot: Tier, cold: Tier) -> None:
+async def test_repeated_copy_adds_new_milestones(hot: Tier, cold: Tier) -> None:
     made = manifest()
     await persist(hot, made)
     await copy_checkpoint(made, hot, cold)
@@ -192,8 +192,8 @@ async def test_a_copy_may_be_repeated_and_brings_new_milestones(hot: Tier, cold:
     assert (await cold.listing()).milestones(ID) == {"best"}
 
 
-async def test_the_manifest_keeps_its_very_bytes(hot: Tier, cold: Tier) -> None:
-    """A later minor version may add a field that this one does not know: it must survive the copy."""
+async def test_copied_manifest_keeps_its_exact_bytes(hot: Tier, cold: Tier) -> None:
+    """A field that a later minor version added must survive the copy."""
     made = manifest()
     await persist(hot, made)
     raw = made.encode().replace(b'"run":', b'"added_later": 1,\n "run":')
@@ -203,8 +203,8 @@ async def test_the_manifest_keeps_its_very_bytes(hot: Tier, cold: Tier) -> None:
 
 
 @pytest.mark.parametrize(("shard", "at"), [(0, 0), (0, (5 << 20) + 1), (1, 0)])
-async def test_a_damaged_shard_is_never_copied(hot: Tier, cold: Tier, shard: int, at: int) -> None:
-    """The error is raised alone, whatever the other shards on their way were at; nothing is marked."""
+async def test_damaged_shard_is_never_copied(hot: Tier, cold: Tier, shard: int, at: int) -> None:
+    """The error is raised alone, at any progress of the other shards, and no marker is written."""
     made = manifest()
     await persist(hot, made)
     damaged = made.files[shard]
@@ -221,7 +221,7 @@ async def test_a_damaged_shard_is_never_copied(hot: Tier, cold: Tier, shard: int
 
 
 class Watched(DirectoryStore):
-    """Notes what it has written, in this order; its first shard ends after its second."""
+    """Records the order of its writes; its first shard ends after its second."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -242,7 +242,7 @@ class Watched(DirectoryStore):
         return await super().put_bytes(key, content, if_absent=if_absent)
 
 
-async def test_shards_go_side_by_side_then_the_markers_and_last_the_manifest(hot: Tier, tmp_path: Path) -> None:
+async def test_copy_writes_shards_concurrently_then_markers_then_the_manifest(hot: Tier, tmp_path: Path) -> None:
     made = manifest()
     await persist(hot, made)
     store = Watched(tmp_path / "watched")
@@ -257,7 +257,7 @@ async def test_shards_go_side_by_side_then_the_markers_and_last_the_manifest(hot
     await store.close()
 
 
-async def test_a_copy_never_replaces_another_checkpoint(hot: Tier, cold: Tier) -> None:
+async def test_copy_never_replaces_another_checkpoint(hot: Tier, cold: Tier) -> None:
     await persist(hot, manifest())
     foreign = manifest(created_at="2025-01-01T00:00:00Z")
     await cold.commit(foreign)
@@ -321,7 +321,7 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     left = await cold.listing()
     assert left.committed == set()
     assert left.partial == (set() if instant == "within both shards" else {ID})
-    # And the next attempt ends well.
+    # The next attempt succeeds.
     await copy_checkpoint(made, hot, cold)
     assert (await cold.listing()).committed == {ID}
     assert (await verify_files(cold, made)).sentences == []
@@ -329,7 +329,7 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     await store.close()
 
 
-async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(moto: str, hot: Tier, tmp_path: Path) -> None:
+async def test_bit_flipped_on_the_way_from_s3_is_never_restored(moto: str, hot: Tier, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{uuid4().hex}"
     made = manifest()
     await persist(hot, made)
@@ -350,8 +350,8 @@ async def test_a_bit_that_flips_on_its_way_from_s3_is_never_restored(moto: str, 
 # ── many ──
 
 
-async def test_cost_of_a_listing_grows_with_its_length_at_most(hot: Tier, tmp_path: Path) -> None:
-    """Ten times the checkpoints, some ten times the processor: nothing looks at all of them for each."""
+async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Path) -> None:
+    """Ten times the checkpoints take about ten times the processor time."""
     root = tmp_path / "hot"
     seconds: dict[int, float] = {}
     for count in (1_000, 10_000):

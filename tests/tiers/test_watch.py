@@ -1,4 +1,4 @@
-"""The watch on the hot directory: changes of manifests and markers, and nothing else."""
+"""The watch on the hot directory reports changes of manifests and markers, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierd.tiers.watch import watch
 
 
 class Changes:
-    """Counts what the watch tells."""
+    """Counts the notifications."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-async def test_markers_and_manifests_that_come_move_and_go_are_told(folder: Path, tmp_path: Path) -> None:
+async def test_watch_reports_markers_and_manifests_that_are_created_moved_or_deleted(
+    folder: Path, tmp_path: Path
+) -> None:
     changes = Changes()
     with watch(tmp_path / "hot", changes):
         (folder / "milestone-best.json").write_text("{}")
@@ -48,7 +50,7 @@ async def test_markers_and_manifests_that_come_move_and_go_are_told(folder: Path
         await changes.wait()
 
 
-async def test_checkpoint_put_there_whole_is_told(folder: Path, tmp_path: Path) -> None:
+async def test_watch_reports_a_checkpoint_that_is_moved_in_whole(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "manifest.json").write_text("{}")
     changes = Changes()
@@ -57,7 +59,7 @@ async def test_checkpoint_put_there_whole_is_told(folder: Path, tmp_path: Path) 
         await changes.wait()
 
 
-async def test_reading_and_writing_shards_is_not_told_and_overflows_nothing(
+async def test_watch_ignores_reads_and_shards_and_does_not_overflow(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A listing opens thousands of manifests: as events they would fill the kernel's queue of 16,384."""
@@ -74,7 +76,7 @@ async def test_reading_and_writing_shards_is_not_told_and_overflows_nothing(
     assert "overflow" not in caplog.text
 
 
-async def test_directory_that_cannot_be_watched_only_loses_the_hint(
+async def test_directory_that_cannot_be_watched_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with watch(tmp_path / "absent", Changes()):
@@ -82,7 +84,7 @@ async def test_directory_that_cannot_be_watched_only_loses_the_hint(
     assert "found by the next listing" in caplog.text
 
 
-async def test_end_of_the_watch_is_the_end_of_its_threads(folder: Path, tmp_path: Path) -> None:
+async def test_watch_stops_its_threads_at_the_end(folder: Path, tmp_path: Path) -> None:
     changes = Changes()
     with watch(tmp_path / "hot", changes):
         pass

@@ -1,4 +1,4 @@
-"""A restored directory appears whole or not at all. How `tierd restore` uses it: test_cli_restore.py."""
+"""A directory appears whole or not at all. cli/test_restore.py tests how `tierd restore` uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build(partial: Path) -> Path:
     return built
 
 
-def test_what_was_built_appears_at_once_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_output_appears_at_once_and_leaves_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "new" / "restored"
     with atomic_output(target, size_bytes=10) as found:
         built = build(found.partial)
@@ -27,7 +27,7 @@ def test_what_was_built_appears_at_once_and_nothing_else_is_left(tmp_path: Path)
     assert [one.name for one in target.parent.iterdir()] == ["restored"]
 
 
-def test_a_restore_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_restore_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "new" / "restored"
 
     def break_off() -> None:
@@ -40,7 +40,7 @@ def test_a_restore_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_a_killed_restore_are_replaced_and_those_of_others_are_not(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_restore_are_replaced_but_not_foreign_files(tmp_path: Path) -> None:
     partial = tmp_path / "restored.partial"
     partial.mkdir()
     (partial / "somebody's").touch()
@@ -53,7 +53,7 @@ def test_leftovers_of_a_killed_restore_are_replaced_and_those_of_others_are_not(
     assert not partial.exists()
 
 
-def test_two_restores_into_one_place_are_refused(tmp_path: Path) -> None:
+def test_second_restore_to_the_same_target_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "restored"
     with atomic_output(target, size_bytes=1), pytest.raises(LockHeld), atomic_output(target, size_bytes=1):
         pass

@@ -20,7 +20,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
         yield found
 
 
-async def test_a_drill_restores_everything_and_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
+async def test_drill_restores_everything_and_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold", milestones=("best",))
     told: list[int] = []
     done = await drill(rooms.cold["cold"], made, tmp_path / "scratch", progress=told.append)
@@ -30,7 +30,7 @@ async def test_a_drill_restores_everything_and_leaves_nothing(rooms: Rooms, tmp_
     assert not (tmp_path / "scratch").exists()
 
 
-async def test_a_damaged_replica_fails_its_drill_and_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
+async def test_drill_of_a_damaged_replica_fails_and_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold")
     flip(tmp_path / "cold", made, made.files[1].name)
     with pytest.raises(Corrupt, match="chunk 0 of 1"):
@@ -38,14 +38,14 @@ async def test_a_damaged_replica_fails_its_drill_and_leaves_nothing(rooms: Rooms
     assert not (tmp_path / "scratch").exists()
 
 
-async def test_a_drill_needs_room_and_what_others_there_need(rooms: Rooms, tmp_path: Path) -> None:
+async def test_drill_needs_free_space_and_the_spare_bytes(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold")
     with pytest.raises(Full):
         await drill(rooms.cold["cold"], made, tmp_path / "scratch", spare_bytes=1 << 60)
     assert not (tmp_path / "scratch").exists()
 
 
-async def test_two_drills_of_one_tier_are_one_too_many(rooms: Rooms, tmp_path: Path) -> None:
+async def test_second_drill_of_a_tier_is_refused(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold")
     with atomic_output(tmp_path / "scratch/cold", size_bytes=0), pytest.raises(LockHeld):
         await drill(rooms.cold["cold"], made, tmp_path / "scratch")
@@ -77,7 +77,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_drilled_again", [True, False])
-async def test_what_a_killed_drill_left_is_cleared_by_the_next_one_or_on_request(
+async def test_leftovers_of_a_killed_drill_are_cleared_by_the_next_one_or_on_request(
     rooms: Rooms, tmp_path: Path, is_drilled_again: bool
 ) -> None:
     made = await rooms.commit("cold")

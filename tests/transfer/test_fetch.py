@@ -1,4 +1,4 @@
-"""A fetch keeps what verifies, takes what is missing from whichever replica has it, and trusts nothing else."""
+"""A fetch keeps the chunks that verify and reads the missing ones from any replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE_BYTES = sum(SIZES)
 
 
 class Watched(DirectoryStore):
-    """A directory that counts what is read of shards, and may do something else instead of reading."""
+    """A directory that counts the shard bytes that are read, and calls `before` first."""
 
     read_bytes = 0
     before: Callable[[str, int], None] = staticmethod(lambda key, offset: None)
@@ -41,7 +41,7 @@ class Watched(DirectoryStore):
 
 
 class Rooms:
-    """Two replicas of one checkpoint, and the directory that it is fetched into."""
+    """Two replicas of one checkpoint, and the target directory."""
 
     def __init__(self, root: Path, chunk_bytes: int, sizes: list[int]) -> None:
         self.root = root
@@ -64,8 +64,8 @@ class Rooms:
     def folder(self, name: str) -> Path:
         return self.root / name / ID.run / ID.name
 
-    def arriving(self) -> Path:
-        """The first file, as it lies here while it is on its way."""
+    def partial_file(self) -> Path:
+        """The partial file of the first shard."""
         (path,) = self.folder("here").glob(f"{self.manifest.files[0].name}.*.partial")
         return path
 
@@ -133,7 +133,7 @@ async def test_bytes_are_the_same_whatever_the_chunks_are(make: Callable[..., Ro
     assert sum(told) == rooms.manifest.size_bytes == rooms.stores["near"].read_bytes
 
 
-async def test_nothing_has_its_own_name_before_all_is_there(rooms: Rooms) -> None:
+async def test_no_file_has_its_final_name_before_all_are_whole(rooms: Rooms) -> None:
     fetch = await rooms.fetched()
     assert await rooms.here.list() == []
     with pytest.raises(BadRequest, match="chunks are missing"):
@@ -141,7 +141,7 @@ async def test_nothing_has_its_own_name_before_all_is_there(rooms: Rooms) -> Non
     assert {f"{ID.run}/{ID.name}/{one.name}" for one in rooms.folder("here").iterdir()} <= partial_keys(rooms.manifest)
 
 
-async def test_next_attempt_fetches_only_what_had_not_arrived(rooms: Rooms) -> None:
+async def test_next_attempt_fetches_only_missing_chunks(rooms: Rooms) -> None:
     def goes_away(key: str, offset: int) -> None:
         if key.endswith(rooms.manifest.files[2].name):
             raise TierUnreachable("gone")
@@ -156,9 +156,9 @@ async def test_next_attempt_fetches_only_what_had_not_arrived(rooms: Rooms) -> N
     await rooms.assert_whole(again)
 
 
-async def test_flipped_byte_in_what_arrived_is_found_and_only_its_chunk_fetched_again(rooms: Rooms) -> None:
+async def test_flipped_byte_in_a_partial_file_costs_one_chunk(rooms: Rooms) -> None:
     await rooms.fetched(rooms.near)
-    flip(rooms.arriving(), 4 * CHUNK_BYTES + 5)
+    flip(rooms.partial_file(), 4 * CHUNK_BYTES + 5)
     again = await rooms.fetched()
     assert again.missing_bytes == CHUNK_BYTES
     assert await again.take(rooms.far) is None
@@ -167,9 +167,9 @@ async def test_flipped_byte_in_what_arrived_is_found_and_only_its_chunk_fetched_
 
 
 @pytest.mark.parametrize("left", [0, 1, CHUNK_BYTES, 5 * CHUNK_BYTES + 1])
-async def test_file_that_was_cut_short_meanwhile_keeps_its_whole_chunks(rooms: Rooms, left: int) -> None:
+async def test_truncated_partial_file_keeps_its_whole_chunks(rooms: Rooms, left: int) -> None:
     await rooms.fetched(rooms.near)
-    path = rooms.arriving()
+    path = rooms.partial_file()
     path.write_bytes(path.read_bytes()[:left])
     again = await rooms.fetched()
     assert again.missing_bytes == SIZES[0] - left // CHUNK_BYTES * CHUNK_BYTES
@@ -188,12 +188,12 @@ async def test_chunks_that_are_bad_in_one_replica_come_from_the_other(rooms: Roo
     assert isinstance(problem, Corrupt)
     assert rooms.manifest.files[2].name in problem.message
     assert "2 chunks" in problem.message
-    assert await fetch.take(rooms.far) is None, "its own damage is elsewhere"
+    assert await fetch.take(rooms.far) is None, "this replica is damaged elsewhere"
     assert rooms.stores["far"].read_bytes == 2 * CHUNK_BYTES + SIZES[2]
     await rooms.assert_whole(fetch)
 
 
-async def test_chunk_that_is_bad_everywhere_is_told_and_the_rest_stays(rooms: Rooms) -> None:
+async def test_chunk_that_is_bad_everywhere_is_reported_and_the_rest_stays(rooms: Rooms) -> None:
     for name in ("near", "far"):
         flip(rooms.folder(name) / rooms.manifest.files[0].name, 3 * CHUNK_BYTES)
     fetch = await rooms.fetched()
@@ -204,7 +204,7 @@ async def test_chunk_that_is_bad_everywhere_is_told_and_the_rest_stays(rooms: Ro
     assert fetch.missing_bytes == CHUNK_BYTES
 
 
-async def test_replica_that_goes_away_in_the_middle_leaves_the_rest_to_the_next(make: Callable[..., Rooms]) -> None:
+async def test_next_replica_gives_the_rest_when_one_becomes_unreachable(make: Callable[..., Rooms]) -> None:
     rooms = make(1 << 20, [48 << 20])
     await rooms.commit()
     rooms.here.pieces_in_flight = 1
@@ -222,7 +222,7 @@ async def test_replica_that_goes_away_in_the_middle_leaves_the_rest_to_the_next(
     await rooms.assert_whole(fetch)
 
 
-async def test_what_was_altered_on_its_way_is_read_once_more_before_it_counts_as_damage(rooms: Rooms) -> None:
+async def test_chunk_altered_on_the_way_is_read_twice_before_it_counts_as_damaged(rooms: Rooms) -> None:
     altered: list[int] = []
 
     def alter(offset: int, buffer: memoryview) -> None:
@@ -236,7 +236,7 @@ async def test_what_was_altered_on_its_way_is_read_once_more_before_it_counts_as
     await rooms.assert_whole(fetch)
 
 
-async def test_damaged_file_under_its_own_name_is_mended_out_of_its_good_chunks(rooms: Rooms) -> None:
+async def test_damaged_final_file_is_rebuilt_from_its_good_chunks(rooms: Rooms) -> None:
     await (await rooms.fetched(rooms.near)).finish()
     flip(rooms.folder("here") / rooms.manifest.files[0].name, 2 * CHUNK_BYTES)
     again = await rooms.fetched(rooms.far)
@@ -244,7 +244,7 @@ async def test_damaged_file_under_its_own_name_is_mended_out_of_its_good_chunks(
     await rooms.assert_whole(again)
 
 
-async def test_what_is_whole_under_its_own_name_stays_the_same_file(rooms: Rooms) -> None:
+async def test_whole_final_file_is_not_rewritten(rooms: Rooms) -> None:
     await (await rooms.fetched(rooms.near)).finish()
     path = rooms.folder("here") / rooms.manifest.files[0].name
     before = path.stat()
@@ -260,12 +260,12 @@ async def test_only_the_wanted_chunks_are_read(rooms: Rooms) -> None:
     last = bytearray(17)
     await fetch.source(name).fill(10 * CHUNK_BYTES, memoryview(last))
     assert last == content(SIZES[0])[-17:]
-    assert rooms.arriving().stat().st_blocks * 512 < SIZES[0] / 2, "no room is taken for the rest"
+    assert rooms.partial_file().stat().st_blocks * 512 < SIZES[0] / 2, "no disk space is reserved for the rest"
     with pytest.raises(BadRequest):
         await fetch.finish()
 
 
-async def test_more_that_is_wanted_is_all_that_is_read_the_second_time(rooms: Rooms) -> None:
+async def test_chunks_wanted_later_are_the_only_ones_read_then(rooms: Rooms) -> None:
     names = [one.name for one in rooms.manifest.files]
     fetch = await rooms.fetched(rooms.near, wanted={name: {0} for name in names})
     fetch.want({names[0]: {0, 3, 99}, names[2]: {2}})
@@ -281,14 +281,14 @@ async def test_more_that_is_wanted_is_all_that_is_read_the_second_time(rooms: Ro
     await rooms.assert_whole(fetch)
 
 
-async def test_fault_of_the_directory_itself_is_raised_and_blamed_on_no_replica(rooms: Rooms) -> None:
+async def test_error_of_the_directory_is_raised_and_not_attributed_to_a_replica(rooms: Rooms) -> None:
     fetch = await rooms.fetched()
-    rooms.arriving().unlink()
+    rooms.partial_file().unlink()
     with pytest.raises(TierUnreachable, match="here"):
         await fetch.take(rooms.near)
 
 
-async def test_cancelled_fetch_leaves_what_has_arrived(make: Callable[..., Rooms]) -> None:
+async def test_cancelled_fetch_keeps_the_arrived_chunks(make: Callable[..., Rooms]) -> None:
     rooms = make(1 << 20, [48 << 20])
     await rooms.commit()
     rooms.here.pieces_in_flight = 1
@@ -306,8 +306,8 @@ async def test_cancelled_fetch_leaves_what_has_arrived(make: Callable[..., Rooms
     await rooms.assert_whole(again)
 
 
-async def test_name_of_what_arrives_is_that_of_its_promise() -> None:
+async def test_partial_name_depends_on_the_expected_content() -> None:
     one, other = entry(0, 10, 4096), entry(0, 11, 4096)
     names = [partial_keys(make_manifest(ID, [each])) for each in (one, other)]
-    assert len(names[0] & names[1]) == 1, "only its own name"
+    assert len(names[0] & names[1]) == 1, "only the final name is the same"
     assert all(layout.is_partial_download(key.rpartition("/")[2]) for key in names[0] ^ names[1])

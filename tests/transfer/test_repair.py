@@ -61,7 +61,7 @@ async def test_only_the_bad_file_is_replaced_from_the_other_tier(rooms: Rooms, b
     assert (folder / damaged).read_bytes() == (rooms.folder(good, made.id) / damaged).read_bytes()
 
 
-async def test_the_damaged_file_is_set_aside_unlisted_the_newest_one_and_goes_with_its_checkpoint(
+async def test_newest_damaged_file_is_kept_unlisted_until_its_checkpoint_is_deleted(
     rooms: Rooms,
 ) -> None:
     made = await rooms.commit("hot", "cold")
@@ -77,7 +77,7 @@ async def test_the_damaged_file_is_set_aside_unlisted_the_newest_one_and_goes_wi
     aside = path.with_name(layout.damaged_copy_name(name))
     assert aside.read_bytes() == damaged
     assert await rooms.hot.listing() == before
-    assert len(list(path.parent.iterdir())) == len(made.files) + 2  # the manifest, and what was set aside
+    assert len(list(path.parent.iterdir())) == len(made.files) + 2  # the manifest and the damaged copy
     assert await rooms.hot_store.sweep_partials() == 0
 
     await rooms.hot.delete(made.id)
@@ -96,9 +96,7 @@ async def test_two_replicas_with_different_bad_files_repair_each_other(rooms: Ro
     assert await is_whole(rooms.cold["cold"], made)
 
 
-async def test_a_file_that_is_bad_everywhere_is_left_as_it_is_and_the_others_are_repaired(
-    rooms: Rooms, tmp_path: Path
-) -> None:
+async def test_file_that_is_bad_everywhere_stays_and_the_others_are_repaired(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot", "cold")
     everywhere, once = (entry.name for entry in made.files)
     for root in (tmp_path / "hot", tmp_path / "cold"):
@@ -112,10 +110,10 @@ async def test_a_file_that_is_bad_everywhere_is_left_as_it_is_and_the_others_are
     assert "chunk 0 of 1" in found.refused[0]
     assert not found.is_for_later
     assert (folder_of(tmp_path / "hot", made) / everywhere).read_bytes() == damaged
-    assert len(list(folder_of(tmp_path / "hot", made).iterdir())) == len(made.files) + 1  # nothing set aside
+    assert len(list(folder_of(tmp_path / "hot", made).iterdir())) == len(made.files) + 1  # no damaged copy
 
 
-async def test_a_source_out_of_reach_is_for_later(rooms: Rooms, tmp_path: Path) -> None:
+async def test_repair_with_an_unreachable_source_is_for_later(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     flip(tmp_path / "hot", made, made.files[0].name)
     away = Tier("dr", DirectoryStore(tmp_path / "unmounted", create=False))
@@ -129,9 +127,7 @@ async def test_a_source_out_of_reach_is_for_later(rooms: Rooms, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_file_missing", [False, True])
-async def test_a_manifest_that_cannot_be_read_is_rebuilt_when_the_files_beside_it_are_its_own(
-    rooms: Rooms, is_file_missing: bool
-) -> None:
+async def test_unreadable_manifest_is_rebuilt_when_the_files_match_it(rooms: Rooms, is_file_missing: bool) -> None:
     made = await rooms.commit("hot", "cold")
     path = rooms.folder("hot", made.id) / layout.MANIFEST
     path.write_bytes(path.read_bytes()[:50])
@@ -145,9 +141,7 @@ async def test_a_manifest_that_cannot_be_read_is_rebuilt_when_the_files_beside_i
     assert_same_files(rooms.folder("cold", made.id), rooms.folder("hot", made.id))
 
 
-async def test_a_manifest_beside_other_bytes_may_be_another_checkpoints_and_is_left_alone(
-    rooms: Rooms, tmp_path: Path
-) -> None:
+async def test_unreadable_manifest_beside_other_files_is_left_alone(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot", "cold")
     path = rooms.folder("hot", made.id) / layout.MANIFEST
     path.write_bytes(b"{")
@@ -167,7 +161,7 @@ def bucket(served: Bucket) -> Tier:
 
 @pytest.mark.parametrize("served", [{}, {"keeps_checksums": False}], indirect=True, ids=["checksums", "no checksums"])
 @pytest.mark.parametrize("is_noticed", [True, False])
-async def test_an_object_that_rotted_is_sent_again_whatever_the_bucket_says_of_it(
+async def test_damaged_object_is_sent_again_although_the_bucket_reports_the_right_checksum(
     rooms: Rooms, served: Bucket, is_noticed: bool
 ) -> None:
     cold = bucket(served)
@@ -186,7 +180,7 @@ async def test_an_object_that_rotted_is_sent_again_whatever_the_bucket_says_of_i
     await cold.store.close()
 
 
-async def test_hot_is_repaired_from_a_bucket_and_not_by_an_object_that_is_bad_too(
+async def test_hot_is_repaired_from_a_bucket_unless_its_object_is_bad_too(
     rooms: Rooms, served: Bucket, tmp_path: Path
 ) -> None:
     cold = bucket(served)
@@ -202,7 +196,7 @@ async def test_hot_is_repaired_from_a_bucket_and_not_by_an_object_that_is_bad_to
     await cold.store.close()
 
 
-async def test_a_bucket_that_goes_away_in_the_middle_keeps_what_it_had(rooms: Rooms, served: Bucket) -> None:
+async def test_bucket_that_becomes_unreachable_during_a_repair_keeps_its_object(rooms: Rooms, served: Bucket) -> None:
     cold = bucket(served)
     made = await rooms.commit("hot")
     await copy_checkpoint(made, rooms.hot, cold)
@@ -242,7 +236,7 @@ class Source(DirectoryStore):
         await super().read(key, offset, buffer)
 
 async def main():
-    if sys.argv[3] == "with the former set aside":
+    if sys.argv[3] == "before the commit":
         new_file.NewFile.commit = stall
     hot, cold = Tier("hot", DirectoryStore(Path(sys.argv[1]))), Tier("cold", Source(Path(sys.argv[2])))
     checkpoint = checkpoint_id("run42", 100, 1)
@@ -253,8 +247,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("instant", ["while it reads", "with the former set aside"])
-async def test_killed_in_the_middle_of_a_repair_all_is_as_it_was_and_the_next_one_heals(
+@pytest.mark.parametrize("instant", ["while it reads", "before the commit"])
+async def test_killed_repair_changes_nothing_and_the_next_one_succeeds(
     rooms: Rooms, tmp_path: Path, instant: str
 ) -> None:
     made = await rooms.commit("hot", "cold")

@@ -27,7 +27,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
         yield found
 
 
-async def test_every_file_and_chunk_that_is_wrong_is_named(rooms: Rooms, tmp_path: Path) -> None:
+async def test_every_wrong_file_and_chunk_is_named(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     told: list[int] = []
     found = await verify_files(rooms.hot, made, progress=told.append)
@@ -47,7 +47,7 @@ async def test_every_file_and_chunk_that_is_wrong_is_named(rooms: Rooms, tmp_pat
     assert list((await verify_files(rooms.hot, made, only=[second])).problems) == [second]
 
 
-async def test_in_a_directory_what_is_not_read_is_known_by_its_size_alone(rooms: Rooms, tmp_path: Path) -> None:
+async def test_shallow_verification_of_a_directory_compares_sizes_only(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     flip(tmp_path / "hot", made, made.files[0].name)
     found = await verify_files(rooms.hot, made, is_deep=False)
@@ -57,7 +57,9 @@ async def test_in_a_directory_what_is_not_read_is_known_by_its_size_alone(rooms:
 
 
 @pytest.mark.parametrize("keeps_checksums", [True, False])
-async def test_a_bucket_is_asked_for_its_checksums_and_no_byte_comes_back(rooms: Rooms, keeps_checksums: bool) -> None:
+async def test_shallow_verification_of_a_bucket_compares_checksums_without_reading(
+    rooms: Rooms, keeps_checksums: bool
+) -> None:
     with bucket_server(keeps_checksums=keeps_checksums) as served:
         cold = Tier("cold", s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url))
         made = await rooms.commit("hot")
@@ -83,7 +85,7 @@ async def test_a_bucket_is_asked_for_its_checksums_and_no_byte_comes_back(rooms:
         await cold.store.close()
 
 
-async def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_own(rooms: Rooms) -> None:
+async def test_unreadable_manifest_is_reported_as_a_problem(rooms: Rooms) -> None:
     made = await rooms.commit("hot")
     path = rooms.folder("hot", made.id) / layout.MANIFEST
     path.write_bytes(path.read_bytes()[:50])
@@ -95,7 +97,7 @@ async def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_own(rooms: Roo
         await verify_replica(rooms.hot, made.id)
 
 
-async def test_what_was_deleted_meanwhile_is_no_finding(rooms: Rooms) -> None:
+async def test_replica_deleted_meanwhile_is_no_finding(rooms: Rooms) -> None:
     made = await rooms.commit("hot")
     assert await verify_replica(rooms.hot, checkpoint_id("run42", 7, 1)) is None
 
@@ -106,7 +108,7 @@ async def test_what_was_deleted_meanwhile_is_no_finding(rooms: Rooms) -> None:
     assert await verify_replica(rooms.hot, made.id, progress=delete) is None
 
 
-async def test_a_tier_out_of_reach_is_not_called_damaged(rooms: Rooms, tmp_path: Path) -> None:
+async def test_unreachable_tier_is_not_reported_as_damaged(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("hot")
     tier = Tier("cold", DirectoryStore(tmp_path / "absent", create=False))
     with pytest.raises(TierUnreachable):
@@ -114,7 +116,7 @@ async def test_a_tier_out_of_reach_is_not_called_damaged(rooms: Rooms, tmp_path:
     await tier.store.close()
 
 
-async def test_a_sector_that_the_disk_cannot_read_is_damage(tmp_path: Path, rooms: Rooms) -> None:
+async def test_unreadable_sector_is_damage(tmp_path: Path, rooms: Rooms) -> None:
     made = await rooms.commit("hot")
 
     class Dying(DirectoryStore):
@@ -128,7 +130,7 @@ async def test_a_sector_that_the_disk_cannot_read_is_damage(tmp_path: Path, room
     await tier.store.close()
 
 
-async def test_a_reading_that_is_held_down_takes_one_piece_at_a_time(rooms: Rooms) -> None:
+async def test_read_with_a_bandwidth_limit_has_one_piece_in_flight(rooms: Rooms) -> None:
     made = await rooms.commit("hot", size_bytes=100)
 
     class Counting(Bandwidth):

@@ -1,1 +1,1 @@
-"""A bucket as a store: requests, retries, multipart uploads, what each server supports."""
+"""A bucket as a store: requests, retries, multipart uploads, and what each server supports."""

@@ -35,93 +35,78 @@ _PERMISSION = "`tierd doctor` names the missing permissions; deploy/iam-policy.j
 _KMS = "correct sse_kms_key_id of this tier, or the key's policy"
 _AGAIN = "the request is tried again"
 _NETWORK = f"check endpoint_url and the network; {_AGAIN}"
+_SENT = "they are sent again"
+_CLASS = "correct storage_class and milestone_storage_class of this tier"
+# The message itself says what to do, because not every verb prints hints.
+_ARCHIVED = "it is archived: restore it with `aws s3api restore-object`, wait until that is done, and try again"
 _OTHER_REGION = "the bucket is in another region"
 
-# (trouble, codes, meaning, hint). A code is S3's error code, an HTTP status (a HEAD has no more) or the name of
+# By trouble: (codes, meaning, hint). A code is S3's error code, an HTTP status (a HEAD has no more) or the name of
 # botocore's exception. An empty meaning: the message of the server or of botocore says enough.
-_ROWS: list[tuple[Trouble, str, str, str]] = [
-    (
-        Trouble.THROTTLED,
-        "SlowDown ServiceUnavailable TooManyRequests TooManyRequestsException Throttling ThrottlingException"
-        " RequestLimitExceeded BandwidthLimitExceeded 503 429",
-        "S3 asks to slow down",
-        f"{_AGAIN}, later each time",
-    ),
-    (
-        Trouble.CORRUPT,
-        "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
-        "the bytes were altered on their way",
-        "they are sent again",
-    ),
-    (
-        Trouble.CREDENTIALS,
-        "ExpiredToken ExpiredTokenException TokenRefreshRequired",
-        "the credentials have expired",
-        _CREDENTIALS,
-    ),
-    (Trouble.CREDENTIALS, "InvalidToken", "the session token is not valid", _CREDENTIALS),
-    (Trouble.CREDENTIALS, "InvalidAccessKeyId", "S3 does not know this access key", _CREDENTIALS),
-    (Trouble.CREDENTIALS, "SignatureDoesNotMatch", "the secret key does not belong to the access key", _CREDENTIALS),
-    (Trouble.CREDENTIALS, "NoCredentialsError", "no S3 credentials found", _CREDENTIALS),
-    (Trouble.CREDENTIALS, "PartialCredentialsError", "half of the S3 credentials is missing", _CREDENTIALS),
-    (
-        Trouble.CREDENTIALS,
-        "CredentialRetrievalError TokenRetrievalError",
-        "the S3 credentials could not be fetched",
-        _CREDENTIALS,
-    ),
-    (Trouble.CREDENTIALS, "403", "access denied", f"{_CREDENTIALS}; {_PERMISSION}"),  # or an expired token, in a HEAD
-    (Trouble.CREDENTIALS, "400", "", ""),  # an expired token, in a HEAD
-    (Trouble.MISCONFIGURED, "NoSuchBucket", "there is no such bucket", "create it, or correct the url of this tier"),
-    (Trouble.MISCONFIGURED, "InvalidBucketName", "no bucket can have this name", "correct the url of this tier"),
-    (Trouble.MISCONFIGURED, "AccessDenied AllAccessDisabled", "access denied", _PERMISSION),
-    (
-        Trouble.MISCONFIGURED,
-        "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException 301",
-        _OTHER_REGION,
-        "correct the region of this tier",
-    ),
-    (Trouble.MISCONFIGURED, "KMS.NotFoundException", "there is no such KMS key", _KMS),
-    (Trouble.MISCONFIGURED, "KMS.DisabledException", "the KMS key is disabled", _KMS),
-    (Trouble.MISCONFIGURED, "KMS.KMSInvalidStateException", "the KMS key cannot be used now", _KMS),
-    (Trouble.MISCONFIGURED, "RequestTimeTooSkewed", "this machine's clock is wrong", "set it: S3 allows 15 minutes"),
-    (
-        Trouble.MISCONFIGURED,
-        "InvalidObjectState",  # the meaning says what to do, because not every verb prints hints
-        "it is archived: restore it with `aws s3api restore-object`, wait until that is done, and try again",
-        "see docs/RUNBOOK.md#archived",
-    ),
-    (
-        Trouble.MISCONFIGURED,
-        "InvalidStorageClass",
-        "this server has no such storage class",
-        "correct storage_class and milestone_storage_class of this tier",
-    ),
-    (Trouble.MISCONFIGURED, "ProfileNotFound", "the AWS profile does not exist", "check AWS_PROFILE"),
-    (
-        Trouble.MISCONFIGURED,
-        "SSLError",
-        "no trusted TLS connection",
-        "check endpoint_url, ca_bundle and AWS_CA_BUNDLE",
-    ),
-    (Trouble.MISCONFIGURED, "ParamValidationError", "", ""),
-    (Trouble.AWAY, "EndpointConnectionError", "no connection", _NETWORK),
-    (Trouble.AWAY, "ConnectTimeoutError", "no connection within the deadline", _NETWORK),
-    (Trouble.AWAY, "ProxyConnectionError", "no connection to the proxy", f"check HTTPS_PROXY; {_AGAIN}"),
-    # 409: two conditional writes at the same instant, for which S3's documentation says to retry.
-    (Trouble.TRANSIENT, "ConditionalRequestConflict 409", "someone else is writing there", _AGAIN),
-    (Trouble.TRANSIENT, "InternalError RequestTimeout OperationAborted 500 502 504", "", ""),
-    (Trouble.TRANSIENT, "ReadTimeoutError", "no answer within the deadline", _NETWORK),
-    (Trouble.TRANSIENT, "ConnectionClosedError", "the server closed the connection", _NETWORK),
-    (Trouble.TRANSIENT, "IncompleteReadError ResponseStreamingError", "the answer was cut short", _NETWORK),
-    (
-        Trouble.REFUSED,
-        "NoSuchUpload",
-        "the upload is gone",
-        "did a lifecycle rule of the bucket abort it? A new one begins",
-    ),
-]
-_KNOWN = {code: (trouble, meaning, hint) for trouble, codes, meaning, hint in _ROWS for code in codes.split()}
+_ROWS: dict[Trouble, list[tuple[str, str, str]]] = {
+    Trouble.THROTTLED: [
+        (
+            "SlowDown ServiceUnavailable TooManyRequests TooManyRequestsException Throttling ThrottlingException"
+            " RequestLimitExceeded BandwidthLimitExceeded 503 429",
+            "S3 asks to slow down",
+            f"{_AGAIN}, later each time",
+        ),
+    ],
+    Trouble.CORRUPT: [
+        (
+            "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+            "the bytes were altered on their way",
+            _SENT,
+        ),
+    ],
+    Trouble.CREDENTIALS: [
+        ("ExpiredToken ExpiredTokenException TokenRefreshRequired", "the credentials have expired", _CREDENTIALS),
+        ("InvalidToken", "the session token is not valid", _CREDENTIALS),
+        ("InvalidAccessKeyId", "S3 does not know this access key", _CREDENTIALS),
+        ("SignatureDoesNotMatch", "the secret key does not belong to the access key", _CREDENTIALS),
+        ("NoCredentialsError", "no S3 credentials found", _CREDENTIALS),
+        ("PartialCredentialsError", "half of the S3 credentials is missing", _CREDENTIALS),
+        ("CredentialRetrievalError TokenRetrievalError", "the S3 credentials could not be fetched", _CREDENTIALS),
+        ("403", "access denied", f"{_CREDENTIALS}; {_PERMISSION}"),  # or an expired token, in a HEAD
+        ("400", "", ""),  # an expired token, in a HEAD
+    ],
+    Trouble.MISCONFIGURED: [
+        ("NoSuchBucket", "there is no such bucket", "create it, or correct the url of this tier"),
+        ("InvalidBucketName", "no bucket can have this name", "correct the url of this tier"),
+        ("AccessDenied AllAccessDisabled", "access denied", _PERMISSION),
+        ("PermanentRedirect AuthorizationHeaderMalformed 301", _OTHER_REGION, "correct the region of this tier"),
+        ("IllegalLocationConstraintException", _OTHER_REGION, "correct the region of this tier"),
+        ("KMS.NotFoundException", "there is no such KMS key", _KMS),
+        ("KMS.DisabledException", "the KMS key is disabled", _KMS),
+        ("KMS.KMSInvalidStateException", "the KMS key cannot be used now", _KMS),
+        ("RequestTimeTooSkewed", "this machine's clock is wrong", "set it: S3 allows 15 minutes"),
+        ("InvalidObjectState", _ARCHIVED, "see docs/RUNBOOK.md#archived"),
+        ("InvalidStorageClass", "this server has no such storage class", _CLASS),
+        ("ProfileNotFound", "the AWS profile does not exist", "check AWS_PROFILE"),
+        ("SSLError", "no trusted TLS connection", "check endpoint_url, ca_bundle and AWS_CA_BUNDLE"),
+        ("ParamValidationError", "", ""),
+    ],
+    Trouble.AWAY: [
+        ("EndpointConnectionError", "no connection", _NETWORK),
+        ("ConnectTimeoutError", "no connection within the deadline", _NETWORK),
+        ("ProxyConnectionError", "no connection to the proxy", f"check HTTPS_PROXY; {_AGAIN}"),
+    ],
+    Trouble.TRANSIENT: [
+        # Two conditional writes at the same instant: S3's documentation says to retry.
+        ("ConditionalRequestConflict 409", "someone else is writing there", _AGAIN),
+        ("InternalError RequestTimeout OperationAborted 500 502 504", "", ""),
+        ("ReadTimeoutError", "no answer within the deadline", _NETWORK),
+        ("ConnectionClosedError", "the server closed the connection", _NETWORK),
+        ("IncompleteReadError ResponseStreamingError", "the answer was cut short", _NETWORK),
+    ],
+    Trouble.REFUSED: [("NoSuchUpload", "the upload is gone", "did a lifecycle rule abort it? A new one begins")],
+}
+_KNOWN = {
+    code: (trouble, meaning, hint)
+    for trouble, rows in _ROWS.items()
+    for codes, meaning, hint in rows
+    for code in codes.split()
+}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 

@@ -175,7 +175,7 @@ class BucketProbe:
                 else:
                     self._add_refusal("put_object", "if_none_match", error)
                 return
-        message = "If-None-Match is ignored: a commit looks first, and two writers at the same instant both win"
+        message = "If-None-Match is ignored: a commit checks first, and two writers at the same instant both win"
         self._add("if_none_match", "note", message, "let no two daemons write one run into this bucket")
 
     async def _detects_damage(self) -> bool:
@@ -208,26 +208,26 @@ class BucketProbe:
         """Multipart: one upload that is completed, and one that is listed and aborted."""
         key = self._own + "upload"
         crc = checksum.encode(checksum.crc64nvme(BYTES))
-        begun = await self._begin_upload(key, crc)
-        if begun is None:
+        upload = await self._begin_upload(key, crc)
+        if upload is None:
             return
-        upload_id, etag = begun
+        upload_id, etag = upload
         parts = [{"PartNumber": 1, "ETag": etag, "ChecksumCRC64NVME": crc}]
         whole = {"ChecksumCRC64NVME": crc, "ChecksumType": "FULL_OBJECT", "MultipartUpload": {"Parts": parts}}
         operation = "complete_multipart_upload"
         if await self._request(operation, "multipart", Key=key, UploadId=upload_id, **whole) is not None:
             self._add("multipart", "ok", "large objects can be written in parts")
-        begun = await self._begin_upload(key, crc)
-        if begun is None:
+        upload = await self._begin_upload(key, crc)
+        if upload is None:
             return
-        upload_id = begun[0]
+        upload_id = upload[0]
         listed = await self._request("list_parts", "list_parts", Key=key, UploadId=upload_id)
         if listed is not None and [part["PartNumber"] for part in listed.get("Parts", ())] == [1]:
             self._add("list_parts", "ok", "an interrupted upload continues with the parts that are there")
         elif listed is not None:
             self._add("list_parts", "note", "parts are not listed: an interrupted upload begins again")
         uploads = await self._request("list_multipart_uploads", "list_uploads", Prefix=self._own)
-        if uploads is not None and any(upload["UploadId"] == upload_id for upload in uploads.get("Uploads", ())):
+        if uploads is not None and any(listed["UploadId"] == upload_id for listed in uploads.get("Uploads", ())):
             self._add("list_uploads", "ok", "abandoned uploads are found, and aborted after a day")
         elif uploads is not None:
             self._add("list_uploads", "note", "uploads are not listed: an interrupted one begins again")

@@ -113,7 +113,7 @@ class S3Requests:
         """A request of S3's API. Returns what `use` returns for the answer; it may read the body, in the same thread.
 
         `size_bytes`: of the payload in either direction; the deadline grows with it. `make_body`: makes the payload,
-        anew for each attempt. Raises TierdError, whose cause is boto3's exception.
+        again for each attempt. Raises TierdError, whose cause is boto3's exception.
         """
         if operation in _ENCRYPTED:
             arguments |= self._encryption

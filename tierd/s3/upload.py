@@ -68,7 +68,10 @@ async def unfinished_uploads(requests: S3Requests, prefix: str, action: str) -> 
             if trouble_of(error.__cause__) is Trouble.REFUSED:
                 return uploads
             raise
-        uploads += [UnfinishedUpload(one["Key"], one["UploadId"], _age_s(page, one)) for one in page.get("Uploads", ())]
+        uploads += [
+            UnfinishedUpload(listed["Key"], listed["UploadId"], _age_s(page, listed))
+            for listed in page.get("Uploads", ())
+        ]
         if not page.get("IsTruncated"):
             return uploads
         after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

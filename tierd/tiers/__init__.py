@@ -1,1 +1,1 @@
-"""Where bytes rest: stores, and the one commit protocol over them. I/O, no decisions."""
+"""Stores, and tiers with the commit protocol on top of them. I/O without decisions."""

@@ -157,7 +157,7 @@ class DirectoryStore:
     async def stored_checksum(self, key: str) -> str | None:
         with translated(f"open {check_key(key)} in {self.url}"):
             os.close(await self.pool.run(self.tree.open_file, key))
-        return None  # no filesystem in use gives one out
+        return None  # no filesystem in use provides a checksum
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         def walk() -> list[StoredObject]:

@@ -48,7 +48,7 @@ class Lock:
             ) from error
 
     def describe(self, holder: Mapping[str, object]) -> None:
-        """Write anew who holds the lock."""
+        """Replace the description of the holder."""
         description = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)

@@ -1,1 +1,1 @@
-"""Moves and checks the bytes of whole checkpoints: fetch, verify, repair, drill, atomic output."""
+"""Operations on whole checkpoints: fetch, verify, repair, drill, and atomic output."""

@@ -1,4 +1,4 @@
-"""deploy/iam-policy.json allows what tierd asks of a bucket, and nothing else: seen from the server's side."""
+"""deploy/iam-policy.json allows exactly the requests that a server receives from tierd."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def allowed() -> dict[str, str]:
 
 
 async def use_everything(served: Bucket) -> None:
-    """All that a store does in its life, an interrupted upload and its cleaning up among it."""
+    """Uses every operation of a store, also an interrupted upload and its removal."""
     store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, part_bytes_min=1024, retry_min_s=0.001)
     data = content(SIZE_BYTES)
     entry = entry_of(data, chunk_bytes=CHUNK_BYTES)
@@ -63,7 +63,7 @@ async def use_everything(served: Bucket) -> None:
     await store.close()
 
 
-async def test_policy_allows_exactly_what_a_store_and_the_doctor_ask_for(served: Bucket) -> None:
+async def test_iam_policy_allows_exactly_the_actions_of_store_and_doctor(served: Bucket) -> None:
     await use_everything(served)
     used = {one.operation for one in served.seen}
     assert used == set(NEEDED_ACTIONS), "NEEDED_ACTIONS lists every operation in use and no other"
@@ -76,7 +76,7 @@ async def test_policy_allows_exactly_what_a_store_and_the_doctor_ask_for(served:
     assert set(allowed()) == set(ACTIONS.values())
 
 
-async def test_doctor_tries_every_operation_that_a_store_needs(served: Bucket) -> None:
+async def test_doctor_tries_every_operation_of_a_store(served: Bucket) -> None:
     cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url)
     store = s3_store(cold.url, endpoint_url=served.url)
     await BucketProbe(store.requests, cold, lambda: datetime.now(UTC)).run()
@@ -84,13 +84,13 @@ async def test_doctor_tries_every_operation_that_a_store_needs(served: Bucket) -
     assert {one.operation for one in served.seen} == set(ACTIONS)
 
 
-def test_objects_are_allowed_below_the_prefix_only() -> None:
+def test_iam_policy_allows_objects_below_the_prefix_only() -> None:
     for action, resource in allowed().items():
         is_of_objects = bool(re.search(r"Object$|Parts$|Upload$", action))
         assert resource == "arn:aws:s3:::BUCKET" + ("/PREFIX/*" if is_of_objects else ""), action
     assert not any("*" in action for action in allowed())
 
 
-async def test_every_key_that_is_asked_for_lies_below_the_prefix(served: Bucket) -> None:
+async def test_every_requested_key_is_below_the_prefix(served: Bucket) -> None:
     await use_everything(served)
     assert {one.key for one in served.seen if one.key and not one.key.startswith("deep/")} == set()
