@@ -6,16 +6,14 @@ feeds it with what it saw. A tier that could not be listed is `unknown`, which s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import CheckpointView
-
-MEMORY = "memory"
+from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
 
 
 @dataclass(slots=True)
@@ -42,15 +40,16 @@ class Entry:
 class TierKnowledge:
     """What the last look at a tier gave. `error` is why it is not known now. `fingerprints`: size and ETag of each
     manifest that was read there; one with others now is read again. `partial`: what has no manifest. `damaged`: of the
-    unreadable ones, those whose bytes were found wrong, which no listing shows."""
+    unreadable ones, those whose bytes were found wrong, which no listing shows. `newer_format`: of the unreadable ones,
+    those that a later tierd wrote."""
 
     is_known: bool = False
     error: str = "not looked at yet"
-    used_bytes: int = 0
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
+    newer_format: frozenset[CheckpointId] = frozenset()
 
 
 class Catalog:
@@ -127,12 +126,12 @@ class Catalog:
         tier: str,
         found: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
         unreadable: Mapping[CheckpointId, str],
-        used_bytes: int,
         *,
         since: int,
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
+        newer_format: Iterable[CheckpointId] = (),
     ) -> None:
         """A whole look at a tier, begun at the moment `since`: this is all it held, but for what changed meanwhile.
 
@@ -162,7 +161,9 @@ class Catalog:
         former = self.tiers[tier]
         unreadable = {c: why for c, why in unreadable.items() if changed.get(c, 0) <= since} | damaged
         begun = frozenset(c for c in partial if changed.get(c, 0) <= since)
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(fingerprints), begun, damaged)
+        self.tiers[tier] = TierKnowledge(
+            True, "", unreadable, dict(fingerprints), begun, damaged, frozenset(newer_format)
+        )
         if is_news or not former.is_known or (former.unreadable, former.partial) != (unreadable, begun):
             self._changes += 1
 
@@ -216,6 +217,42 @@ class Catalog:
             for checkpoint, why in knowledge.unreadable.items()
         }
 
+    def inventory(
+        self,
+        run: Run | None = None,
+        *,
+        in_memory: Collection[CheckpointId] = (),
+        health: Mapping[CheckpointId, bool | None] = MappingProxyType({}),
+    ) -> Inventory:
+        """What a restore selects from. `in_memory`: the checkpoints of the memory tier. `health`: of checkpoints that
+        have no diagnosis marker yet."""
+        listed = {entry.id: entry for entry in self._entries.values() if run in (None, entry.id.run)}
+        candidates: list[Candidate] = []
+        for checkpoint in {*in_memory, *listed}:
+            entry = listed.get(checkpoint)
+            tiers = [MEMORY] if checkpoint in in_memory else []
+            tiers += [tier for tier in self.tiers if entry and tier in entry.tiers]
+            is_healthy = entry.healthy if entry else None
+            candidates.append(
+                Candidate(
+                    id=checkpoint,
+                    milestones=entry.all_milestones if entry else frozenset(),
+                    tiers=tuple(tiers),
+                    is_healthy=health.get(checkpoint) if is_healthy is None else is_healthy,
+                )
+            )
+        unreadable = [
+            UnreadableReplica(
+                id=checkpoint,
+                tier=tier,
+                reason=reason,
+                is_newer_format=checkpoint in self.tiers[tier].newer_format,
+            )
+            for (tier, checkpoint), reason in self.unreadable().items()
+        ]
+        unlisted = {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
+        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted)
+
     def views(self) -> list[CheckpointView]:
         """What the lifecycle plans with."""
         return [
@@ -230,38 +267,6 @@ class Catalog:
             )
             for entry in self._entries.values()
         ]
-
-    def facts(
-        self,
-        memory: Iterable[Manifest] = (),
-        run: Run | None = None,
-        diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
-    ) -> list[dict[str, Any]]:
-        """What `tierd ls --json` and /api/v1/checkpoints print: newest first within a run. `diagnoses`: on what lies in
-        memory."""
-        in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
-        listed = {entry.id: entry for entry in self.entries(run)}
-        order = ["memory", *self.tiers]
-        rows: list[dict[str, Any]] = []
-        for checkpoint in in_memory.keys() | listed.keys():
-            entry = listed.get(checkpoint) or Entry(checkpoint, in_memory[checkpoint])
-            tiers = entry.tiers | ({MEMORY} if checkpoint in in_memory else set())
-            rows.append(
-                {
-                    "run": checkpoint.run,
-                    "step": checkpoint.step,
-                    "generation": checkpoint.generation,
-                    "tiers": sorted(tiers, key=order.index),
-                    "milestone": min(entry.all_milestones, default=None),
-                    "healthy": diagnoses.get(checkpoint) if entry.healthy is None else entry.healthy,
-                    "size_bytes": entry.manifest.size_bytes,
-                    "created_at": entry.manifest.created_at,
-                    "metrics": entry.manifest.metrics,
-                }
-            )
-        rows.sort(key=lambda row: (row["generation"], row["step"]), reverse=True)
-        rows.sort(key=lambda row: row["run"])
-        return rows
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self._changes += 1

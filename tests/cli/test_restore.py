@@ -128,7 +128,7 @@ def test_a_chunk_damaged_in_every_replica_is_exit_12_and_what_is_good_is_kept_bu
     result = house.tierd("restore", "--to", target)
 
     assert result.exit_code == 12
-    assert "no whole copy in hot, cold: 8.19 kB of 40 kB could be had nowhere" in result.stderr
+    assert "no replica gives 8.19 kB of 40 kB: read" in result.stderr
     assert f"stays in {target}.partial" in result.stderr
     assert result.stdout == ""
     assert not target.exists()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import tierd
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
-from tierd.cli import opened_tiers as places
+from tierd.cli import options
 from tierd.cli.app import VERBS, called, config_first, make_app
 
 
@@ -235,7 +235,7 @@ def test_a_bug_is_one_line_and_exit_1_and_a_traceback_on_request(house: House, m
     def broken(*_: object) -> None:
         raise ZeroDivisionError("one by zero")
 
-    monkeypatch.setattr(places.Settings, "config", broken)
+    monkeypatch.setattr(options.Settings, "config", broken)
 
     result = house.tierd("ls")
     assert result.exit_code == 1

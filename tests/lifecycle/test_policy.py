@@ -11,13 +11,13 @@ import pytest
 
 from tests.support.policy import sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.lifecycle.policy import HOT, Action, Decision, Evict, Expire, Replicate, Verdict, explain, kept, plan
+from tierd.lifecycle.policy import HOT, Action, Decision, explain, kept, plan
 
 DEFAULT = LifecycleConfig()
 
 
-def brief(actions: Iterable[Action]) -> list[tuple[str, int, str]]:
-    return [(type(one).__name__, one.checkpoint.step // 10, one.tier) for one in actions]
+def brief(decisions: Iterable[Decision]) -> list[tuple[str, int, str]]:
+    return [(one.action.value, one.checkpoint.step // 10, one.tier) for one in decisions]
 
 
 # ── what one policy keeps ──
@@ -188,24 +188,24 @@ BOTH = {"cold": True, "dr": True}
 
 def test_each_cold_tier_is_sent_what_its_own_policy_selects() -> None:
     views = [view(n, HOT) for n in (10, 11, 12, 13)]
-    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "Replicate"]
-    assert sorted(copies) == [*(("Replicate", n, "cold") for n in (10, 11, 12, 13)), ("Replicate", 13, "dr")]
+    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "replicate"]
+    assert sorted(copies) == [*(("replicate", n, "cold") for n in (10, 11, 12, 13)), ("replicate", 13, "dr")]
 
 
 def test_hot_waits_only_for_the_tiers_that_select_it() -> None:
     views = [view(10, HOT, "cold"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     actions = plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
-    assert brief(actions) == [("Evict", 10, HOT), ("Evict", 11, "dr"), ("Evict", 12, "dr")]
+    assert brief(actions) == [("evict", 10, HOT), ("evict", 11, "dr"), ("evict", 12, "dr")]
     assert plan(views, DEFAULT, cold={"cold": False, "dr": True}, hot_known=True, own=OWN) == [
-        Evict(view(11).id, "dr", "not kept in dr; still in hot"),
-        Evict(view(12).id, "dr", "not kept in dr; still in hot"),
+        Decision(view(11).id, "dr", Action.EVICT, "not kept in dr; still in hot"),
+        Decision(view(12).id, "dr", Action.EVICT, "not kept in dr; still in hot"),
     ]
 
 
 def test_last_replica_of_what_another_cold_tier_would_keep_stays() -> None:
     views = [view(10, "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     found = explain(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
-    assert verdicts(found)[10, "dr"] == (Verdict.KEEP, "last replica of what cold keeps: every 10th")
+    assert by_replica(found)[10, "dr"] == (Action.KEEP, "last replica of what cold keeps: every 10th")
 
 
 # ── what the plan does ──
@@ -218,14 +218,14 @@ def test_no_checkpoints_need_no_actions() -> None:
 def test_selected_checkpoint_is_copied_to_every_cold_tier_that_lacks_it() -> None:
     views = [view(1, HOT, "dr")]
     actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
-    assert actions == [Replicate(views[0].id, "cold", "last 3")]
+    assert actions == [Decision(views[0].id, "cold", Action.REPLICATE, "last 3")]
 
 
 def test_milestones_are_copied_before_newer_ones() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 2 else []) for n in range(1, 6)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    copies = [one for one in brief(actions) if one[0] == "Replicate"]
-    assert copies == [("Replicate", n, "cold") for n in (2, 5, 4, 3)]
+    copies = [one for one in brief(actions) if one[0] == "replicate"]
+    assert copies == [("replicate", n, "cold") for n in (2, 5, 4, 3)]
 
 
 def test_nothing_is_copied_that_is_not_in_hot() -> None:
@@ -236,13 +236,13 @@ def test_nothing_is_copied_that_is_not_in_hot() -> None:
 def test_pending_cold_copy_holds_the_hot_replica() -> None:
     views = [view(10, HOT), view(11, HOT, "cold"), view(12, HOT, "cold"), view(13, HOT, "cold")]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Replicate", 10, "cold")]
+    assert brief(actions) == [("replicate", 10, "cold")]
 
 
 def test_hot_replica_goes_once_every_cold_tier_has_it() -> None:
     views = [view(10, HOT, "cold", "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
-    assert actions == [Evict(views[0].id, HOT, "not kept in hot; still in cold, dr")]
+    assert actions == [Decision(views[0].id, HOT, Action.EVICT, "not kept in hot; still in cold, dr")]
 
 
 def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
@@ -253,19 +253,22 @@ def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
 def test_checkpoint_that_no_policy_keeps_expires_oldest_first() -> None:
     views = [view(n, HOT) for n in range(1, 6)]
     actions = plan(views, DEFAULT, cold={}, hot_known=True)
-    assert actions == [Expire(views[0].id, HOT, "no policy keeps it"), Expire(views[1].id, HOT, "no policy keeps it")]
+    assert actions == [
+        Decision(views[0].id, HOT, Action.EXPIRE, "no policy keeps it"),
+        Decision(views[1].id, HOT, Action.EXPIRE, "no policy keeps it"),
+    ]
 
 
 def test_checkpoint_in_two_tiers_that_no_policy_keeps_is_evicted_then_expired() -> None:
     views = [view(1, HOT, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Evict", 1, HOT), ("Expire", 1, "cold")]
+    assert brief(actions) == [("evict", 1, HOT), ("expire", 1, "cold")]
 
 
 def test_unknown_hot_tier_stops_all_deletion_but_no_copy() -> None:
     views = [view(n, HOT, *(["cold"] if n < 8 else [])) for n in range(1, 9)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=False)
-    assert brief(actions) == [("Replicate", 8, "cold")]
+    assert brief(actions) == [("replicate", 8, "cold")]
 
 
 def test_unknown_cold_tier_is_neither_written_nor_thinned() -> None:
@@ -289,7 +292,7 @@ def test_cold_outage_does_not_fill_the_hot_disk_with_what_no_policy_keeps() -> N
 def test_without_a_cold_tier_hot_holds_what_the_cold_policy_keeps() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 5 else []) for n in range(1, 24)]
     actions = plan(views, DEFAULT, cold={}, hot_known=True)
-    assert all(isinstance(one, Expire) for one in actions)
+    assert all(one.action is Action.EXPIRE for one in actions)
     left = set(range(1, 24)) - {one.checkpoint.step // 10 for one in actions}
     assert left == {5, 10, 20, 21, 22, 23}
 
@@ -297,7 +300,7 @@ def test_without_a_cold_tier_hot_holds_what_the_cold_policy_keeps() -> None:
 def test_lagging_cold_tier_keeps_its_own_newest_until_newer_ones_arrive() -> None:
     views = [*(view(n, "cold") for n in (1, 2, 3)), *(view(n, HOT) for n in (4, 5, 6))]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Replicate", n, "cold") for n in (6, 5, 4)]
+    assert brief(actions) == [("replicate", n, "cold") for n in (6, 5, 4)]
 
 
 def test_lost_hot_tier_leaves_cold_as_it_is() -> None:
@@ -309,17 +312,17 @@ def test_last_replica_of_what_hot_would_keep_stays_in_cold() -> None:
     policy = LifecycleConfig(hot=TierPolicy(keep_last=5), cold=ColdPolicy(keep_last=1, keep_every=0, milestones=False))
     views = [view(n, "cold") for n in range(1, 7)]
     actions = plan(views, policy, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Expire", 1, "cold")]
+    assert brief(actions) == [("expire", 1, "cold")]
 
 
 def test_tier_that_is_no_longer_configured_counts_for_nothing() -> None:
     views = [view(10, HOT, "old-bucket"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
-    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("Replicate", 10, "cold")]
+    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("replicate", 10, "cold")]
 
 
 def test_runs_do_not_share_their_last_ones() -> None:
     views = [view(n, HOT, run=run) for run in ("a", "b") for n in (1, 2, 3)]
-    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if not isinstance(one, Replicate)]
+    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if one.action is not Action.REPLICATE]
 
 
 def test_same_state_gives_the_same_plan_in_any_order() -> None:
@@ -331,35 +334,35 @@ def test_same_state_gives_the_same_plan_in_any_order() -> None:
 def test_ten_thousand_checkpoints_are_planned_at_once() -> None:
     views = [view(n, HOT, "cold") for n in range(1, 10_001)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert sum(isinstance(one, Expire) for one in actions) == 10_000 - 1000 - 2
+    assert sum(one.action is Action.EXPIRE for one in actions) == 10_000 - 1000 - 2
 
 
 # ── why ──
 
 
-def verdicts(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Verdict, str]]:
-    return {(one.checkpoint.sequence, one.tier): (one.verdict, one.reason) for one in found}
+def by_replica(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Action, str]]:
+    return {(one.checkpoint.step // 10, one.tier): (one.action, one.reason) for one in found}
 
 
 def test_explanation_covers_every_replica_and_every_wanted_one() -> None:
     views = [view(9, HOT), view(10, HOT, "cold"), view(11, HOT), view(12, HOT), view(13, HOT)]
-    found = verdicts(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
-    assert found[9, HOT] == (Verdict.EXPIRE, "no policy keeps it")
-    assert found[10, HOT] == (Verdict.KEEP, "every 10th; not yet known to be in dr")
-    assert found[10, "cold"] == (Verdict.KEEP, "every 10th")
-    assert found[10, "dr"] == (Verdict.WAIT, "every 10th; dr cannot be listed now")
-    assert found[13, HOT] == (Verdict.KEEP, "last 3")
-    assert found[13, "cold"] == (Verdict.REPLICATE, "last 3")
+    found = by_replica(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
+    assert found[9, HOT] == (Action.EXPIRE, "no policy keeps it")
+    assert found[10, HOT] == (Action.KEEP, "every 10th; not yet known to be in dr")
+    assert found[10, "cold"] == (Action.KEEP, "every 10th")
+    assert found[10, "dr"] == (Action.WAIT, "every 10th; dr cannot be listed now")
+    assert found[13, HOT] == (Action.KEEP, "last 3")
+    assert found[13, "cold"] == (Action.REPLICATE, "last 3")
     assert (9, "cold") not in found
 
 
 def test_explanation_says_why_a_halted_tier_deletes_nothing() -> None:
     views = [view(n, HOT) for n in range(1, 6)]
-    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=False))
-    assert found[1, HOT] == (Verdict.KEEP, "nothing is deleted while hot cannot be listed")
+    found = by_replica(explain(views, DEFAULT, cold={}, hot_known=False))
+    assert found[1, HOT] == (Action.KEEP, "nothing is deleted while hot cannot be listed")
 
 
 def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 1 else []) for n in range(1, 6)]
-    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=True))
-    assert found[1, HOT] == (Verdict.KEEP, "milestone best; there is no cold tier to hold it")
+    found = by_replica(explain(views, DEFAULT, cold={}, hot_known=True))
+    assert found[1, HOT] == (Action.KEEP, "milestone best; there is no cold tier to hold it")

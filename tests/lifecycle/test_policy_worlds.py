@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.policy import sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Evict, Replicate, kept, plan
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept, plan
 
 Policy = TypeVar("Policy", bound=TierPolicy)
 
@@ -52,12 +52,12 @@ class World:
     def held(self, tier: str) -> list[int]:
         return sequences(self.made, self.tiers[tier])
 
-    def apply(self, action: Action) -> None:
-        if isinstance(action, Replicate):
-            assert action.checkpoint in self.tiers[HOT]
-            self.tiers[action.tier].add(action.checkpoint)
+    def apply(self, decision: Decision) -> None:
+        if decision.action is Action.REPLICATE:
+            assert decision.checkpoint in self.tiers[HOT]
+            self.tiers[decision.tier].add(decision.checkpoint)
         else:
-            self.tiers[action.tier].remove(action.checkpoint)
+            self.tiers[decision.tier].remove(decision.checkpoint)
 
     def reconcile(self) -> int:
         cold = {name: True for name in self.tiers if name != HOT}
@@ -162,27 +162,27 @@ def test_no_order_of_failures_and_blindness_breaks_a_promise(
     settle(world)
 
 
-def check_promises(world: World, action: Action, *, is_known: dict[str, bool], hot_known: bool) -> None:
+def check_promises(world: World, decision: Decision, *, is_known: dict[str, bool], hot_known: bool) -> None:
     """Against the truth, not against what the plan could see."""
-    if isinstance(action, Replicate):
-        assert is_known[action.tier]
+    if decision.action is Action.REPLICATE:
+        assert is_known[decision.tier]
         return
     assert hot_known, "nothing is deleted while hot is unknown"
-    assert is_known.get(action.tier, True), "a tier that is unknown loses nothing"
+    assert is_known.get(decision.tier, True), "a tier that is unknown loses nothing"
     truth = world.truth()
-    others = {name for name, held in world.tiers.items() if action.checkpoint in held} - {action.tier}
+    others = {name for name, held in world.tiers.items() if decision.checkpoint in held} - {decision.tier}
     selects = {name: kept(truth, one) for name, one in world.policies().items()}
-    if isinstance(action, Evict):
+    if decision.action is Action.EVICT:
         assert others, "what is evicted remains elsewhere"
     if not others:
         for wanted in (kept(truth, world.policy.hot), *selects.values()):
-            assert action.checkpoint not in wanted, "last_replica"
-    if action.tier == HOT:
-        selecting = {name for name, wanted in selects.items() if action.checkpoint in wanted}
+            assert decision.checkpoint not in wanted, "last_replica"
+    if decision.tier == HOT:
+        selecting = {name for name, wanted in selects.items() if decision.checkpoint in wanted}
         assert selecting <= others, "a pending cold copy holds the hot replica"
     healthy = [one.id for one in world.made if one.healthy is not False]
     newest_healthy = max(healthy, key=lambda one: one.recency, default=None)
-    assert others or action.checkpoint != newest_healthy, "the newest healthy one is never lost"
+    assert others or decision.checkpoint != newest_healthy, "the newest healthy one is never lost"
 
 
 def settle(world: World) -> None:

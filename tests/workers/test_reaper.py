@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.decisions import HaltReason, decisions, deletions, halted, pending
 from tierd.errors import TierUnreachable
 from tierd.format.ids import CheckpointId, Generation, Rank, Run
-from tierd.lifecycle.policy import Verdict
-from tierd.workers.reaper import Reaper, decide, decisions, deletions, halted
-from tierd.workers.recovery import refresh
-from tierd.workers.replicator import pending
+from tierd.lifecycle.policy import Action
+from tierd.listing import refresh
+from tierd.workers.reaper import Reaper
 
 STEPS = (100, 200, 300, 400, 500)
 
@@ -84,7 +84,7 @@ async def test_unreadable_manifest_stops_deletion_for_its_run_only(rooms: Rooms)
     assert rooms.steps("hot") == [*reversed(STEPS)], "left alone, the unreadable one too"
     assert rooms.steps("cold") == [*reversed(STEPS)]
     assert rooms.steps("hot", "other") == rooms.steps("cold", "other") == [500, 400, 300]
-    assert [reason.partition(":")[0] for reason in halted(rooms.catalog)] == ["unreadable_manifest"]
+    assert [halt.reason for halt in halted(rooms.catalog)] == [HaltReason.UNREADABLE_MANIFEST]
 
 
 async def test_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_it(rooms: Rooms) -> None:
@@ -129,19 +129,14 @@ async def test_change_in_the_middle_of_a_pass_is_decided_anew(rooms: Rooms) -> N
     assert 200 in rooms.steps("cold")
 
 
-async def test_decisions_and_actions_are_one_judgement(rooms: Rooms) -> None:
+async def test_deletions_are_those_among_the_decisions(rooms: Rooms) -> None:
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.look()
-    told = decisions(rooms.catalog, rooms.config)
-    doing = {
-        (one.checkpoint.id, one.tier, one.verdict.value)
-        for one in told
-        if one.verdict not in (Verdict.KEEP, Verdict.WAIT)
-    }
-    assert doing == {
-        (one.checkpoint, one.tier, type(one).__name__.lower()) for one in decide(rooms.catalog, rooms.config)
-    }
-    assert {one.checkpoint.id.step for one in told} == {*STEPS, 600}
+    decided = decisions(rooms.catalog, rooms.config)
+    expected = {one for one in decided if one.action in (Action.EVICT, Action.EXPIRE)}
+    assert expected
+    assert set(deletions(rooms.catalog, rooms.config)) == expected
+    assert {one.checkpoint.step for one in decided} == {*STEPS, 600}
 
 
 async def test_slots_of_trainers_that_stay_away_are_given_back(tmp_path: Path) -> None:

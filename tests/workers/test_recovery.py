@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.decisions import HaltReason, halted
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
+from tierd.listing import refresh
 from tierd.transfer.partial_file import arriving_name
-from tierd.workers.reaper import halted
-from tierd.workers.recovery import Lister, clear_uncommitted, recover, refresh
+from tierd.workers.recovery import Lister, clear_uncommitted, recover
 
 NOW_S = datetime.now(UTC).timestamp()
 
@@ -63,7 +64,6 @@ async def test_look_tells_checkpoints_milestones_generations_and_sizes(rooms: Ro
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (one, {"hot"}, {"best", "first"})
     assert rooms.catalog.generation_max(one.id.run) == 7
-    assert rooms.catalog.tiers["hot"].used_bytes >= one.size_bytes
 
 
 async def test_checkpoint_removed_by_hand_is_gone_at_the_next_look(rooms: Rooms) -> None:
@@ -111,7 +111,7 @@ async def test_damage_is_reported_and_left_alone_even_when_it_happens_later(
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert [entry.id for entry in rooms.catalog.entries()] == [healthy.id]
     assert list(rooms.catalog.unreadable()) == [("hot", hurt.id)]
-    assert any(reason.startswith("unreadable_manifest: ") for reason in halted(rooms.catalog))
+    assert any(halt.reason is HaltReason.UNREADABLE_MANIFEST for halt in halted(rooms.catalog))
     assert sorted(os.listdir(rooms.folder("hot", hurt.id))) == before
 
 
@@ -165,7 +165,7 @@ async def test_tier_that_cannot_be_listed_is_not_known_and_keeps_what_was_known(
     await rooms.look()
     assert not rooms.catalog.tiers["cold"].is_known
     assert rooms.catalog.newest(one.id.run, "cold") == one
-    assert any(reason.startswith("tier_unreachable: ") for reason in halted(rooms.catalog))
+    assert any(halt.reason is HaltReason.TIER_UNREACHABLE for halt in halted(rooms.catalog))
     lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable):
         await lister.run_once()

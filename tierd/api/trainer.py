@@ -236,8 +236,8 @@ class TrainerDoor:
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
                 hint="rank 0 connects first and gives its generation to the others",
             )
-        await self._restorer.wait_first_looks()
-        unseen = self._restorer.unseen()
+        await self._restorer.wait_first_listings()
+        unseen = self._restorer.unlisted()
         least = 1
         if unseen and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
@@ -297,7 +297,7 @@ class TrainerDoor:
                 staging=told.staging,
                 stop_grace_s=told.stop_grace_s,
                 newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
-                unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unseen()[:UNSEEN_MAX]],
+                unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
                 report_s=self._neighbour.report_s if session.rank == FIRST else 0.0,
             ),
             duplicates([slot.fd for slot in kept.values()]),

@@ -10,15 +10,15 @@ import asyncio
 import os
 import resource
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
 
 from tierd import __version__, config
 from tierd.cli import daemon_http, options
-from tierd.cli.console import answer, answer_json
-from tierd.cli.opened_tiers import Settings, look, settings_of
+from tierd.cli.console import now, print_json, print_result
+from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
 from tierd.lifecycle.policy import HOT
@@ -39,12 +39,12 @@ def doctor(
     """Look at config, directories, daemon and buckets, and say what is wrong with them. Cleans up after itself."""
     found = asyncio.run(_examine(settings_of(context), only))
     if json:
-        answer_json(found)
+        print_json(found)
     else:
         for one in found:
-            answer(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
+            print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
             if one.hint and one.verdict != "ok":
-                answer(f"{'':<18}hint: {one.hint}")
+                print_result(f"{'':<18}hint: {one.hint}")
     problems = [one for one in found if one.verdict == "problem"]
     if problems:
         raise typer.Exit(problems[0].exit_code)
@@ -57,9 +57,7 @@ async def _examine(settings: Settings, only: str | None) -> list[Advice]:
         where, loaded = config.found_at(settings.config_file), settings.config()
     except BadConfig as error:
         return [problem_of("config", "config", error)]
-    names = [HOT, *(cold.name for cold in loaded.cold)]
-    if only is not None and only not in names:
-        raise BadConfig(f"no tier is called {only!r}", hint=f"the tiers of this config are {', '.join(names)}")
+    check_tier(only, loaded)
     found = [Advice("config", "config", "ok", f"{where} is valid")]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
@@ -77,16 +75,15 @@ async def _examine(settings: Settings, only: str | None) -> list[Advice]:
 
 
 async def _space(settings: Settings, loaded: Config) -> Advice:
-    async with look(settings, only=HOT) as places:
-        held = list(places.catalog.held(HOT))
-        runs = places.catalog.runs()
-        newest = [one for run in runs if (one := places.catalog.newest(run, HOT)) is not None]
+    async with open_tiers(settings, only=HOT) as tiers:
+        manifests = tiers.catalog.held(HOT)
+        newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
     largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
     return probe_space(
         HOT,
         loaded.hot_path,
         checkpoint_bytes=largest.size_bytes if largest else 0,
-        used_bytes=sum(one.size_bytes for one in held if largest and one.run == largest.run),
+        used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
         keep_last=loaded.lifecycle.hot.keep_last,
     )
 
@@ -115,7 +112,7 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
         request_timeout_s=min(REQUEST_TIMEOUT_S_MAX, loaded.limits.request_timeout_s),
     )
     try:
-        return await BucketProbe(store, cold, lambda: datetime.now(UTC)).run()
+        return await BucketProbe(store, cold, now).run()
     finally:
         await store.close()
 

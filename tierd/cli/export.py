@@ -20,15 +20,15 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json, duration, progress_bar, size
-from tierd.cli.opened_tiers import settings_of
-from tierd.cli.restore import AUTO, Making, bring, target_of
-from tierd.cli.selection import wanted
+from tierd.cli.console import duration, print_json, print_result, progress_bar, size
+from tierd.cli.options import parse_query, settings_of
+from tierd.cli.restore import resolve_target, restore_to
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard, header_length, parse_header
 from tierd.format.whole import WholeFile, split, whole_tensors
+from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
 from tierd.transfer.atomic_output import make_durable
 
@@ -69,12 +69,12 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Put a checkpoint's shards together into one state, for other tools."""
-    target = target_of(to, tier, place)
+    target = resolve_target(to, tier, place)
     if format is Format.torch and target.is_dir():
         raise BadConfig(f"export into {target}: torch writes one file", hint=f"--to {target / 'checkpoint.pt'}")
     size_max = _size_bytes(max_shard_size)
 
-    async def make(folder: Path, manifest: Manifest, partial: Path) -> Path:
+    async def convert(folder: Path, manifest: Manifest, partial: Path) -> Path:
         shards = {entry.name: _read_shard(folder / entry.name) for entry in manifest.files}
         tensors = whole_tensors(shards, prefix)
         if prefix and not tensors:
@@ -93,14 +93,12 @@ def export(
 
     if format is not Format.safetensors:
         _check_torch(format)
-    wish, making = wanted(run, step, generation), Making(make)
-    exported = asyncio.run(
-        bring(settings_of(context), wish, tier, place, target, making=making, allow_unhealthy=allow_unhealthy)
-    )
+    query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
+    exported = asyncio.run(restore_to(target, settings_of(context), query, place, convert=convert))
     if json:
-        answer_json(msgspec.to_builtins(exported) | {"format": format.value})
+        print_json(msgspec.to_builtins(exported) | {"format": format.value})
     else:
-        answer(
+        print_result(
             f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
             f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
         )

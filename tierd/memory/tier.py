@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Stale
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.format.wire import Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.slot import MappedSlot
@@ -71,6 +71,24 @@ class SnapshotSet:
     def head(self) -> Sealed:
         """Rank 0's message: the one whose metrics, milestone and parent count."""
         return self.snapshots[Rank(0)].sealed
+
+    def manifest_of(self, files: list[FileEntry], *, sequence: int) -> Manifest:
+        """The manifest of a whole set with these files, from rank 0's `Sealed` message."""
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            run=self.id.run,
+            step=self.id.step,
+            generation=self.id.generation,
+            sequence=sequence,
+            parent=self.head.parent,
+            world_size=self.world_size,
+            created_at=self.head.created_at,
+            kind="snapshot",
+            metrics=plain_metrics(self.head.metrics),
+            architecture_hash=self.head.architecture_hash,
+            versions=self.head.versions,
+            files=files,
+        )
 
     def _is(self, state: SlotState) -> bool:
         return all(one.slot.state is state for one in self.snapshots.values())

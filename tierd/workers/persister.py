@@ -14,7 +14,7 @@ from tierd.catalog import Catalog
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Run
-from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
+from tierd.format.manifest import FileEntry, Manifest
 from tierd.incidents import Incidents
 from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import MemoryTier, Snapshot, SnapshotSet
@@ -124,7 +124,7 @@ class Persister:
         return manifest
 
     async def _commit(self, one: SnapshotSet, files: list[FileEntry]) -> Manifest:
-        manifest = manifest_of(one, files, sequence=self._catalog.sequence_max(one.id.run) + 1)
+        manifest = one.manifest_of(files, sequence=self._catalog.sequence_max(one.id.run) + 1)
         # The marker goes before the commit: a milestone that is committed is never without it.
         milestone = one.head.milestone
         if milestone is not None:
@@ -144,26 +144,6 @@ class Persister:
             progress=progress,
         )
         return snapshot.entry
-
-
-def manifest_of(one: SnapshotSet, files: list[FileEntry], *, sequence: int) -> Manifest:
-    """The manifest of a whole set, from what rank 0 said when it sealed."""
-    head = one.head
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        run=one.id.run,
-        step=one.id.step,
-        generation=one.id.generation,
-        sequence=sequence,
-        parent=head.parent,
-        world_size=one.world_size,
-        created_at=head.created_at,
-        kind="snapshot",
-        metrics=plain_metrics(head.metrics),
-        architecture_hash=head.architecture_hash,
-        versions=head.versions,
-        files=files,
-    )
 
 
 def _failed(one: SnapshotSet, error: TierdError) -> wire.Failed:

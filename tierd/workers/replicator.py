@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from tierd.catalog import Catalog
 from tierd.config import Config
+from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
-from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -169,23 +169,3 @@ class Replicator:
                 diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
                 await self._cold.mark_diagnosis(entry.id, diagnosis)
                 self._catalog.diagnosed(entry.id, self._cold.name, is_healthy=diagnosis.healthy)
-
-
-def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
-    """The checkpoints that the lifecycle wants in `tier`, that are not there and can be sent, most wanted first."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
-    # What lies there unreadable is a person's to clear: sending it again would only end in the same conflict.
-    unreadable = catalog.tiers[tier].unreadable
-    actions = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
-    wanted = [one.checkpoint for one in actions if isinstance(one, Replicate) and one.tier == tier]
-    return [checkpoint for checkpoint in wanted if checkpoint not in unreadable]
-
-
-def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
-    """By cold tier: what it should have and has not, those included that wait for it to be in reach again."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
-    found: dict[str, list[CheckpointId]] = {name: [] for name in cold}
-    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies):
-        if one.verdict in (Verdict.REPLICATE, Verdict.WAIT):
-            found[one.tier].append(one.checkpoint.id)
-    return found
