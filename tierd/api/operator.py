@@ -20,15 +20,14 @@ from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.decisions import halted, waiting
 from tierd.errors import TierdError
-from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, is_run, parse_name
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot_states import SlotState
-from tierd.memory.tier import MemoryTier, SnapshotSet
+from tierd.memory.tier import MemoryTier
 from tierd.metrics import HALT_REASONS, Metrics
 from tierd.report import (
     CheckpointReport,
@@ -83,6 +82,7 @@ class Operator:
         return app
 
     async def status(self) -> StatusReport:
+        slot_counts = self._memory.slot_counts()
         return StatusReport(
             version=tierd.__version__,
             node=self._config.daemon.node,
@@ -90,18 +90,15 @@ class Operator:
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
             halted=[str(halt) for halt in halted(self._catalog)],
-            runs=[self._run(run) for run in self._runs()],
+            runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
                 tier_report(self._catalog, name, tier.store.url, await self._free_bytes(name))
                 for name, tier in self._tiers.items()
             ],
             queues=self._queues(),
-            slots={state.value: count for state, count in self._slots().items()},
+            slots={state.value: slot_counts[state] for state in SlotState},
             failures=msgspec.convert(self._incidents.recent(), list[FailureReport]),
         )
-
-    def _runs(self) -> list[Run]:
-        return sorted({*self._catalog.runs(), *self._memory.runs()})
 
     def _run(self, run: Run) -> RunReport:
         report = run_report(self._catalog, run, self._now())
@@ -125,7 +122,7 @@ class Operator:
     def _in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints as manifests. Sizes are exact; checksums may be missing."""
         return [
-            one.manifest or one.manifest_of(_files(one), sequence=self._catalog.sequence_max(one.id.run) + 1)
+            one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
             for one in self._memory.whole()
         ]
 
@@ -143,14 +140,10 @@ class Operator:
             queues.append(_queue(tier, [age_s(one.created_at, self._now()) for one in manifests if one]))
         return queues
 
-    def _slots(self) -> dict[SlotState, int]:
-        counts = self._memory.slot_counts()
-        return {state: counts[state] for state in SlotState}
-
     async def refresh_gauges(self) -> None:
-        """Set every gauge from the current state."""
-        metrics = self._metrics
-        free_bytes = {name: await self._free_bytes(name) for name in self._tiers}
+        """Set every gauge from the current status."""
+        metrics, now = self._metrics, self._now()
+        status = await self.status()
         # No await from here on: two concurrent scrapes must not see each other's cleared gauges.
         for gauge in (
             metrics.last_committed_step,
@@ -160,32 +153,29 @@ class Operator:
             metrics.tier_free_bytes,
         ):
             gauge.clear()
-        for run in self._runs():
-            metrics.begin_run(run)
-            unhealthy = [entry for entry in self._catalog.entries(run) if entry.healthy is False]
-            metrics.unhealthy_checkpoints.labels(run).set(len(unhealthy))
-        for name, free in free_bytes.items():
-            manifests = self._catalog.held(name)
-            metrics.tier_used_bytes.labels(name).set(sum(manifest.size_bytes for manifest in manifests))
-            if free is not None:
-                metrics.tier_free_bytes.labels(name).set(free)
-            metrics.damaged_checkpoints.labels(name).set(len(self._catalog.tiers[name].damaged))
-            counts = Counter(manifest.run for manifest in manifests)
-            for run in self._catalog.runs():
-                metrics.checkpoints.labels(run, name).set(counts[run])
-                newest = self._catalog.newest(run, name)
-                if newest is None:
+        for run in status.runs:
+            metrics.begin_run(run.run)
+            metrics.unhealthy_checkpoints.labels(run.run).set(len(run.unhealthy_steps))
+            for tier, newest in run.tiers.items():
+                if newest is None or tier == MEMORY:
                     continue
-                metrics.last_committed_step.labels(run, name).set(newest.step)
-                age = age_s(newest.created_at, self._now())
+                metrics.last_committed_step.labels(run.run, tier).set(newest.step)
+                age = age_s(newest.created_at, now)
                 if age is not None:
-                    committed_at_s = self._now().timestamp() - age
-                    metrics.last_committed_timestamp_seconds.labels(run, name).set(committed_at_s)
-        for queue in self._queues():
+                    metrics.last_committed_timestamp_seconds.labels(run.run, tier).set(now.timestamp() - age)
+        for tier in status.tiers:
+            metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes or 0)
+            if tier.free_bytes is not None:
+                metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
+            metrics.damaged_checkpoints.labels(tier.name).set(len(self._catalog.tiers[tier.name].damaged))
+            counts = Counter(manifest.run for manifest in self._catalog.held(tier.name))
+            for run in self._catalog.runs():
+                metrics.checkpoints.labels(run, tier.name).set(counts[run])
+        for queue in status.queues:
             metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)
             metrics.queue_oldest_age_seconds.labels(queue.tier).set(queue.oldest_age_s)
-        for state, count in self._slots().items():
-            metrics.slots.labels(state.value).set(count)
+        for state, count in status.slots.items():
+            metrics.slots.labels(state).set(count)
         reasons = {halt.reason for halt in halted(self._catalog)}
         for reason in HALT_REASONS:
             metrics.halted.labels(reason).set(reason in reasons)
@@ -248,20 +238,6 @@ class Operator:
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=_render(await self.status()), content_type="text/html")
-
-
-def _files(snapshot_set: SnapshotSet) -> list[FileEntry]:
-    """Names and sizes of the files of a snapshot that is not written yet; its checksums are not known."""
-    return [
-        FileEntry(
-            name=layout.shard_name(rank, snapshot_set.world_size),
-            size_bytes=snapshot.sealed.size_bytes,
-            crc64nvme="",
-            chunk_bytes=checksum.CHUNK_BYTES,
-            chunks=[],
-        )
-        for rank, snapshot in sorted(snapshot_set.snapshots.items())
-    ]
 
 
 def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale
+from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
@@ -72,8 +73,11 @@ class SnapshotSet:
         """Rank 0's message: the one whose metrics, milestone and parent count."""
         return self.snapshots[Rank(0)].sealed
 
-    def manifest_of(self, files: list[FileEntry], *, sequence: int) -> Manifest:
-        """The manifest of a whole set with these files, from rank 0's `Sealed` message."""
+    def make_manifest(self, *, sequence: int) -> Manifest:
+        """The manifest of a whole set, from rank 0's `Sealed` message. Files not checked yet have no checksums."""
+        # By rank: the same set gives the same manifest.
+        snapshots = [snapshot for _, snapshot in sorted(self.snapshots.items())]
+        files = [snapshot.entry or _unchecked(snapshot, self.world_size) for snapshot in snapshots]
         return Manifest(
             format_version=FORMAT_VERSION,
             run=self.id.run,
@@ -96,6 +100,12 @@ class SnapshotSet:
     def move(self, event: SlotEvent) -> None:
         for snapshot in self.snapshots.values():
             snapshot.slot.move(event)
+
+
+def _unchecked(snapshot: Snapshot, world_size: int) -> FileEntry:
+    name = layout.shard_name(snapshot.rank, world_size)
+    size_bytes = snapshot.sealed.size_bytes
+    return FileEntry(name=name, size_bytes=size_bytes, crc64nvme="", chunk_bytes=checksum.CHUNK_BYTES, chunks=[])
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from tierd.catalog import Catalog
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Run
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import MemoryTier, Snapshot, SnapshotSet
@@ -95,9 +95,7 @@ class Persister:
         return known.manifest
 
     async def _write(self, one: SnapshotSet) -> Manifest:
-        # Sorted by rank: the manifest lists them so, and the same set gives the same manifest.
-        snapshots = [snapshot for _, snapshot in sorted(one.snapshots.items())]
-        entries: dict[int, FileEntry] = {}
+        snapshots = list(one.snapshots.values())
 
         if await is_listed(self._hot, one.id):
             # Not by us, or we would know it: its shards have the names of ours.
@@ -110,10 +108,10 @@ class Persister:
             with self._neighbour.writing(self._hot.name) as wrote:
 
                 async def put(snapshot: Snapshot) -> None:
-                    entries[snapshot.rank] = await self._put(one, snapshot, wrote)
+                    await self._put(one, snapshot, wrote)
 
                 await each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = await self._commit(one, [entries[snapshot.rank] for snapshot in snapshots])
+            manifest = await self._commit(one)
         except TierdError:
             with contextlib.suppress(TierdError):  # what went wrong first is what must be told
                 await clear_uncommitted(self._hot, one.id)
@@ -123,8 +121,8 @@ class Persister:
         self._metrics.snapshots_total.labels(run=one.id.run, outcome="persisted").inc()
         return manifest
 
-    async def _commit(self, one: SnapshotSet, files: list[FileEntry]) -> Manifest:
-        manifest = one.manifest_of(files, sequence=self._catalog.sequence_max(one.id.run) + 1)
+    async def _commit(self, one: SnapshotSet) -> Manifest:
+        manifest = one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
         # The marker goes before the commit: a milestone that is committed is never without it.
         milestone = one.head.milestone
         if milestone is not None:
@@ -133,7 +131,7 @@ class Persister:
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest
 
-    async def _put(self, one: SnapshotSet, snapshot: Snapshot, progress: Progress) -> FileEntry:
+    async def _put(self, one: SnapshotSet, snapshot: Snapshot, progress: Progress) -> None:
         name = layout.shard_name(snapshot.rank, one.world_size)
         snapshot.entry = await self._hot.store.put(
             layout.file_key(one.id, name),
@@ -143,7 +141,6 @@ class Persister:
             expect=snapshot.entry,
             progress=progress,
         )
-        return snapshot.entry
 
 
 def _failed(one: SnapshotSet, error: TierdError) -> wire.Failed:

@@ -194,8 +194,7 @@ class Restorer:
                     # The bytes and their checksums may be those of another snapshot.
                     raise Transient(f"open {snapshot_set.id} in memory: a newer snapshot replaced it while it was read")
                 snapshot.entry = entry
-        entries = [one.entry for _, one in sorted(snapshot_set.snapshots.items()) if one.entry is not None]
-        return snapshot_set.manifest_of(entries, sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
+        return snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
 
 
 def _excluded(run: Run, find: Find) -> dict[tuple[CheckpointId, str], TierdError | None]:
