@@ -272,7 +272,7 @@ def select_undamaged(case: Case, query: CheckpointQuery) -> Selected:
 
 
 def make_tiers(case: Case, house: House) -> None:
-    """Real checkpoints, spoilt as the case says."""
+    """Real checkpoints, damaged as the case says."""
     for sequence, one in enumerate(case.tiers, 1):
         roots = {tier: house.root / tier for tier in one.tiers}
         manifest = make_checkpoint(

@@ -55,7 +55,7 @@ def find(config: Config) -> RunningDaemon:
     hot = next((tier.url for tier in status.tiers if tier.name == "hot"), "")
     if Path(hot.removeprefix("file://")).resolve() != config.hot_path.resolve():
         raise DaemonUnreachable(
-            f"ask the daemon of {config.hot_path} at {address}: the one that answers has {hot or 'no hot tier'}",
+            f"ask the daemon of {config.hot_path} at {address}: what answers there has {hot or 'no hot tier'}",
             hint="is --config the daemon's own? Give each daemon a daemon.listen of its own",
         )
     return RunningDaemon(address=address, status=status)

@@ -1,7 +1,7 @@
-"""`tierd doctor`: looks at everything that a newcomer or a tired person gets wrong, and says what to do about it.
+"""`tierd doctor`: checks config, directories, daemon and buckets for common mistakes, and says how to fix them.
 
-Run it as the daemon's user, on its machine: what it finds out is what that user may do. It makes nothing but a probe in
-each bucket, which it removes again.
+Run it as the daemon's user, on the daemon's machine: it checks what that user may do. It changes nothing, except for a
+probe object in each bucket, which it deletes again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.tiers.advice import Advice, problem_of
 from tierd.tiers.directory_probe import is_same_disk, probe_directory, probe_space
 
-REQUEST_TIMEOUT_S_MAX = 10.0  # nobody waits longer for an answer at a terminal
+REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 _GPU = Path("/dev/nvidiactl")
@@ -36,23 +36,23 @@ def doctor(
     only: options.TierName = None,
     json: options.Json = False,
 ) -> None:
-    """Look at config, directories, daemon and buckets, and say what is wrong with them. Cleans up after itself."""
-    found = asyncio.run(_examine(settings_of(context), only))
+    """Check config, directories, daemon and buckets for mistakes. Deletes what it writes."""
+    advice = asyncio.run(_check(settings_of(context), only))
     if json:
-        print_json(found)
+        print_json(advice)
     else:
-        for one in found:
+        for one in advice:
             print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
             if one.hint and one.verdict != "ok":
                 print_result(f"{'':<18}hint: {one.hint}")
-    problems = [one for one in found if one.verdict == "problem"]
+    problems = [one for one in advice if one.verdict == "problem"]
     if problems:
         raise typer.Exit(problems[0].exit_code)
-    if any(one.verdict == "warning" for one in found):
+    if any(one.verdict == "warning" for one in advice):
         raise typer.Exit(1)
 
 
-async def _examine(settings: Settings, only: str | None) -> list[Advice]:
+async def _check(settings: Settings, only: str | None) -> list[Advice]:
     try:
         where, loaded = config.found_at(settings.config_file), settings.config()
     except BadConfig as error:
@@ -97,7 +97,7 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
             hint = "set its url to another disk, or to a bucket"
             found.append(Advice("disk", cold.name, "warning", message, hint))
         return found
-    # Here, so that boto3 is loaded only where a bucket is configured.
+    # Imported here, so that boto3 is loaded only if a bucket is configured.
     from tierd.s3.probe import BucketProbe
     from tierd.s3.store import S3Store
 
@@ -137,7 +137,7 @@ def _limits() -> list[Advice]:
 def _socket(loaded: Config) -> Sequence[Advice]:
     folder = loaded.socket_path.parent
     if not folder.exists():
-        message = f"{folder} does not exist yet; `tierd serve` makes it, where it may"
+        message = f"{folder} does not exist yet; `tierd serve` makes it, if it may"
         return [Advice("socket", "socket", "note", message)]
     if not os.access(folder, os.W_OK | os.X_OK):
         message = f"{folder} cannot be written: no socket can be made there"
@@ -162,7 +162,7 @@ def _daemon(loaded: Config) -> list[Advice]:
     for tier in status.tiers:
         if not tier.is_known and tier.error:
             message = f"the daemon does not reach {tier.name}: {tier.error}"
-            hint = "if the look from here went well: does it run as another user, with other credentials?"
+            hint = "if the tier can be reached from here: does the daemon use another user or other credentials?"
             code = TierUnreachable.exit_code
             found.append(Advice("reach", "daemon", "problem", message, hint, code))
     for reason in status.halted:

@@ -106,8 +106,8 @@ def _pace(views: list[CheckpointView]) -> _Pace | None:
 
 
 def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> int:
-    """How many checkpoints are held late in a long training. A checkpoint that a rule that forgets and one that keeps
-    forever both select is counted twice, so the true count may be slightly lower."""
+    """How many checkpoints are held late in a long training. What both kinds of rules select is counted twice, so the
+    true count may be slightly lower."""
     forgetting = [
         msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False, keep_best=0) for rule in rules
     ]
