@@ -31,7 +31,7 @@ def catalog() -> Catalog:
 
 def saw(catalog: Catalog, tier: str, *manifests: Manifest, since: int, **more: Any) -> None:
     unreadable: dict[CheckpointId, str] = more.pop("unreadable", {})
-    catalog.saw_tier(tier, {one.id: (one, NONE) for one in manifests}, unreadable, 0, since=since, **more)
+    catalog.saw_tier(tier, {one.id: (one, NONE) for one in manifests}, unreadable, since=since, **more)
 
 
 def steps(catalog: Catalog, tier: str) -> list[int]:
@@ -156,21 +156,6 @@ def test_newest_is_the_newest_step_of_the_newest_generation(catalog: Catalog) ->
     assert {tier: one and one.step for tier, one in newest.items()} == {"hot": 500, "cold": 600, "dr": None}
     assert catalog.sequence_max(run) == 11
     assert [one.step for one in catalog.held("hot")] == [900, 500]
-
-
-def test_facts_are_newest_first_within_a_run_and_list_tiers_from_near_to_far(catalog: Catalog) -> None:
-    for tier in ("dr", "cold", "hot"):
-        catalog.add(A, tier)
-    catalog.add(manifest_of(50, run="another"), "cold", ["first"])
-    in_memory = [B, A]
-    facts = catalog.facts(in_memory)
-    assert [(row["run"], row["step"], row["tiers"]) for row in facts] == [
-        ("another", 50, ["cold"]),
-        ("run42", 200, ["memory"]),
-        ("run42", 100, ["memory", "hot", "cold", "dr"]),
-    ]
-    assert facts[0]["milestone"] == "first"
-    assert [row["step"] for row in catalog.facts(in_memory, A.id.run)] == [200, 100]
 
 
 def test_views_have_times_and_metrics(catalog: Catalog) -> None:

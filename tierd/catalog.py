@@ -6,16 +6,14 @@ that could not be listed is not known, which stops deletions and never causes on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import CheckpointView
-
-MEMORY = "memory"
+from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
 
 
 @dataclass(slots=True)
@@ -42,15 +40,16 @@ class Entry:
 class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
     was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
-    ones whose bytes were found to be wrong, which no listing shows."""
+    ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later
+    tierd wrote."""
 
     is_known: bool = False
     error: str = "not listed yet"
-    used_bytes: int = 0
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
+    newer_format: frozenset[CheckpointId] = frozenset()
 
 
 class Catalog:
@@ -127,12 +126,12 @@ class Catalog:
         tier: str,
         listed: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
         unreadable: Mapping[CheckpointId, str],
-        used_bytes: int,
         *,
         since: int,
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
+        newer_format: Iterable[CheckpointId] = (),
     ) -> None:
         """A whole listing of a tier, begun at the moment `since`: it replaces what was known, except for checkpoints
         that changed after that moment. `listed`: (manifest, milestones). One listing of a tier at a time."""
@@ -163,7 +162,9 @@ class Catalog:
         former = self.tiers[tier]
         unreadable = {c: why for c, why in unreadable.items() if is_settled(c)} | damaged
         uncommitted = frozenset(filter(is_settled, partial))
-        self.tiers[tier] = TierKnowledge(True, "", used_bytes, unreadable, dict(fingerprints), uncommitted, damaged)
+        self.tiers[tier] = TierKnowledge(
+            True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format)
+        )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self._changes += 1
 
@@ -217,6 +218,42 @@ class Catalog:
             for checkpoint, why in knowledge.unreadable.items()
         }
 
+    def inventory(
+        self,
+        run: Run | None = None,
+        *,
+        in_memory: Collection[CheckpointId] = (),
+        health: Mapping[CheckpointId, bool | None] = MappingProxyType({}),
+    ) -> Inventory:
+        """What a restore selects from. `in_memory`: the checkpoints of the memory tier. `health`: of checkpoints that
+        have no diagnosis marker yet."""
+        listed = {entry.id: entry for entry in self._entries.values() if run in (None, entry.id.run)}
+        candidates: list[Candidate] = []
+        for checkpoint in {*in_memory, *listed}:
+            entry = listed.get(checkpoint)
+            tiers = [MEMORY] if checkpoint in in_memory else []
+            tiers += [tier for tier in self.tiers if entry and tier in entry.tiers]
+            is_healthy = entry.healthy if entry else None
+            candidates.append(
+                Candidate(
+                    id=checkpoint,
+                    milestones=entry.all_milestones if entry else frozenset(),
+                    tiers=tuple(tiers),
+                    is_healthy=health.get(checkpoint) if is_healthy is None else is_healthy,
+                )
+            )
+        unreadable = [
+            UnreadableReplica(
+                id=checkpoint,
+                tier=tier,
+                reason=reason,
+                is_newer_format=checkpoint in self.tiers[tier].newer_format,
+            )
+            for (tier, checkpoint), reason in self.unreadable().items()
+        ]
+        unlisted = {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
+        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted)
+
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
         return [
@@ -231,38 +268,6 @@ class Catalog:
             )
             for entry in self._entries.values()
         ]
-
-    def facts(
-        self,
-        memory: Iterable[Manifest] = (),
-        run: Run | None = None,
-        diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
-    ) -> list[dict[str, Any]]:
-        """The rows of `tierd ls --json` and /api/v1/checkpoints: newest first within a run. `diagnoses`: of checkpoints
-        in memory."""
-        in_memory = {manifest.id: manifest for manifest in memory if run is None or manifest.run == run}
-        listed = {entry.id: entry for entry in self.entries(run)}
-        order = ["memory", *self.tiers]
-        rows: list[dict[str, Any]] = []
-        for checkpoint in in_memory.keys() | listed.keys():
-            entry = listed.get(checkpoint) or Entry(checkpoint, in_memory[checkpoint])
-            tiers = entry.tiers | ({MEMORY} if checkpoint in in_memory else set())
-            rows.append(
-                {
-                    "run": checkpoint.run,
-                    "step": checkpoint.step,
-                    "generation": checkpoint.generation,
-                    "tiers": sorted(tiers, key=order.index),
-                    "milestone": min(entry.all_milestones, default=None),
-                    "healthy": diagnoses.get(checkpoint) if entry.healthy is None else entry.healthy,
-                    "size_bytes": entry.manifest.size_bytes,
-                    "created_at": entry.manifest.created_at,
-                    "metrics": entry.manifest.metrics,
-                }
-            )
-        rows.sort(key=lambda row: (row["generation"], row["step"]), reverse=True)
-        rows.sort(key=lambda row: row["run"])
-        return rows
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self._changes += 1

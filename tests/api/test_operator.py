@@ -1,4 +1,4 @@
-"""The operators' door: every route, and the same truth on each of them."""
+"""The daemon's HTTP server: every route, with a real catalog, memory tier and metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOW = datetime.fromisoformat(CREATED_AT) + timedelta(seconds=90)
 
 
 class House:
-    """Rooms with the door in front."""
+    """The parts of a daemon, with the HTTP server."""
 
     def __init__(self, rooms: Rooms, operator: Operator, client: TestClient[Any, Any]) -> None:
         self.rooms = rooms
@@ -77,24 +77,24 @@ async def with_history(house: House) -> None:
     house.operator.is_ready = True
 
 
-async def test_alive_whatever_the_tiers_say(house: House) -> None:
+async def test_healthz_does_not_depend_on_the_tiers(house: House) -> None:
     house.rooms.catalog.lost_tier("hot", "I/O error")
     assert (await house.get("/healthz"))[:2] == (200, "alive\n")
 
 
-async def test_ready_only_when_recovered_and_hot_can_be_listed(house: House) -> None:
+async def test_readyz_needs_recovery_and_a_listed_hot_tier(house: House) -> None:
     assert (await house.get("/readyz"))[0] == 503
     await house.rooms.look()
     assert (await house.get("/readyz"))[0] == 503
     house.operator.is_ready = True
     assert (await house.get("/readyz"))[:2] == (200, "ready\n")
     house.rooms.catalog.lost_tier("cold", "503 everywhere")
-    assert (await house.get("/readyz"))[0] == 200, "S3 plays no part"
+    assert (await house.get("/readyz"))[0] == 200, "S3 does not count"
     house.rooms.catalog.lost_tier("hot", "I/O error")
     assert (await house.get("/readyz"))[:2] == (503, "not ready: I/O error\n")
 
 
-async def test_status_tells_what_is_safe_where_and_what_waits(house: House) -> None:
+async def test_status_reports_newest_checkpoints_tiers_and_queues(house: House) -> None:
     await with_history(house)
     status = await house.json("/api/v1/status")
     (run,) = status["runs"]
@@ -116,7 +116,7 @@ async def test_status_tells_what_is_safe_where_and_what_waits(house: House) -> N
     assert (status["is_ready"], status["halted"], status["pid"]) == (True, [], 42)
 
 
-async def test_metrics_equal_reality(house: House) -> None:
+async def test_gauges_equal_the_current_state(house: House) -> None:
     await with_history(house)
     for _ in range(2):
         samples = await house.samples()
@@ -133,14 +133,14 @@ async def test_metrics_equal_reality(house: House) -> None:
         assert samples["tierd_snapshots_total", ("persisted", RUN)] == 1
         assert samples["tierd_failures_total", ("corrupt", "persist")] == 1
         assert samples["tierd_halted", ("unreadable_manifest",)] == 0
-        assert ("tierd_last_committed_step", (RUN, "cold")) not in samples, "a 0 would be a lie"
+        assert ("tierd_last_committed_step", (RUN, "cold")) not in samples, "0 would be wrong"
     house.rooms.catalog.drop(checkpoint_id(RUN, 7, 1), "hot")
     samples = await house.samples()
     assert ("tierd_last_committed_step", (RUN, "hot")) not in samples
     assert samples["tierd_checkpoints", (RUN, "hot")] == 0
 
 
-async def test_metrics_are_the_text_that_prometheus_reads_and_have_no_steps_for_labels(house: House) -> None:
+async def test_metrics_parse_as_prometheus_text_and_have_no_step_labels(house: House) -> None:
     await with_history(house)
     _, body, content_type = await house.get("/metrics")
     assert content_type.startswith("text/plain; version=0.0.4")
@@ -149,7 +149,7 @@ async def test_metrics_are_the_text_that_prometheus_reads_and_have_no_steps_for_
                       "version", "python", "verdict", "proof"}  # fmt: skip
 
 
-async def test_standstill_shows_everywhere(house: House) -> None:
+async def test_halted_deletion_shows_in_status_and_metrics(house: House) -> None:
     await with_history(house)
     (house.rooms.folder("hot", checkpoint_id(RUN, 7, 1)) / "manifest.json").write_text("{")
     await house.rooms.look()
@@ -161,15 +161,15 @@ async def test_standstill_shows_everywhere(house: House) -> None:
     assert samples["tierd_halted", ("tier_unreachable",)] == 1
 
 
-async def test_queue_of_a_tier_out_of_reach_is_not_empty(house: House) -> None:
-    """Else the alert on a stalled queue would be silent exactly when it matters."""
+async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:
+    """Otherwise the alert on a stalled queue could not fire while the tier is unreachable."""
     await with_history(house)
     house.rooms.catalog.lost_tier("cold", "503")
     queues = (await house.json("/api/v1/status"))["queues"]
     assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
 
 
-async def test_checkpoints_are_listed_with_their_sizes_those_in_memory_too(house: House) -> None:
+async def test_checkpoints_are_listed_with_sizes_including_the_memory_tier(house: House) -> None:
     await with_history(house)
     rows = await house.json("/api/v1/checkpoints")
     assert [(row["step"], row["tiers"], row["size_bytes"], row["milestone"]) for row in rows] == [
@@ -190,11 +190,11 @@ async def test_one_checkpoint_is_shown_with_its_manifest(house: House) -> None:
         assert (await house.get(f"/api/v1/checkpoints/{absent}"))[0] == 404
 
 
-async def test_plan_of_the_lifecycle_is_told(house: House) -> None:
+async def test_lifecycle_route_returns_plan_and_forecast(house: House) -> None:
     await with_history(house)
-    told = await house.json("/api/v1/lifecycle")
-    assert {one["tier"] for one in told["forecast"]} == {"hot", "cold"}
-    (planned,) = told["planned"]
+    report = await house.json("/api/v1/lifecycle")
+    assert {one["tier"] for one in report["forecast"]} == {"hot", "cold"}
+    (planned,) = report["planned"]
     assert planned == {
         "run": RUN,
         "step": 7,
@@ -221,7 +221,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-async def test_page_shows_the_state_and_only_text_of_what_comes_from_outside(house: House) -> None:
+async def test_page_shows_the_state_and_escapes_foreign_text(house: House) -> None:
     await with_history(house)
     hostile = "<script>alert(1)</script>&amp;\"'"
     house.rooms.incidents.record("list", TierUnreachable(hostile, hint=hostile))
@@ -247,7 +247,7 @@ async def test_checkpoint_of_unknown_age_is_shown_without_one(house: House) -> N
     assert (await house.get("/"))[0] == 200
 
 
-async def test_nothing_can_be_changed_and_nothing_else_is_there(house: House) -> None:
+async def test_routes_are_read_only_and_unknown_paths_are_404(house: House) -> None:
     for path in ("/", "/metrics", "/api/v1/status"):
         async with house.client.post(path, data=b"x") as answer:
             assert answer.status == 405

@@ -1,4 +1,4 @@
-"""`tierd doctor`: what it says to people and to programs, what it ends with, and what it leaves behind: nothing."""
+"""`tierd doctor`: its text and JSON output, its exit codes, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from tests.support.daemon import serving, wait_until
 from tests.support.s3 import BUCKET, SECRET_KEY
 
 
-def look(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+def run_doctor(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     result = house.tierd("doctor", "--json", *arguments)
     return result.exit_code, msgspec.json.decode(result.stdout)
 
 
-def bad(found: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+def problems(found: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
     return {(one["about"], one["check"], one["verdict"]) for one in found if one["verdict"] not in ("ok", "note")}
 
 
-def test_before_the_first_start_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_doctor_before_the_first_start_reports_what_is_missing(tmp_path: Path) -> None:
     house = make_house(tmp_path)
-    code, found = look(house)
-    assert bad(found) == {("cold", "disk", "warning"), ("daemon", "daemon", "problem")}
+    code, found = run_doctor(house)
+    assert problems(found) == {("cold", "disk", "warning"), ("daemon", "daemon", "problem")}
     assert code == 13
-    code, found = look(house, "--tier", "hot")
-    assert (code, bad(found)) == (0, set())
+    code, found = run_doctor(house, "--tier", "hot")
+    assert (code, problems(found)) == (0, set())
     assert {one["check"] for one in found} == {"config", "directory", "o_direct", "filesystem", "space"}
 
 
-def test_config_that_is_wrong_is_the_only_thing_it_says(tmp_path: Path) -> None:
+def test_doctor_reports_only_the_config_if_it_is_wrong(tmp_path: Path) -> None:
     house = make_house(tmp_path, more="[hot2]")
-    code, found = look(house)
-    assert (code, bad(found)) == (2, {("config", "config", "problem")})
+    code, found = run_doctor(house)
+    assert (code, problems(found)) == (2, {("config", "config", "problem")})
     assert "hot2" in found[0]["message"]
     assert house.tierd("doctor").exit_code == 2
     (tmp_path / "tierd.toml").unlink()
-    code, found = look(house)
+    code, found = run_doctor(house)
     assert code == 2
     assert "no such file" in found[0]["message"]
 
 
-def test_tier_that_is_not_there_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+def test_doctor_for_an_unknown_tier_is_exit_2(tmp_path: Path) -> None:
     result = make_house(tmp_path).tierd("doctor", "--tier", "cool")
     assert result.exit_code == 2
     assert "the tiers of this config are hot, cold" in result.stderr
 
 
-def test_room_is_reckoned_with_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+def test_doctor_counts_existing_checkpoints_when_it_checks_free_space(tmp_path: Path) -> None:
     house = make_house(tmp_path)
     make_checkpoint(house.hot, size_bytes=1_000_000)
-    _, found = look(house, "--tier", "hot")
+    _, found = run_doctor(house, "--tier", "hot")
     (space,) = (one["message"] for one in found if one["check"] == "space")
     assert "0.008 GB more are needed for 5 checkpoints in all" in space
 
 
-def test_running_daemon_is_asked_what_it_sees(tmp_path: Path) -> None:
+def test_doctor_reports_what_the_running_daemon_cannot_reach(tmp_path: Path) -> None:
     house = House(tmp_path)
     with bucket_server() as served:
         more = f'[[cold]]\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'
         served.script = lambda operation, key: "" if ".tierd-probe" in key else "AccessDenied"
         with serving(tmp_path, more=more) as daemon:
             wait_until(lambda: daemon.status()["tiers"][1]["error"] not in (None, "not listed yet"))
-            code, found = look(house)
+            code, found = run_doctor(house)
         assert code == 14
-        told = {one["check"]: one["message"] for one in found if one["about"] == "daemon"}
-        assert "version " in told["daemon"]
-        assert "the daemon does not reach cold: list s3://" in told["reach"]
+        messages = {one["check"]: one["message"] for one in found if one["about"] == "daemon"}
+        assert "version " in messages["daemon"]
+        assert "the daemon does not reach cold: list s3://" in messages["reach"]
 
 
-def test_people_are_told_in_lines_with_what_to_do(tmp_path: Path) -> None:
+def test_doctor_prints_a_line_and_a_hint_for_each_problem(tmp_path: Path) -> None:
     with bucket_server() as served:
         house = make_house(tmp_path)
         house.config.write_text(
@@ -99,7 +99,7 @@ def test_people_are_told_in_lines_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_removes_what_it_made(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_doctor_deletes_its_probe_objects(tmp_path: Path, number: signal.Signals) -> None:
     with bucket_server() as served:
         house = make_house(tmp_path)
         house.config.write_text(f'[[cold]]\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"')

@@ -1,4 +1,4 @@
-"""`tierd drill`, as people run it."""
+"""`tierd drill`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def everything(house: House) -> set[Path]:
     return set(house.root.rglob("*"))
 
 
-def test_a_checkpoint_of_each_tier_is_restored_verified_and_gone_again(house: House) -> None:
+def test_drill_restores_verifies_and_deletes_one_checkpoint_of_each_tier(house: House) -> None:
     for step in (100, 200):
         make_checkpoint(house.hot, house.cold, step=step)
     before = everything(house)
@@ -44,7 +44,7 @@ def test_a_checkpoint_of_each_tier_is_restored_verified_and_gone_again(house: Ho
     assert everything(house) == before
 
 
-def test_which_one_may_be_said(house: House, tmp_path: Path) -> None:
+def test_drill_takes_the_named_run_step_and_tier(house: House, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         make_checkpoint(house.hot, house.cold, step=step, milestones=("best",) if step == 200 else ())
     make_checkpoint(house.cold, step=7, run="other")
@@ -60,7 +60,7 @@ def test_which_one_may_be_said(house: House, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_damaged_replica_is_exit_12_and_the_other_tiers_are_proven_all_the_same(house: House) -> None:
+def test_drill_of_a_damaged_replica_is_exit_12_and_the_other_tiers_are_still_drilled(house: House) -> None:
     made = make_checkpoint(house.hot, house.cold)
     flip(house.hot, made, made.files[0].name)
     before = everything(house)
@@ -71,7 +71,7 @@ def test_a_damaged_replica_is_exit_12_and_the_other_tiers_are_proven_all_the_sam
     assert everything(house) == before
 
 
-def test_a_tier_with_nothing_in_it_is_not_proven(house: House) -> None:
+def test_drill_of_an_empty_tier_is_an_error_of_that_tier(house: House) -> None:
     made = make_checkpoint(house.hot)
     assert "holds none" in rows(house, exit_code=3)["cold"]["error"]
     assert rows(house, "--tier", "cold", exit_code=10)["cold"]["step"] is None
@@ -81,7 +81,7 @@ def test_a_tier_with_nothing_in_it_is_not_proven(house: House) -> None:
     assert house.tierd("drill", "--tier", "dr").exit_code == 2
 
 
-def test_a_place_is_drilled_with_no_config_and_not_written_to(tmp_path: Path) -> None:
+def test_drill_of_a_place_needs_no_config_and_writes_nothing_there(tmp_path: Path) -> None:
     house = House(tmp_path)
     usb, scratch = tmp_path / "usb disk", tmp_path / "scratch"
     made = make_checkpoint(usb)
@@ -97,7 +97,7 @@ def test_a_place_is_drilled_with_no_config_and_not_written_to(tmp_path: Path) ->
     assert house.tierd("drill", "--from", tmp_path / "nowhere").exit_code == 2
 
 
-def test_a_bucket_is_drilled_by_its_url(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drill_of_a_bucket_by_its_url(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     made = make_checkpoint(house.root / "made")
@@ -112,7 +112,7 @@ def test_a_bucket_is_drilled_by_its_url(house: House, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_nothing(house: House, number: signal.Signals) -> None:
+def test_interrupted_drill_leaves_no_files(house: House, number: signal.Signals) -> None:
     make_zeros(house.cold, step=100, size_bytes=8 << 30)
     before = everything(house)
     drill = house.start("drill", "--tier", "cold")

@@ -1,4 +1,4 @@
-"""`tierd export`: whole tensors for other tools, verified, or nothing at all and the right exit code."""
+"""`tierd export`: writes whole verified tensors for other tools, or nothing, with the right exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nothing_at(target: Path) -> bool:
 
 
 def sharded(folder: Path) -> torch.Tensor:
-    """A checkpoint of two ranks: a table cut along its columns, which is what it should become again."""
+    """Commit a checkpoint of two ranks with a table split by columns. Returns the whole table."""
     table = torch.randn(300, 64)
     halves = [("model.table", table[:, :24], (0, 0)), ("model.table", table[:, 24:], (0, 24))]
     commit(folder, [shard_of([half], rank=rank) for rank, half in enumerate(halves)])
@@ -52,7 +52,7 @@ def test_shards_become_one_file_of_whole_tensors(house: House) -> None:
     assert [one.name for one in house.root.iterdir() if one.name.endswith(".partial")] == []
 
 
-def test_with_its_prefix_cut_off_a_model_loads_as_a_plain_state_dict(house: House) -> None:
+def test_export_without_the_prefix_loads_as_a_plain_state_dict(house: House) -> None:
     training = Training.fresh()
     training.train(2)
     commit(house.cold, [stage(training.state())])
@@ -65,7 +65,7 @@ def test_with_its_prefix_cut_off_a_model_loads_as_a_plain_state_dict(house: Hous
     assert_same(fresh.model.state_dict(), training.model.state_dict())
 
 
-def test_large_ones_are_split_with_an_index_as_hugging_face_has_it(house: House) -> None:
+def test_large_export_is_split_with_an_index_in_hugging_face_format(house: House) -> None:
     tensors = {f"layer.{index}": torch.full((50,), float(index)) for index in range(5)}
     commit(house.hot, [shard_of([(name, one, (0,)) for name, one in tensors.items()])])
     out = house.root / "out"
@@ -79,7 +79,7 @@ def test_large_ones_are_split_with_an_index_as_hugging_face_has_it(house: House)
         assert torch.equal(load_file(out / file)[name], tensors[name])
 
 
-def test_torch_writes_one_file_that_needs_no_trust(house: House) -> None:
+def test_torch_export_is_one_file_that_loads_with_weights_only(house: House) -> None:
     commit(house.hot, [stage(DictState(STATE))])
     target = house.root / "checkpoint.pt"
     assert house.tierd("export", "--format", "torch", "--to", target).exit_code == 0
@@ -96,7 +96,7 @@ def test_dcp_writes_what_torchs_own_reader_loads(house: House) -> None:
     assert_same(found, STATE)
 
 
-def test_damage_is_told_and_the_next_tier_gives_the_bytes(house: House) -> None:
+def test_export_reports_damage_and_reads_the_next_tier(house: House) -> None:
     table = sharded(house.hot)
     shard = sorted((house.hot / "run").rglob("*.safetensors"))[1]
     copied = house.cold / shard.parent.relative_to(house.hot)
@@ -113,14 +113,14 @@ def test_damage_is_told_and_the_next_tier_gives_the_bytes(house: House) -> None:
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_damage_everywhere_is_exit_12_and_exports_nothing(house: House, format: str) -> None:
+def test_export_of_a_checkpoint_damaged_in_every_tier_is_exit_12_and_writes_nothing(house: House, format: str) -> None:
     sharded(house.hot)
     flip_a_bit(sorted((house.hot / "run").rglob("*.safetensors"))[0])
     assert house.tierd("export", "--format", format, "--to", house.root / "out").exit_code == 12
     assert not (house.root / "out").exists()
 
 
-def test_a_tensor_that_is_not_whole_is_exit_12_by_its_name(house: House) -> None:
+def test_export_of_an_incomplete_tensor_is_exit_12_and_names_it(house: House) -> None:
     commit(house.hot, [shard_of([("model.table", torch.ones(2, 3), (1, 0))])])
     result = house.tierd("export", "--format", "dcp", "--to", house.root / "out")
     assert result.exit_code == 12
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_not_whole_is_exit_12_by_its_name(house: House) -> None
     assert nothing_at(house.root / "out")
 
 
-def test_a_prefix_that_nothing_has_is_exit_10_and_names_those_there_are(house: House) -> None:
+def test_export_with_an_unknown_prefix_is_exit_10_and_lists_prefixes(house: House) -> None:
     commit(house.hot, [stage(DictState(STATE))])
     result = house.tierd("export", "--format", "torch", "--prefix", "net.", "--to", house.root / "out")
     assert result.exit_code == 10
@@ -136,7 +136,7 @@ def test_a_prefix_that_nothing_has_is_exit_10_and_names_those_there_are(house: H
     assert nothing_at(house.root / "out")
 
 
-def test_wrong_arguments_are_exit_2_and_a_full_target_is_exit_15(house: House, tmp_path: Path) -> None:
+def test_export_with_wrong_arguments_is_exit_2_and_into_a_full_target_exit_15(house: House, tmp_path: Path) -> None:
     commit(house.hot, [stage(DictState(STATE))])
 
     def export(*more: str | Path) -> int:
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_exit_2_and_a_full_target_is_exit_15(house: House, t
     assert nothing_at(tmp_path / "out")
 
 
-def test_without_torch_its_formats_are_refused_before_a_byte_is_read(
+def test_export_to_a_torch_format_without_torch_is_refused_before_reading(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(house.hot, [stage(DictState(STATE))])
@@ -174,11 +174,11 @@ finally:
 """
 
 
-def test_safetensors_need_neither_torch_nor_the_state_in_memory(house: House) -> None:
+def test_safetensors_export_needs_neither_torch_nor_memory_for_the_state(house: House) -> None:
     commit(house.hot, [shard_of([(f"w{index}", torch.zeros(32 << 20, dtype=torch.uint8), (0,))]) for index in range(8)])
     command = ["--config", str(house.config), "export", "--format", "safetensors", "--to", str(house.root / "out")]
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, check=True)
     peak, _, has_torch = done.stderr.split()
     assert has_torch == "False"
-    assert int(peak) < 256, "of which the interpreter and 64 MiB of buffers are the most"
+    assert int(peak) < 256, "MB: mostly the interpreter and 64 MiB of buffers"
     assert (house.root / "out" / "model.safetensors").stat().st_size > 8 * (32 << 20)

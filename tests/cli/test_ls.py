@@ -47,7 +47,7 @@ def house_with_dead_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House
 # ── ls ──
 
 
-def test_ls_prints_the_row_of_the_design_newest_first(house: House) -> None:
+def test_ls_prints_every_field_of_a_row_newest_first(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=100, milestones=("best",))
     make_checkpoint(house.hot, step=200, sequence=2)
 
@@ -67,7 +67,7 @@ def test_ls_prints_the_row_of_the_design_newest_first(house: House) -> None:
     }
 
 
-def test_ls_for_people_is_a_table_that_no_pipe_cuts_off(house: House) -> None:
+def test_ls_prints_a_table_that_is_never_truncated(house: House) -> None:
     make_checkpoint(house.hot, run="a-run-with-quite-a-long-name-" + "x" * 60, milestones=("best-so-far",))
 
     lines = house.tierd("ls").stdout.splitlines()
@@ -88,7 +88,7 @@ def test_ls_filters_by_run_and_by_tier(house: House) -> None:
     assert house.tierd("ls", "--tier", "memory").exit_code == 13
 
 
-def test_a_directory_is_listed_with_no_daemon_and_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_of_a_directory_needs_no_daemon_and_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "usb-disk")
     monkeypatch.chdir(tmp_path)
 
@@ -98,13 +98,13 @@ def test_a_directory_is_listed_with_no_daemon_and_no_config(tmp_path: Path, monk
     assert msgspec.json.decode(result.stdout)[0]["tiers"] == [str(tmp_path / "usb-disk")]
 
 
-def test_a_place_that_is_not_there_is_exit_2_and_an_empty_one_is_an_empty_list(house: House) -> None:
+def test_ls_of_a_missing_directory_is_exit_2_and_of_an_empty_one_an_empty_list(house: House) -> None:
     assert house.tierd("ls", house.root / "nowhere").exit_code == 2
     assert house.json("ls", house.cold) == []
     assert "no checkpoints" in house.tierd("ls", house.cold).stderr
 
 
-def test_looking_makes_no_directories(house: House) -> None:
+def test_ls_and_status_make_no_directories(house: House) -> None:
     house.hot.rmdir()
     house.cold.rmdir()
 
@@ -113,7 +113,7 @@ def test_looking_makes_no_directories(house: House) -> None:
     assert sorted(one.name for one in house.root.iterdir()) == ["tierd.toml"]
 
 
-def test_an_unreadable_manifest_is_told_and_the_others_are_listed(house: House) -> None:
+def test_ls_reports_an_unreadable_manifest_and_lists_the_others(house: House) -> None:
     make_checkpoint(house.hot, step=100)
     broken = make_checkpoint(house.hot, step=200)
     path = folder_of(house.hot, broken) / "manifest.json"
@@ -125,7 +125,7 @@ def test_an_unreadable_manifest_is_told_and_the_others_are_listed(house: House) 
     assert "000000000200-g0001" in result.stderr
 
 
-def test_one_tier_out_of_reach_is_exit_3_and_the_others_answer(house_with_dead_s3: House) -> None:
+def test_ls_with_one_unreachable_tier_is_exit_3_and_lists_the_others(house_with_dead_s3: House) -> None:
     house = house_with_dead_s3
     make_checkpoint(house.hot)
 
@@ -136,7 +136,7 @@ def test_one_tier_out_of_reach_is_exit_3_and_the_others_answer(house_with_dead_s
     assert "dr is left out" in result.stderr
 
 
-def test_the_only_tier_asked_for_out_of_reach_is_exit_14(house_with_dead_s3: House) -> None:
+def test_restore_from_an_unreachable_tier_is_exit_14(house_with_dead_s3: House) -> None:
     result = house_with_dead_s3.tierd("restore", "--tier", "dr", "--to", house_with_dead_s3.root / "restored")
 
     assert result.exit_code == 14
@@ -144,7 +144,7 @@ def test_the_only_tier_asked_for_out_of_reach_is_exit_14(house_with_dead_s3: Hou
     assert "Traceback" not in result.stderr
 
 
-def test_hostile_text_in_a_manifest_cannot_steer_the_terminal(house: House) -> None:
+def test_control_characters_in_a_manifest_do_not_reach_the_terminal(house: House) -> None:
     manifest = make_checkpoint(house.hot)
     path = folder_of(house.hot, manifest) / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"loss": 2.5', rb'"\u001b]0;owned\u0007[red]": 2.5'))
@@ -159,7 +159,7 @@ def test_hostile_text_in_a_manifest_cannot_steer_the_terminal(house: House) -> N
 # ── show ──
 
 
-def test_show_prints_the_whole_manifest_and_where_it_lies(house: House) -> None:
+def test_show_prints_the_whole_manifest_and_its_tiers(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100, milestones=("best",))
 
     found = house.json("show", "run42", "latest")
@@ -185,7 +185,7 @@ def test_show_of_an_unknown_run_is_exit_10_and_names_the_runs(house: House) -> N
 # ── status ──
 
 
-def test_status_without_a_daemon_is_exit_13_and_says_what_is_safe_and_how_to_get_it_back(house: House) -> None:
+def test_status_without_a_daemon_is_exit_13_and_prints_newest_checkpoints_and_a_restore_command(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=100)
     make_checkpoint(house.hot, step=200, generation=2)
 
@@ -202,7 +202,7 @@ def test_status_without_a_daemon_is_exit_13_and_says_what_is_safe_and_how_to_get
     assert "restored run42 step 200 (generation 2) from hot" in done.stdout
 
 
-def test_status_json_without_a_daemon_has_the_shape_of_the_daemons(house: House) -> None:
+def test_status_json_without_a_daemon_has_the_same_form_as_with_one(house: House) -> None:
     make_checkpoint(house.hot, step=100)
 
     result = house.tierd("status", "--json")
@@ -217,7 +217,7 @@ def test_status_json_without_a_daemon_has_the_shape_of_the_daemons(house: House)
 
 @contextmanager
 def answering(house: House, body: bytes) -> Iterator[None]:
-    """Something that answers every request with `body`, where the daemon of this house said it would listen."""
+    """A server that answers every request with `body`, at the address in the lock file of this house."""
 
     class Door(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -241,7 +241,7 @@ def answering(house: House, body: bytes) -> Iterator[None]:
         server.server_close()
 
 
-def test_the_daemon_of_another_directory_is_not_taken_for_ours(house: House) -> None:
+def test_daemon_of_another_directory_is_ignored(house: House) -> None:
     other = {
         "version": "0.1.0",
         "node": "n",
@@ -262,15 +262,13 @@ def test_the_daemon_of_another_directory_is_not_taken_for_ours(house: House) -> 
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"version": 1}', b"null"])
-def test_what_answers_and_is_no_daemon_is_exit_13(house: House, body: bytes) -> None:
+def test_answer_that_is_not_from_a_daemon_is_exit_13(house: House, body: bytes) -> None:
     with answering(house, body):
         assert house.tierd("status").exit_code == 13
         assert house.json("ls") == []
 
 
-def test_a_daemon_that_hangs_is_given_up_and_the_tiers_are_looked_at(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_daemon_that_hangs_is_abandoned_and_the_tiers_are_listed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "TIMEOUT_S", 0.2)
     make_checkpoint(house.hot)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -289,7 +287,7 @@ def test_a_daemon_that_hangs_is_given_up_and_the_tiers_are_looked_at(
 # ── as a process ──
 
 
-def test_a_reader_that_has_enough_is_no_error(house: House) -> None:
+def test_closed_output_pipe_is_no_error(house: House) -> None:
     for step in range(3):
         make_checkpoint(house.hot, step=step)
     reader, writer = os.pipe()
@@ -307,7 +305,7 @@ def test_a_reader_that_has_enough_is_no_error(house: House) -> None:
     assert process.returncode == 141
 
 
-def test_a_flipped_bit_does_not_hide_a_checkpoint_from_the_list(house: House) -> None:
+def test_ls_lists_a_checkpoint_with_a_flipped_bit(house: House) -> None:
     manifest = make_checkpoint(house.hot)
     flip_a_bit(folder_of(house.hot, manifest) / manifest.files[0].name)
 

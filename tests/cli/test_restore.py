@@ -1,4 +1,4 @@
-"""`tierd restore`: the right checkpoint, whole and verified, or nothing at all and the right exit code."""
+"""`tierd restore`: writes the right checkpoint, whole and verified, or nothing, with the right exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nothing_at(target: Path) -> bool:
     return not target.exists() and not target.with_name(target.name + ".partial").exists()
 
 
-def test_the_newest_checkpoint_comes_back_byte_for_byte_from_hot(house: House) -> None:
+def test_restore_copies_the_newest_checkpoint_byte_for_byte_from_hot(house: House) -> None:
     make_checkpoint(house.hot, step=100)
     newest = make_checkpoint(house.hot, house.cold, step=200, sequence=2)
     target = house.root / "restored"
@@ -48,7 +48,7 @@ def test_the_newest_checkpoint_comes_back_byte_for_byte_from_hot(house: House) -
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_json_says_what_came_from_where(house: House) -> None:
+def test_restore_json_names_checkpoint_tier_and_bytes(house: House) -> None:
     make_checkpoint(house.cold, step=300)
 
     found = house.json("restore", "--tier", "cold", "--to", house.root / "restored")
@@ -60,7 +60,7 @@ def test_json_says_what_came_from_where(house: House) -> None:
     assert found["passed_over"] == {}
 
 
-def test_newest_means_newest_generation_first(house: House) -> None:
+def test_restore_takes_the_newest_generation_first(house: House) -> None:
     make_checkpoint(house.hot, step=900, generation=1)
     make_checkpoint(house.hot, step=500, generation=2)
 
@@ -68,7 +68,7 @@ def test_newest_means_newest_generation_first(house: House) -> None:
     assert house.json("restore", "--generation", "1", "--to", house.root / "b")["step"] == 900
 
 
-def test_a_step_and_a_milestone_can_be_named(house: House) -> None:
+def test_restore_takes_a_named_step_or_milestone(house: House) -> None:
     make_checkpoint(house.cold, step=100, milestones=("best",))
     make_checkpoint(house.cold, step=200)
     target = house.root / "b"
@@ -78,7 +78,7 @@ def test_a_step_and_a_milestone_can_be_named(house: House) -> None:
     assert (target / "milestone-best.json").is_file()
 
 
-def test_a_flipped_bit_in_hot_is_told_and_cold_gives_the_bytes(house: House) -> None:
+def test_restore_reports_a_flipped_bit_in_hot_and_reads_that_chunk_from_cold(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
     target = house.root / "restored"
@@ -87,13 +87,13 @@ def test_a_flipped_bit_in_hot_is_told_and_cold_gives_the_bytes(house: House) -> 
 
     assert result.exit_code == 0, result.output
     assert "hot cannot give all of run42/000000000100-g0001" in result.stderr
-    told = msgspec.json.decode(result.stdout)
-    assert (told["tier"], told["given_bytes"]) == ("cold", {"hot": 40_000 - CHUNK_BYTES, "cold": CHUNK_BYTES})
-    assert "chunk 1 of 3" in told["passed_over"]["hot"]
+    restored = msgspec.json.decode(result.stdout)
+    assert (restored["tier"], restored["given_bytes"]) == ("cold", {"hot": 40_000 - CHUNK_BYTES, "cold": CHUNK_BYTES})
+    assert "chunk 1 of 3" in restored["passed_over"]["hot"]
     assert_same_files(folder_of(house.cold, manifest), target)
 
 
-def test_chunks_damaged_in_different_tiers_come_each_from_the_other(house: House) -> None:
+def test_chunks_damaged_in_different_tiers_are_each_read_from_the_other(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
     flip_a_bit(folder_of(house.cold, manifest) / manifest.files[0].name)
@@ -108,7 +108,7 @@ def test_chunks_damaged_in_different_tiers_come_each_from_the_other(house: House
         assert (target / name).read_bytes() == (folder_of(root, manifest) / name).read_bytes()
 
 
-def test_a_replica_with_another_manifest_gives_nothing(house: House) -> None:
+def test_replica_with_a_different_manifest_is_not_read(house: House) -> None:
     manifest = make_checkpoint(house.hot, step=100)
     make_checkpoint(house.cold, step=100, created_at="2025-02-02T00:00:00.000+00:00")
     flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
@@ -119,7 +119,9 @@ def test_a_replica_with_another_manifest_gives_nothing(house: House) -> None:
     assert not (house.root / "restored").exists()
 
 
-def test_a_chunk_damaged_in_every_replica_is_exit_12_and_what_is_good_is_kept_but_no_checkpoint(house: House) -> None:
+def test_chunk_damaged_in_every_replica_is_exit_12_and_the_good_chunks_are_kept_for_the_next_attempt(
+    house: House,
+) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     for root in (house.hot, house.cold):
         flip_a_bit(folder_of(root, manifest) / manifest.files[0].name)
@@ -128,7 +130,7 @@ def test_a_chunk_damaged_in_every_replica_is_exit_12_and_what_is_good_is_kept_bu
     result = house.tierd("restore", "--to", target)
 
     assert result.exit_code == 12
-    assert "no whole copy in hot, cold: 8.19 kB of 40 kB could be had nowhere" in result.stderr
+    assert "no replica gives 8.19 kB of 40 kB: read" in result.stderr
     assert f"stays in {target}.partial" in result.stderr
     assert result.stdout == ""
     assert not target.exists()
@@ -143,7 +145,7 @@ def test_a_chunk_damaged_in_every_replica_is_exit_12_and_what_is_good_is_kept_bu
     assert not target.with_name("restored.partial").exists()
 
 
-def test_a_truncated_manifest_of_the_wanted_step_is_exit_12(house: House) -> None:
+def test_truncated_manifest_of_the_named_step_is_exit_12(house: House) -> None:
     manifest = make_checkpoint(house.hot, step=100)
     path = folder_of(house.hot, manifest) / "manifest.json"
     path.write_bytes(path.read_bytes()[:100])
@@ -155,7 +157,7 @@ def test_a_truncated_manifest_of_the_wanted_step_is_exit_12(house: House) -> Non
     assert nothing_at(house.root / "restored")
 
 
-def test_a_truncated_manifest_of_the_newest_is_told_and_the_one_before_restored(house: House) -> None:
+def test_truncated_manifest_of_the_newest_is_reported_and_the_older_checkpoint_restored(house: House) -> None:
     make_checkpoint(house.hot, step=100)
     newest = make_checkpoint(house.hot, step=200)
     path = folder_of(house.hot, newest) / "manifest.json"
@@ -169,7 +171,7 @@ def test_a_truncated_manifest_of_the_newest_is_told_and_the_one_before_restored(
     assert "000000000200-g0001" in result.stderr
 
 
-def test_a_newer_format_version_is_named_and_is_exit_1(house: House) -> None:
+def test_manifest_of_a_later_format_is_exit_1_and_names_the_version(house: House) -> None:
     manifest = make_checkpoint(house.hot, step=100)
     path = folder_of(house.hot, manifest) / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"format_version": 1', b'"format_version": 9'))
@@ -181,7 +183,7 @@ def test_a_newer_format_version_is_named_and_is_exit_1(house: House) -> None:
     assert "upgrade tierd" in result.stderr
 
 
-def test_a_missing_shard_sends_restore_to_the_next_tier(house: House) -> None:
+def test_restore_of_a_replica_without_a_shard_reads_the_next_tier(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     (folder_of(house.hot, manifest) / manifest.files[0].name).unlink()
 
@@ -192,7 +194,7 @@ def test_a_missing_shard_sends_restore_to_the_next_tier(house: House) -> None:
     assert "is missing" in result.stderr
 
 
-def test_no_such_step_is_exit_10_and_names_the_steps_there_are(house: House) -> None:
+def test_restore_of_an_unknown_step_is_exit_10_and_lists_steps(house: House) -> None:
     make_checkpoint(house.hot, step=100)
 
     result = house.tierd("restore", "--step", "7", "--to", house.root / "restored")
@@ -202,11 +204,11 @@ def test_no_such_step_is_exit_10_and_names_the_steps_there_are(house: House) -> 
     assert "Traceback" not in result.stderr
 
 
-def test_nothing_anywhere_is_exit_10(house: House) -> None:
+def test_restore_from_empty_tiers_is_exit_10(house: House) -> None:
     assert house.tierd("restore", "--to", house.root / "restored").exit_code == 10
 
 
-def test_several_runs_without_a_name_is_exit_2_and_lists_them(house: House) -> None:
+def test_restore_without_run_is_exit_2_if_there_are_several_and_lists_them(house: House) -> None:
     make_checkpoint(house.hot, run="gpt-a")
     make_checkpoint(house.cold, run="gpt-b")
 
@@ -227,7 +229,7 @@ def test_several_runs_without_a_name_is_exit_2_and_lists_them(house: House) -> N
         ["--generation", "0"],
     ],
 )
-def test_a_wrong_argument_is_exit_2(house: House, arguments: list[str]) -> None:
+def test_restore_with_a_wrong_argument_is_exit_2(house: House, arguments: list[str]) -> None:
     make_checkpoint(house.hot)
 
     result = house.tierd("restore", *arguments, "--to", house.root / "restored")
@@ -236,7 +238,7 @@ def test_a_wrong_argument_is_exit_2(house: House, arguments: list[str]) -> None:
     assert nothing_at(house.root / "restored")
 
 
-def test_a_directory_that_holds_something_is_exit_15_and_left_alone(house: House) -> None:
+def test_restore_into_a_directory_with_files_is_exit_15_and_changes_nothing(house: House) -> None:
     make_checkpoint(house.hot)
     target = house.root / "full"
     target.mkdir()
@@ -249,7 +251,7 @@ def test_a_directory_that_holds_something_is_exit_15_and_left_alone(house: House
     assert (target / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_folder_of_somebody_else_named_partial_is_left_alone(house: House) -> None:
+def test_restore_leaves_a_foreign_partial_folder_alone(house: House) -> None:
     make_checkpoint(house.hot)
     foreign = house.root / "restored.partial"
     foreign.mkdir()
@@ -259,7 +261,7 @@ def test_a_folder_of_somebody_else_named_partial_is_left_alone(house: House) -> 
     assert (foreign / "thesis.tex").read_text() == "years of work"
 
 
-def test_an_empty_directory_and_a_link_to_one_are_fine(house: House) -> None:
+def test_restore_into_an_empty_directory_or_a_link_to_one(house: House) -> None:
     manifest = make_checkpoint(house.hot)
     empty = house.root / "empty"
     empty.mkdir()
@@ -270,7 +272,7 @@ def test_an_empty_directory_and_a_link_to_one_are_fine(house: House) -> None:
     assert_same_files(folder_of(house.hot, manifest), empty)
 
 
-def test_no_room_is_exit_16_before_anything_is_written(house: House) -> None:
+def test_restore_without_space_is_exit_16_before_anything_is_written(house: House) -> None:
     free = shutil.disk_usage(house.root).free
     make_zeros(house.hot, step=100, size_bytes=2 * free, chunk_bytes=5 << 30)
 
@@ -281,7 +283,7 @@ def test_no_room_is_exit_16_before_anything_is_written(house: House) -> None:
     assert nothing_at(house.root / "restored")
 
 
-def test_a_second_restore_into_the_same_directory_is_exit_11(house: House) -> None:
+def test_second_restore_into_the_same_directory_is_exit_11(house: House) -> None:
     make_checkpoint(house.hot)
     partial = house.root / "restored.partial"
     partial.mkdir()
@@ -293,7 +295,7 @@ def test_a_second_restore_into_the_same_directory_is_exit_11(house: House) -> No
         os.close(descriptor)
 
 
-def test_memory_without_a_daemon_is_exit_13(house: House) -> None:
+def test_restore_from_memory_without_a_daemon_is_exit_13(house: House) -> None:
     make_checkpoint(house.hot)
 
     result = house.tierd("restore", "--tier", "memory", "--to", house.root / "restored")
@@ -302,7 +304,7 @@ def test_memory_without_a_daemon_is_exit_13(house: House) -> None:
     assert "tierd serve" in result.stderr
 
 
-def test_restored_to_its_place_in_an_empty_hot_tier_it_is_listed_again(house: House) -> None:
+def test_checkpoint_restored_into_its_own_folder_in_hot_is_listed_again(house: House) -> None:
     manifest = make_checkpoint(house.cold, step=400, milestones=("best",))
     shutil.rmtree(house.hot)
     target = folder_of(house.hot, manifest)
@@ -315,7 +317,7 @@ def test_restored_to_its_place_in_an_empty_hot_tier_it_is_listed_again(house: Ho
     assert sorted(one.name for one in target.parent.iterdir()) == [manifest.id.name]
 
 
-def test_inside_a_tier_only_the_checkpoints_own_place_will_do(house: House) -> None:
+def test_restore_into_a_tier_is_refused_except_into_the_checkpoints_own_folder(house: House) -> None:
     make_checkpoint(house.cold, step=400)
 
     result = house.tierd("restore", "--to", house.hot / "run42" / "000000000500-g0001")
@@ -325,7 +327,7 @@ def test_inside_a_tier_only_the_checkpoints_own_place_will_do(house: House) -> N
     assert house.tierd("restore", "--to", house.hot).exit_code == 2
 
 
-def test_a_tier_can_be_restored_from_by_its_path_alone(house: House) -> None:
+def test_restore_from_a_directory_given_by_its_path(house: House) -> None:
     manifest = make_checkpoint(house.root / "usb-disk", step=100)
     target = house.root / "restored"
 
@@ -335,7 +337,7 @@ def test_a_tier_can_be_restored_from_by_its_path_alone(house: House) -> None:
     assert_same_files(folder_of(house.root / "usb-disk", manifest), target)
 
 
-def test_a_bucket_is_listed_verified_and_restored_from(tmp_path: Path) -> None:
+def test_bucket_is_listed_verified_and_restored_from(tmp_path: Path) -> None:
     manifest = make_checkpoint(tmp_path / "s3" / BUCKET / "prefix", step=100, milestones=("best",))
     url = f"s3://{BUCKET}/prefix"
     with rclone_server(tmp_path / "s3") as endpoint:
@@ -356,7 +358,7 @@ def test_a_bucket_is_listed_verified_and_restored_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum: signal.Signals) -> None:
+def test_restore_killed_halfway_leaves_nothing_that_looks_complete(house: House, signum: signal.Signals) -> None:
     make_zeros(house.hot, step=100, size_bytes=512 << 20)
     target = house.root / "restored"
     partial = house.root / "restored.partial"
@@ -369,9 +371,9 @@ def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum:
         out, err = process.communicate(timeout=120)
         if process.returncode != 0:
             break
-        shutil.rmtree(target)  # on a busy machine it may be done before the signal comes: once more
+        shutil.rmtree(target)  # on a busy machine it may finish before the signal: try again
     else:
-        pytest.fail("ten restores in a row took no notice of the signal, or were done before it")
+        pytest.fail("ten restores in a row ignored the signal or finished before it")
 
     assert not target.exists()
     assert out == ""
@@ -379,7 +381,7 @@ def test_killed_halfway_it_leaves_nothing_that_looks_whole(house: House, signum:
     if signum is signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
         assert not list(partial.glob("**/manifest.json"))
-        # Another one takes its place.
+        # A restore of another checkpoint replaces what is left.
         make_zeros(house.root / "small", step=7, size_bytes=4096)
         assert house.json("restore", "--from", house.root / "small", "--to", target)["step"] == 7
         assert not partial.exists()

@@ -1,4 +1,4 @@
-"""The verbs beside a running daemon: the memory tier is listed, shown and restored; everything else stays the same."""
+"""The verbs with a running daemon: the memory tier is listed, shown and restored; all else is as without a daemon."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def house(tmp_path: Path) -> House:
 
 @contextmanager
 def serving(house: House) -> Iterator[None]:
-    """`tierd serve` as a process of its own, ready, and ended by SIGTERM."""
+    """`tierd serve` as a process: waits until it is ready, and ends it with SIGTERM."""
     process = house.start("serve")
     log = ""
     try:
         assert process.stderr is not None
         while " serves " not in log:
-            assert select.select([process.stderr], [], [], DEADLINE_S)[0], "the daemon said nothing"
+            assert select.select([process.stderr], [], [], DEADLINE_S)[0], "the daemon printed nothing"
             line = process.stderr.readline()
             assert line, f"the daemon ended: {log}"
             log += line
@@ -48,7 +48,7 @@ def serving(house: House) -> Iterator[None]:
 
 @contextmanager
 def trainer(house: House, run: str, shard: bytes, *, step: int) -> Iterator[wire.Welcome]:
-    """A trainer of one rank that has one snapshot sealed in a slot, spoken to by the wire alone."""
+    """A trainer of one rank with one sealed snapshot, simulated by wire messages."""
     slot = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(slot, -(-len(shard) // 4096) * 4096)
     fcntl.fcntl(slot, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -90,7 +90,7 @@ def trainer(house: House, run: str, shard: bytes, *, step: int) -> Iterator[wire
         send(wire.Goodbye())
 
 
-def test_the_memory_tier_is_listed_and_restored_byte_for_byte(house: House) -> None:
+def test_memory_tier_is_listed_and_restored_byte_for_byte(house: House) -> None:
     checkpoint = checkpoint_id("run42", 700, 1)
     shard = content(checkpoint, 0, 300_001)
 
@@ -113,7 +113,7 @@ def test_the_memory_tier_is_listed_and_restored_byte_for_byte(house: House) -> N
     assert "tierd --config" in people.stdout
 
 
-def test_beside_a_daemon_ls_says_what_it_says_without_one(house: House) -> None:
+def test_ls_prints_the_same_rows_with_and_without_a_daemon(house: House) -> None:
     for step in (1, 2):
         make_checkpoint(house.hot, house.cold, step=step, sequence=step)
     without = house.json("ls")
@@ -121,13 +121,13 @@ def test_beside_a_daemon_ls_says_what_it_says_without_one(house: House) -> None:
     with serving(house):
         deadline = time.monotonic() + DEADLINE_S
         while house.tierd("ls").exit_code != 0 and time.monotonic() < deadline:
-            continue  # its first look at the cold tier comes after its doors are open, and till then ls says so
+            continue  # until the daemon has listed the cold tier, `ls` ends with 3
         beside = house.json("ls")
 
     assert beside == without
 
 
-def test_a_second_daemon_is_exit_11_and_a_restore_goes_on_beside_the_first(house: House) -> None:
+def test_second_daemon_is_exit_11_and_a_restore_works_beside_the_first(house: House) -> None:
     make_checkpoint(house.hot, step=1)
 
     with serving(house):

@@ -1,4 +1,4 @@
-"""`tierd stop` and `tierd snapshot` beside real trainers: what they make happen, say, and end with."""
+"""`tierd stop` and `tierd snapshot` with real trainers: their effect, output and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def training(
     daemon: Daemon, world_size: int = 1, *, is_deaf: bool = False, own: str | None = None
 ) -> Generator[list[Trainer]]:
-    """Trainers of a run that train until they are stopped."""
+    """Trainers of a run that train until a stop request."""
     with joined(daemon.root, world_size) as trainers:
         together(trainers, "connect", daemon.socket, every_steps=0)
         together(trainers, "enter")
@@ -39,7 +39,7 @@ def training(
 
 
 def _loop(training: Training, is_deaf: bool, own: str | None) -> list[int]:
-    """The steps of which a snapshot was taken. In the trainer. `is_deaf`: it never asks whether to stop."""
+    """Runs in the trainer. Returns the steps of its snapshots. `is_deaf`: the loop ignores stop requests."""
     taken: list[int] = []
     with training.client as client:
         while training.step < FOREVER:
@@ -53,45 +53,45 @@ def _loop(training: Training, is_deaf: bool, own: str | None) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stop_says_the_step_and_how_the_run_has_ended(daemon: Daemon, world_size: int) -> None:
+def test_stop_prints_the_step_and_how_the_run_ended(daemon: Daemon, world_size: int) -> None:
     with training(daemon, world_size) as trainers:
-        said = daemon.json("stop", "--run", "run")
+        answer = daemon.json("stop", "--run", "run")
         taken = [trainer.end() for trainer in trainers]
-    assert taken == [[said["step"]]] * world_size
-    assert said == {"run": "run", "generation": 1, "step": said["step"], "state": "stopped", "reason": "tierd stop"}
-    assert daemon.newest("hot") == said["step"]
+    assert taken == [[answer["step"]]] * world_size
+    assert answer == {"run": "run", "generation": 1, "step": answer["step"], "state": "stopped", "reason": "tierd stop"}
+    assert daemon.newest("hot") == answer["step"]
     assert "stopped: start it again (tierd stop)" in daemon.tierd("status").stdout
 
 
-def test_snapshot_says_the_step_and_where_it_lies_and_training_goes_on(daemon: Daemon) -> None:
+def test_snapshot_prints_the_step_and_path_and_training_continues(daemon: Daemon) -> None:
     with training(daemon) as (trainer,):
-        said = daemon.json("snapshot", "--run", "run", "--milestone", "before-lunch")
-        assert Path(said["path"]) == daemon.folder(said["step"])
-        assert (Path(said["path"]) / "milestone-before-lunch.json").is_file()
+        answer = daemon.json("snapshot", "--run", "run", "--milestone", "before-lunch")
+        assert Path(answer["path"]) == daemon.folder(answer["step"])
+        assert (Path(answer["path"]) / "milestone-before-lunch.json").is_file()
         second = daemon.tierd("snapshot", "--run", "run")
         assert second.returncode == 0
         assert "is durable in" in second.stdout
         assert trainer.is_busy
         assert daemon.tierd("stop", "--run", "run").returncode == 0
         first, *rest = trainer.end()
-    assert first == said["step"]
+    assert first == answer["step"]
     assert len(rest) == 2
     shown = daemon.json("show", "run", str(first))
     assert shown["milestones"] == ["before-lunch"]
 
 
-def test_a_name_that_the_loop_gives_itself_costs_one_more_snapshot_not_the_operators_name(daemon: Daemon) -> None:
+def test_operators_milestone_is_kept_if_the_loop_names_its_own_snapshot(daemon: Daemon) -> None:
     with training(daemon, own="of-the-loop") as (trainer,):
-        said = daemon.json("snapshot", "--run", "run", "--milestone", "of-the-operator")
+        answer = daemon.json("snapshot", "--run", "run", "--milestone", "of-the-operator")
         assert daemon.tierd("stop", "--run", "run").returncode == 0
         taken = trainer.end()
-    assert taken.index(said["step"]) == 1
+    assert taken.index(answer["step"]) == 1
     assert (daemon.folder(taken[0]) / "milestone-of-the-loop.json").is_file()
     assert (daemon.folder(taken[1]) / "milestone-of-the-operator.json").is_file()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_forced_it_is_interrupted_without_a_snapshot(daemon: Daemon, world_size: int) -> None:
+def test_stop_force_interrupts_without_a_snapshot(daemon: Daemon, world_size: int) -> None:
     with training(daemon, world_size, is_deaf=True) as trainers:
         done = daemon.tierd("stop", "--run", "run", "--force")
         assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_forced_it_is_interrupted_without_a_snapshot(daemon: Daemon, world_size:
     assert daemon.steps("hot") == []
 
 
-def test_a_loop_that_does_not_leave_is_told_of_when_the_wait_is_over(daemon: Daemon) -> None:
+def test_stop_reports_a_loop_that_does_not_end_within_the_wait(daemon: Daemon) -> None:
     with training(daemon, is_deaf=True) as (trainer,):
         done = daemon.tierd("stop", "--run", "run", "--wait", "1")
         assert done.returncode == 1
@@ -111,7 +111,7 @@ def test_a_loop_that_does_not_leave_is_told_of_when_the_wait_is_over(daemon: Dae
         assert trainer.is_busy
 
 
-def test_a_training_that_is_stuck_is_told_of_when_the_wait_is_over(daemon: Daemon) -> None:
+def test_stop_reports_stuck_training_after_the_wait(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         for verb in ("stop", "snapshot"):
@@ -121,7 +121,7 @@ def test_a_training_that_is_stuck_is_told_of_when_the_wait_is_over(daemon: Daemo
 
 
 @pytest.mark.parametrize("verb", ["stop", "snapshot"])
-def test_with_nobody_there_it_says_so_and_ends_with_a_code_of_its_own(daemon: Daemon, verb: str) -> None:
+def test_stop_and_snapshot_without_a_trainer_or_daemon_have_their_own_exit_codes(daemon: Daemon, verb: str) -> None:
     absent = daemon.tierd(verb, "--run", "run")
     assert absent.returncode == 10
     assert "no trainer of this run is connected" in absent.stderr
@@ -130,7 +130,7 @@ def test_with_nobody_there_it_says_so_and_ends_with_a_code_of_its_own(daemon: Da
     assert daemon.tierd(verb, "--run", "run").returncode == 13
 
 
-def test_a_run_that_was_halted_meanwhile_ends_stop_with_seventeen(daemon: Daemon) -> None:
+def test_stop_of_a_run_that_halted_meanwhile_is_exit_17(daemon: Daemon) -> None:
     with training(daemon, is_deaf=True) as (trainer,):
         trainer.kill()
     with Trainer() as trainer:
@@ -151,13 +151,13 @@ def _halt_when_asked(training: Training) -> None:
 
 
 def operator(daemon: Daemon, *arguments: str) -> Any:
-    """What a verb answers in a process of its own: in ours only one at a time can be called."""
+    """The output of a verb run as a process: in this process only one verb can run at a time."""
     command = [sys.executable, "-m", "tierd", "--config", str(daemon.config), *arguments, "--json"]
     return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S).stdout)
 
 
-def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
-    """At random moments, on two ranks: every answer names a step that was taken."""
+def test_many_concurrent_operators_all_get_an_answer(daemon: Daemon) -> None:
+    """With two ranks: every answer names a step whose snapshot was taken."""
     chance = random.Random(3)
     with training(daemon, 2) as trainers, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(4))
@@ -166,13 +166,13 @@ def test_many_operators_at_once_are_all_answered(daemon: Daemon) -> None:
             pool.submit(operator, daemon, "snapshot", "--run", "run", *(["--milestone", name] if name else []))
             for name in names
         ]
-        said = [one.result() for one in asked]
+        answer = [one.result() for one in asked]
         wait_until(lambda: all(trainer.is_busy for trainer in trainers))
         stopped = daemon.json("stop", "--run", "run")
         taken = [trainer.end() for trainer in trainers]
     assert taken[0] == taken[1]
-    assert {one["step"] for one in said} <= set(taken[0])
+    assert {one["step"] for one in answer} <= set(taken[0])
     assert taken[0][-1] == stopped["step"]
-    named = [(name, one["step"]) for name, one in zip(names, said, strict=True) if name is not None]
+    named = [(name, one["step"]) for name, one in zip(names, answer, strict=True) if name is not None]
     shown = {step: daemon.json("show", "run", str(step))["milestones"] for _, step in named}
     assert all(name in shown[step] for name, step in named)

@@ -1,4 +1,4 @@
-"""`tierd verify`, `milestone`, `lifecycle`, `version`, and what all verbs have in common: errors and exit codes."""
+"""`tierd verify`, `milestone`, `lifecycle`, `version`; and errors and exit codes of all verbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import tierd
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
-from tierd.cli import opened_tiers as places
+from tierd.cli import options
 from tierd.cli.app import VERBS, called, config_first, make_app
 
 
@@ -67,7 +67,7 @@ def test_verify_finds_a_missing_file_a_short_file_and_a_truncated_manifest(house
     assert "manifest" in found[3][0]
 
 
-def test_verify_cannot_judge_a_newer_format_and_says_so_with_exit_3(house: House) -> None:
+def test_verify_of_a_later_format_is_exit_3(house: House) -> None:
     make_checkpoint(house.hot, step=100)
     manifest = make_checkpoint(house.hot, step=200)
     path = folder_of(house.hot, manifest) / "manifest.json"
@@ -89,7 +89,7 @@ def test_verify_of_nothing_is_exit_10(house: House) -> None:
 # ── milestone ──
 
 
-def test_a_milestone_is_marked_in_every_tier_that_holds_the_checkpoint(house: House) -> None:
+def test_milestone_is_marked_in_every_tier_that_holds_the_checkpoint(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=100)
     make_checkpoint(house.hot, step=200)
 
@@ -101,7 +101,7 @@ def test_a_milestone_is_marked_in_every_tier_that_holds_the_checkpoint(house: Ho
     assert house.json("show", "run42", "milestone:release-1.0")["manifest"]["step"] == 100
 
 
-def test_a_milestone_can_be_tried_dry(house: House) -> None:
+def test_milestone_dry_run_marks_nothing(house: House) -> None:
     make_checkpoint(house.hot, step=100)
 
     result = house.tierd("milestone", "--step", "latest", "best", "--dry-run")
@@ -111,7 +111,7 @@ def test_a_milestone_can_be_tried_dry(house: House) -> None:
     assert house.json("ls")[0]["milestone"] is None
 
 
-def test_a_milestone_with_a_bad_name_is_exit_2_and_of_no_step_exit_10(house: House) -> None:
+def test_milestone_with_a_bad_name_is_exit_2_and_of_an_unknown_step_exit_10(house: House) -> None:
     make_checkpoint(house.hot, step=100)
 
     assert house.tierd("milestone", "--step", "100", "../best").exit_code == 2
@@ -121,7 +121,7 @@ def test_a_milestone_with_a_bad_name_is_exit_2_and_of_no_step_exit_10(house: Hou
 # ── lifecycle ──
 
 
-def test_lifecycle_says_what_would_be_done_and_does_nothing(house: House) -> None:
+def test_lifecycle_prints_the_plan_and_changes_nothing(house: House) -> None:
     for step in range(1, 6):
         make_checkpoint(house.hot, step=step, sequence=step)
     make_checkpoint(house.cold, step=1)
@@ -136,7 +136,7 @@ def test_lifecycle_says_what_would_be_done_and_does_nothing(house: House) -> Non
     assert len(house.json("ls")) == 5
 
 
-def test_lifecycle_explains_why_what_stays_stays(house: House) -> None:
+def test_lifecycle_explain_prints_why_replicas_are_kept(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=10, sequence=10, milestones=("best",))
 
     assert house.json("lifecycle")["planned"] == []
@@ -153,20 +153,20 @@ def test_lifecycle_forecasts_what_each_tier_will_hold_and_cost(tmp_path: Path) -
         make_checkpoint(house.hot, house.cold, step=number + 1, sequence=number + 1, created_at=created_at)
     make_checkpoint(house.hot, run="other")
 
-    told = {(one["run"], one["tier"]): one for one in house.json("lifecycle")["forecast"]}
+    forecasts = {(one["run"], one["tier"]): one for one in house.json("lifecycle")["forecast"]}
     printed = house.tierd("lifecycle", "--explain", "--run", "run42")
 
-    cold = told["run42", "cold"]
-    assert (cold["interval_s"], told["other", "hot"]["interval_s"]) == (3600, None)
+    cold = forecasts["run42", "cold"]
+    assert (cold["interval_s"], forecasts["other", "hot"]["interval_s"]) == (3600, None)
     assert cold["steady_cost"] == pytest.approx(3 * 40_000 / (1 << 30) * 1e6)
     assert cold["growth_cost"] == pytest.approx(72 * 40_000 / (1 << 30) * 1e6)
-    assert told["run42", "hot"]["steady_cost"] is None
+    assert forecasts["run42", "hot"]["steady_cost"] is None
     lines = [line.split() for line in printed.stdout.splitlines()]
     assert lines[-2][:5] == ["hot", "run42", "1", "h", "0"]
-    assert lines[-1][-2:] == ["112", "2,682"], "a steady cost, and what each month adds"
+    assert lines[-1][-2:] == ["112", "2,682"], "the steady cost, and what each month adds"
 
 
-def test_an_unreadable_manifest_halts_deletion_and_lifecycle_says_so(house: House) -> None:
+def test_lifecycle_reports_that_an_unreadable_manifest_halts_deletion(house: House) -> None:
     for step in range(1, 6):
         broken = make_checkpoint(house.hot, house.cold, step=step, sequence=step)
     path = folder_of(house.hot, broken) / "manifest.json"
@@ -181,13 +181,13 @@ def test_an_unreadable_manifest_halts_deletion_and_lifecycle_says_so(house: Hous
 # ── what all verbs have in common ──
 
 
-def test_version_in_both_forms(house: House) -> None:
+def test_version_as_text_and_as_json(house: House) -> None:
     assert house.tierd("version").stdout.startswith(f"tierd {tierd.__version__} ")
     assert house.json("version")["version"] == tierd.__version__
     assert house.tierd("--version").stdout == house.tierd("version").stdout
 
 
-def test_an_unknown_config_key_is_exit_2_and_named(house: House) -> None:
+def test_unknown_config_key_is_exit_2_and_named(house: House) -> None:
     house.config.write_text("[hot]\npaht = 'x'\n")
 
     result = house.tierd("ls")
@@ -220,23 +220,23 @@ def test_wrong_usage_is_exit_2_without_a_traceback(arguments: list[str]) -> None
         ([], list(VERBS)),
     ],
 )
-def test_only_the_verb_that_is_called_is_loaded(arguments: list[str], expected: list[str]) -> None:
+def test_called_finds_the_verb_among_the_arguments(arguments: list[str], expected: list[str]) -> None:
     assert called(arguments) == expected
 
 
-def test_verb_carries_no_other_in_its_memory() -> None:
-    """A daemon least of all: it runs for weeks beside a trainer that wants all there is."""
+def test_verb_imports_no_other_verb() -> None:
+    """Least of all the daemon, which shares its node with a trainer for weeks."""
     code = "import sys; from tierd.cli.app import make_app; make_app(['serve']); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "tierd.cli.serve" in loaded
     assert not {"tierd.cli.restore", "tierd.cli.export", "tierd.daemon", "boto3", "awscrt"} & set(loaded)
 
 
-def test_a_bug_is_one_line_and_exit_1_and_a_traceback_on_request(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_is_one_line_and_exit_1_with_a_traceback_on_request(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("one by zero")
 
-    monkeypatch.setattr(places.Settings, "config", broken)
+    monkeypatch.setattr(options.Settings, "config", broken)
 
     result = house.tierd("ls")
     assert result.exit_code == 1
@@ -248,7 +248,7 @@ def test_a_bug_is_one_line_and_exit_1_and_a_traceback_on_request(house: House, m
     assert "Traceback" in house.tierd("ls").stderr
 
 
-def test_a_second_daemon_on_one_directory_is_exit_11(house: House) -> None:
+def test_second_daemon_on_one_directory_is_exit_11(house: House) -> None:
     import fcntl
     import os
 
@@ -264,6 +264,6 @@ def test_a_second_daemon_on_one_directory_is_exit_11(house: House) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["version", "--config", "tierd.toml"], ["version", "--config=tierd.toml"]])
-def test_config_may_stand_behind_the_verb(arguments: list[str]) -> None:
+def test_config_option_may_follow_the_verb(arguments: list[str]) -> None:
     assert config_first(arguments)[-1] == "version"
     assert config_first(["ls", "--", "--config"]) == ["ls", "--", "--config"]

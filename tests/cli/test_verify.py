@@ -1,4 +1,4 @@
-"""`tierd verify --deep --repair`, as people run it; without them see test_cli_verbs.py."""
+"""`tierd verify --deep` and `--repair`; without these options see test_verbs.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(house: House, *arguments: str, exit_code: int = 0) -> dict[tuple[int, s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tier", ["hot", "cold"])
-def test_repair_makes_a_damaged_replica_whole_and_says_from_where(house: House, tier: str, way: str) -> None:
+def test_repair_replaces_a_damaged_file_and_names_the_source(house: House, tier: str, way: str) -> None:
     made = make_checkpoint(house.hot, house.cold)
     name = made.files[1].name
     WAYS[way](house.root / tier, made, name)
@@ -53,7 +53,7 @@ def test_repair_makes_a_damaged_replica_whole_and_says_from_where(house: House, 
     assert house.tierd("verify").exit_code == 0
 
 
-def test_repair_of_one_tier_takes_from_the_others_and_touches_none_of_them(house: House) -> None:
+def test_repair_of_one_tier_reads_the_others_and_changes_none_of_them(house: House) -> None:
     made = make_checkpoint(house.hot, house.cold)
     flip(house.hot, made, made.files[0].name)
     flip(house.cold, made, made.files[1].name)
@@ -66,7 +66,7 @@ def test_repair_of_one_tier_takes_from_the_others_and_touches_none_of_them(house
     assert house.tierd("verify").exit_code == 0
 
 
-def test_a_file_that_is_bad_everywhere_is_refused_and_nothing_changes(house: House) -> None:
+def test_repair_of_a_file_damaged_everywhere_is_refused_and_changes_nothing(house: House) -> None:
     made = make_checkpoint(house.hot, house.cold)
     name = made.files[0].name
     flip(house.hot, made, name)
@@ -80,7 +80,7 @@ def test_a_file_that_is_bad_everywhere_is_refused_and_nothing_changes(house: Hou
     assert {path: path.read_bytes() for path in house.root.rglob("*") if path.is_file()} == before
 
 
-def test_two_tiers_that_say_different_things_are_for_a_person(house: House) -> None:
+def test_repair_does_not_choose_between_two_different_manifests(house: House) -> None:
     made = make_checkpoint(house.hot)
     make_checkpoint(house.cold, created_at="2020-01-01T00:00:00.000+00:00")
     found = rows(house, "--repair", exit_code=12)
@@ -90,7 +90,7 @@ def test_two_tiers_that_say_different_things_are_for_a_person(house: House) -> N
     assert made.created_at in (folder_of(house.hot, made) / layout.MANIFEST).read_text()
 
 
-def test_repair_needs_more_than_one_place_and_a_tier_that_there_is(house: House) -> None:
+def test_repair_with_from_or_an_unknown_tier_is_exit_2(house: House) -> None:
     make_checkpoint(house.hot)
     assert house.tierd("verify", "--repair", "--from", house.hot).exit_code == 2
     assert house.tierd("verify", "--repair", "--tier", "dr").exit_code == 2
@@ -124,7 +124,7 @@ def with_bucket(tmp_path: Path, served: Bucket) -> tuple[House, Manifest]:
     return house, made
 
 
-def test_a_bucket_is_asked_and_not_read_unless_deep_and_says_what_that_proves(
+def test_verify_asks_a_bucket_for_checksums_and_reads_it_only_with_deep(
     with_bucket: tuple[House, Manifest], served: Bucket
 ) -> None:
     house, made = with_bucket
@@ -146,7 +146,7 @@ def test_a_bucket_is_asked_and_not_read_unless_deep_and_says_what_that_proves(
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
-def test_an_object_that_rotted_is_repaired_from_hot(
+def test_damaged_object_is_repaired_from_hot(
     with_bucket: tuple[House, Manifest], served: Bucket, is_noticed: bool
 ) -> None:
     house, made = with_bucket
@@ -156,13 +156,13 @@ def test_an_object_that_rotted_is_repaired_from_hot(
     assert rows(house, "--deep")[100, "s3"]["is_whole"]
 
 
-def test_hot_is_repaired_out_of_a_bucket(with_bucket: tuple[House, Manifest]) -> None:
+def test_hot_is_repaired_from_a_bucket(with_bucket: tuple[House, Manifest]) -> None:
     house, made = with_bucket
     flip(house.hot, made, made.files[1].name)
     assert rows(house, "--repair")[100, "hot"]["repaired"] == {made.files[1].name: "s3"}
 
 
-def test_a_source_that_is_away_leaves_the_damage_as_it_is(with_bucket: tuple[House, Manifest], served: Bucket) -> None:
+def test_repair_from_an_unreachable_source_changes_nothing(with_bucket: tuple[House, Manifest], served: Bucket) -> None:
     house, made = with_bucket
     flip(house.hot, made, made.files[1].name)
     served.script = lambda operation, key: "AccessDenied"

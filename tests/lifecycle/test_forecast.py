@@ -1,4 +1,4 @@
-"""What a tier will hold and cost: compared with a training that really goes on for so long."""
+"""What a tier will hold and cost, compared with a simulated training of that length."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def made(
     ]
 
 
-def told(
+def forecast_by_tier(
     views: list[CheckpointView], policy: LifecycleConfig, *, price: float | None = 0.0, own: TierPolicy | None = None
 ) -> dict[str, Forecast]:
-    """By tier; each checkpoint has a GiB. `price` None: there is no cold tier."""
+    """By tier; each checkpoint has 1 GiB. `price` None: there is no cold tier."""
     found = forecast(
         views,
         dict.fromkeys((one.id for one in views), GIB),
@@ -58,11 +58,11 @@ FORGETTING = {
 
 @pytest.mark.parametrize("minutes", [7, 60, 150, 60 * 40])
 @pytest.mark.parametrize("policy", FORGETTING.values(), ids=FORGETTING)
-def test_rules_that_forget_come_to_rest_where_a_long_training_does(policy: ColdPolicy, minutes: int) -> None:
+def test_steady_size_equals_that_of_a_long_training(policy: ColdPolicy, minutes: int) -> None:
     interval = timedelta(minutes=minutes)
     views = made(10, interval)
     long = made(max(1000, int(timedelta(weeks=8) / interval)), interval)
-    found = told(views, LifecycleConfig(cold=policy))[COLD]
+    found = forecast_by_tier(views, LifecycleConfig(cold=policy))[COLD]
     assert found.interval_s == minutes * 60
     assert found.steady_gib == pytest.approx(len(kept(long, policy)), abs=2)
     assert found.growth_gib == 0
@@ -76,48 +76,48 @@ def test_rules_that_forget_come_to_rest_where_a_long_training_does(policy: ColdP
         ColdPolicy(keep_every=7, keep_every_steps=1000),
     ],
 )
-def test_rules_that_never_forget_add_each_month_what_a_training_of_that_month_adds(policy: ColdPolicy) -> None:
+def test_monthly_growth_equals_that_of_a_month_of_training(policy: ColdPolicy) -> None:
     interval = timedelta(minutes=10)
     views = made(400, interval)
     month = made(30 * 24 * 6, interval, first=401)
-    found = told(views, LifecycleConfig(cold=policy))[COLD]
+    found = forecast_by_tier(views, LifecycleConfig(cold=policy))[COLD]
     grown = len(kept([*views, *month], policy)) - len(kept(views, policy))
     assert found.growth_gib == pytest.approx(grown, rel=0.02)
 
 
-def test_what_is_kept_for_ever_so_far_is_part_of_it() -> None:
+def test_steady_size_includes_what_is_kept_forever_so_far() -> None:
     views = made(100, timedelta(minutes=10))
-    found = told(views, LifecycleConfig(cold=ColdPolicy(keep_last=3, keep_every=10)))
-    assert found[COLD].steady_gib == 3 + 10, "two of the ten are milestones as well"
+    found = forecast_by_tier(views, LifecycleConfig(cold=ColdPolicy(keep_last=3, keep_every=10)))
+    assert found[COLD].steady_gib == 3 + 10, "two of the ten are also milestones"
     assert (found[HOT].steady_gib, found[HOT].growth_gib, found[HOT].held_gib) == (3, 0, 100)
 
 
-def test_without_a_cold_tier_hot_grows_as_cold_would() -> None:
+def test_without_a_cold_tier_hot_grows_like_a_cold_one() -> None:
     views = made(100, timedelta(minutes=10), tiers=[HOT])
-    found = told(views, LifecycleConfig(), price=None)
+    found = forecast_by_tier(views, LifecycleConfig(), price=None)
     assert list(found) == [HOT]
     assert found[HOT].steady_gib == 3 + 10
-    assert found[HOT].growth_gib == pytest.approx(432), "all milestones are tenths too"
+    assert found[HOT].growth_gib == pytest.approx(432), "all milestones are also tenths"
 
 
-def test_milestones_go_on_as_often_as_they_came() -> None:
+def test_growth_assumes_milestones_at_their_past_rate() -> None:
     views = made(100, timedelta(minutes=10))
-    found = told(views, LifecycleConfig(cold=ColdPolicy(keep_every=0)))[COLD]
+    found = forecast_by_tier(views, LifecycleConfig(cold=ColdPolicy(keep_every=0)))[COLD]
     assert (found.steady_gib, found.growth_gib) == (3 + 2, pytest.approx(30 * 144 * 2 / 100))
 
 
-def test_cost_is_that_of_the_price_and_of_the_tiers_own_policy() -> None:
+def test_cost_follows_the_price_and_the_tiers_own_policy() -> None:
     views = made(20, timedelta(hours=1))
     own = ColdPolicy(keep_last=5, keep_every=2, milestones=False)
-    found = told(views, LifecycleConfig(), price=0.023, own=own)
+    found = forecast_by_tier(views, LifecycleConfig(), price=0.023, own=own)
     assert found[COLD].steady_cost == pytest.approx((5 + 10) * 0.023)
     assert found[COLD].growth_cost == pytest.approx(360 * 0.023)
     assert (found[HOT].steady_cost, found[HOT].growth_cost) == (None, None)
-    assert told(views, LifecycleConfig())[COLD].steady_cost is None, "no price is told"
+    assert forecast_by_tier(views, LifecycleConfig())[COLD].steady_cost is None, "there is no price"
 
 
-def test_gaps_rests_and_restarts_do_not_change_the_pace() -> None:
-    """Cold holds every tenth and the last three, from before and after a night's rest."""
+def test_gaps_pauses_and_restarts_do_not_change_the_pace() -> None:
+    """Cold holds every tenth and the last three, from before and after a pause."""
     interval = timedelta(minutes=10)
     rested = [*made(60, interval), *made(60, interval, first=61)]
     rested = [
@@ -125,7 +125,7 @@ def test_gaps_rests_and_restarts_do_not_change_the_pace() -> None:
         for one in rested
         if one.sequence % 10 == 0 or one.sequence > 117
     ]
-    assert told(rested, LifecycleConfig())[COLD].interval_s == pytest.approx(600)
+    assert forecast_by_tier(rested, LifecycleConfig())[COLD].interval_s == pytest.approx(600)
 
 
 def view_at(one: CheckpointView, created_at: datetime | None) -> CheckpointView:
@@ -149,17 +149,17 @@ def view_at(one: CheckpointView, created_at: datetime | None) -> CheckpointView:
     ],
     ids=["one", "no times", "all at once", "backwards"],
 )
-def test_without_a_pace_only_what_is_there_is_told(views: list[CheckpointView]) -> None:
-    found = told(views, LifecycleConfig(), price=1.0)[COLD]
+def test_forecast_without_a_pace_reports_only_the_present_size(views: list[CheckpointView]) -> None:
+    found = forecast_by_tier(views, LifecycleConfig(), price=1.0)[COLD]
     assert found.held_gib == len(views)
     assert (found.interval_s, found.steady_gib, found.growth_gib, found.steady_cost) == (None, None, None, None)
 
 
-def test_rules_of_any_size_are_forecast_at_once() -> None:
+def test_forecast_of_very_large_rules_is_fast() -> None:
     policy = ColdPolicy(keep_last=10**9, keep_weekly=10**6, keep_hourly=10**9)
-    found = told(made(5, timedelta(milliseconds=1)), LifecycleConfig(cold=policy))[COLD]
+    found = forecast_by_tier(made(5, timedelta(milliseconds=1)), LifecycleConfig(cold=policy))[COLD]
     assert found.steady_gib is not None
 
 
-def test_nothing_is_forecast_of_nothing() -> None:
+def test_forecast_of_no_checkpoints_is_empty() -> None:
     assert forecast([], {}, LifecycleConfig(), cold={COLD: 1.0}, own={}) == []

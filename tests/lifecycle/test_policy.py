@@ -1,4 +1,4 @@
-"""The lifecycle: plain cases, one by one."""
+"""The lifecycle policy: single cases."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 
 from tests.support.policy import sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.lifecycle.policy import HOT, Action, Decision, Evict, Expire, Replicate, Verdict, explain, kept, plan
+from tierd.lifecycle.policy import HOT, Action, Decision, explain, kept, plan
 
 DEFAULT = LifecycleConfig()
 
 
-def brief(actions: Iterable[Action]) -> list[tuple[str, int, str]]:
-    return [(type(one).__name__, one.checkpoint.step // 10, one.tier) for one in actions]
+def brief(decisions: Iterable[Decision]) -> list[tuple[str, int, str]]:
+    return [(one.action.value, one.checkpoint.step // 10, one.tier) for one in decisions]
 
 
 # ── what one policy keeps ──
 
 
-def test_last_ones_are_kept_and_say_so() -> None:
+def test_keep_last_keeps_the_newest_and_gives_the_reason() -> None:
     views = [view(n) for n in (1, 2, 3, 4)]
     assert kept(views, TierPolicy(keep_last=2)) == {views[3].id: "last 2", views[2].id: "last 2"}
 
@@ -52,7 +52,7 @@ def test_milestones_count_only_where_the_policy_asks_for_them() -> None:
     assert kept(views, TierPolicy(keep_last=1, milestones=True))[views[0].id] == "milestone a, best"
 
 
-def test_longest_lived_reason_is_told() -> None:
+def test_reason_that_holds_longest_is_reported() -> None:
     newest = view(10, milestones=["final"])
     policy = TierPolicy(keep_last=3, keep_every=10, keep_every_steps=100, milestones=True)
     assert kept([newest], policy) == {newest.id: "milestone final"}
@@ -68,18 +68,18 @@ def test_ordinals_read_as_english(number: int, word: str) -> None:
     assert kept([one], TierPolicy(keep_every=number)) == {one.id: f"every {word}"}
 
 
-def test_unhealthy_checkpoints_are_none_of_the_last_ones() -> None:
+def test_unhealthy_checkpoints_do_not_count_for_keep_last() -> None:
     views = [view(1), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
     assert sequences(views, kept(views, TierPolicy(keep_last=2, keep_unhealthy=0))) == [1, 2]
 
 
-def test_an_unhealthy_one_is_none_of_every_nth_but_stays_a_milestone() -> None:
+def test_unhealthy_checkpoint_does_not_count_for_keep_every_but_is_kept_as_a_milestone() -> None:
     views = [view(10, healthy=False), view(20, healthy=False, milestones=["odd"]), view(30), view(31, healthy=True)]
     policy = TierPolicy(keep_last=1, keep_every=10, keep_every_steps=100, milestones=True, keep_unhealthy=0)
     assert sequences(views, kept(views, policy)) == [20, 30, 31]
 
 
-def test_the_newest_unhealthy_ones_are_kept_as_evidence() -> None:
+def test_newest_unhealthy_checkpoints_are_kept_as_evidence() -> None:
     views = [view(1, healthy=False), view(2, healthy=True), view(3, healthy=False), view(4, healthy=False)]
     found = kept(views, TierPolicy(keep_last=1, keep_unhealthy=2))
     assert sequences(views, found) == [2, 3, 4]
@@ -87,32 +87,32 @@ def test_the_newest_unhealthy_ones_are_kept_as_evidence() -> None:
     assert sequences(views, kept(views, TierPolicy(keep_last=1))) == [2, 4]
 
 
-def test_unjudged_ones_however_many_never_push_out_the_last_that_was_found_healthy() -> None:
+def test_newest_found_healthy_is_kept_however_many_unexamined_ones_are_newer() -> None:
     views = [view(1, healthy=True), view(2, healthy=True), *(view(n) for n in range(3, 20))]
     found = kept(views, TierPolicy(keep_last=3))
     assert sequences(views, found) == [2, 17, 18, 19]
     assert found[views[1].id] == "newest that was found healthy"
 
 
-def test_a_verdict_never_empties_a_run() -> None:
+def test_newest_is_kept_if_all_are_unhealthy() -> None:
     views = [view(n, healthy=False) for n in (1, 2, 3)]
     policy = TierPolicy(keep_last=2, keep_unhealthy=0)
     assert kept(views, policy) == {views[2].id: "newest, though none is healthy"}
 
 
-def test_newest_healthy_is_kept_even_by_a_policy_that_asks_for_none() -> None:
+def test_newest_healthy_is_kept_even_with_keep_last_0() -> None:
     views = [view(1), view(2), view(3, healthy=False)]
     assert sequences(views, kept(views, TierPolicy(keep_last=0, keep_unhealthy=0))) == [2]
 
 
-def test_nothing_is_kept_of_nothing() -> None:
+def test_no_checkpoints_keep_nothing() -> None:
     assert kept([], TierPolicy(keep_every=10, milestones=True)) == {}
 
 
 # ── by time ──
 
 
-def test_of_the_last_hours_days_and_weeks_that_have_one_the_newest_each_is_kept() -> None:
+def test_newest_of_each_of_the_last_hours_days_and_weeks_with_one_is_kept() -> None:
     views = [
         view(1, at="2026-03-01T10:00"),  # a Sunday
         view(2, at="2026-03-02T10:00"),
@@ -124,27 +124,27 @@ def test_of_the_last_hours_days_and_weeks_that_have_one_the_newest_each_is_kept(
     ]
     last = {7: "last 1"}
 
-    def told(policy: TierPolicy) -> dict[int, str]:
+    def reasons(policy: TierPolicy) -> dict[int, str]:
         return {one.id.step // 10: why for one in views if (why := kept(views, policy).get(one.id))}
 
     hourly, daily, weekly = "hourly, of the last 3", "daily, of the last 2", "weekly, of the last 3"
-    assert told(TierPolicy(keep_last=1, keep_hourly=3)) == {5: hourly, 6: hourly, 7: hourly}
-    assert told(TierPolicy(keep_last=1, keep_daily=2)) == {3: daily, 7: daily}
-    assert told(TierPolicy(keep_last=1, keep_weekly=3)) == {1: weekly, 3: weekly, 7: weekly}
-    assert told(TierPolicy(keep_last=1)) == last
+    assert reasons(TierPolicy(keep_last=1, keep_hourly=3)) == {5: hourly, 6: hourly, 7: hourly}
+    assert reasons(TierPolicy(keep_last=1, keep_daily=2)) == {3: daily, 7: daily}
+    assert reasons(TierPolicy(keep_last=1, keep_weekly=3)) == {1: weekly, 3: weekly, 7: weekly}
+    assert reasons(TierPolicy(keep_last=1)) == last
 
 
-def test_a_run_that_rested_for_a_year_loses_nothing_by_it() -> None:
+def test_run_that_paused_for_a_year_loses_nothing() -> None:
     views = [view(1, at="2025-01-01T10:00"), view(2, at="2025-01-01T11:00"), view(3, at="2026-01-01T10:00")]
     assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_hourly=3))) == [1, 2, 3]
 
 
-def test_the_week_that_lies_in_two_years_is_one() -> None:
+def test_week_that_spans_two_years_counts_once() -> None:
     views = [view(1, at="2025-12-29T00:00"), view(2, at="2026-01-01T00:00"), view(3, at="2026-01-05T00:00")]
     assert sequences(views, kept(views, TierPolicy(keep_last=1, keep_weekly=9))) == [2, 3]
 
 
-def test_unhealthy_ones_and_those_without_a_time_count_for_no_hour() -> None:
+def test_checkpoints_unhealthy_or_without_a_time_do_not_count_for_rules_by_time() -> None:
     views = [
         view(1, at="2026-03-01T10:10"),
         view(2, at="2026-03-01T10:20", healthy=False),
@@ -163,7 +163,7 @@ LOSSES = {1: 3.0, 2: 1.0, 3: "nan", 4: 1.0, 5: math.inf, 6: "-inf", 7: 2.0, 8: m
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", [2, 4, 7]), ("max", [1, 4, 7])])
-def test_the_best_ones_by_metric_are_kept_and_of_equals_the_newer(mode: Any, best: list[int]) -> None:
+def test_best_by_metric_are_kept_and_of_equal_ones_the_newer(mode: Any, best: list[int]) -> None:
     views = [*(view(n, metrics={"loss": loss}) for n, loss in LOSSES.items()), view(9, metrics={"other": 0.0})]
     policy = TierPolicy(keep_last=1, keep_best=3, best_metric="loss", best_mode=mode)
     assert sequences(views, kept(views, policy)) == [*best, 9]
@@ -173,7 +173,7 @@ def test_the_best_ones_by_metric_are_kept_and_of_equals_the_newer(mode: Any, bes
     assert "loss: 3" in kept(views, msgspec.structs.replace(policy, keep_best=1, best_mode="max"))[views[0].id]
 
 
-def test_an_unhealthy_one_is_none_of_the_best() -> None:
+def test_unhealthy_checkpoint_does_not_count_for_keep_best() -> None:
     views = [view(1, metrics={"loss": 2}), view(2, metrics={"loss": 1}, healthy=False), view(3)]
     policy = TierPolicy(keep_last=1, keep_best=1, best_metric="loss", keep_unhealthy=0)
     assert sequences(views, kept(views, policy)) == [1, 3]
@@ -186,26 +186,26 @@ OWN = {"dr": ColdPolicy(keep_last=1, keep_every=0)}
 BOTH = {"cold": True, "dr": True}
 
 
-def test_each_cold_tier_is_sent_what_its_own_policy_selects() -> None:
+def test_each_cold_tier_gets_what_its_own_policy_selects() -> None:
     views = [view(n, HOT) for n in (10, 11, 12, 13)]
-    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "Replicate"]
-    assert sorted(copies) == [*(("Replicate", n, "cold") for n in (10, 11, 12, 13)), ("Replicate", 13, "dr")]
+    copies = [one for one in brief(plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)) if one[0] == "replicate"]
+    assert sorted(copies) == [*(("replicate", n, "cold") for n in (10, 11, 12, 13)), ("replicate", 13, "dr")]
 
 
 def test_hot_waits_only_for_the_tiers_that_select_it() -> None:
     views = [view(10, HOT, "cold"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     actions = plan(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
-    assert brief(actions) == [("Evict", 10, HOT), ("Evict", 11, "dr"), ("Evict", 12, "dr")]
+    assert brief(actions) == [("evict", 10, HOT), ("evict", 11, "dr"), ("evict", 12, "dr")]
     assert plan(views, DEFAULT, cold={"cold": False, "dr": True}, hot_known=True, own=OWN) == [
-        Evict(view(11).id, "dr", "not kept in dr; still in hot"),
-        Evict(view(12).id, "dr", "not kept in dr; still in hot"),
+        Decision(view(11).id, "dr", Action.EVICT, "not kept in dr; still in hot"),
+        Decision(view(12).id, "dr", Action.EVICT, "not kept in dr; still in hot"),
     ]
 
 
 def test_last_replica_of_what_another_cold_tier_would_keep_stays() -> None:
     views = [view(10, "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     found = explain(views, DEFAULT, cold=BOTH, hot_known=True, own=OWN)
-    assert verdicts(found)[10, "dr"] == (Verdict.KEEP, "last replica of what cold keeps: every 10th")
+    assert by_replica(found)[10, "dr"] == (Action.KEEP, "last replica of what cold keeps: every 10th")
 
 
 # ── what the plan does ──
@@ -218,14 +218,14 @@ def test_no_checkpoints_need_no_actions() -> None:
 def test_selected_checkpoint_is_copied_to_every_cold_tier_that_lacks_it() -> None:
     views = [view(1, HOT, "dr")]
     actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
-    assert actions == [Replicate(views[0].id, "cold", "last 3")]
+    assert actions == [Decision(views[0].id, "cold", Action.REPLICATE, "last 3")]
 
 
 def test_milestones_are_copied_before_newer_ones() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 2 else []) for n in range(1, 6)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    copies = [one for one in brief(actions) if one[0] == "Replicate"]
-    assert copies == [("Replicate", n, "cold") for n in (2, 5, 4, 3)]
+    copies = [one for one in brief(actions) if one[0] == "replicate"]
+    assert copies == [("replicate", n, "cold") for n in (2, 5, 4, 3)]
 
 
 def test_nothing_is_copied_that_is_not_in_hot() -> None:
@@ -233,19 +233,19 @@ def test_nothing_is_copied_that_is_not_in_hot() -> None:
     assert plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True) == []
 
 
-def test_pending_cold_copy_holds_the_hot_replica() -> None:
+def test_hot_replica_is_kept_until_the_cold_copy_exists() -> None:
     views = [view(10, HOT), view(11, HOT, "cold"), view(12, HOT, "cold"), view(13, HOT, "cold")]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Replicate", 10, "cold")]
+    assert brief(actions) == [("replicate", 10, "cold")]
 
 
-def test_hot_replica_goes_once_every_cold_tier_has_it() -> None:
+def test_hot_replica_is_evicted_once_every_cold_tier_has_the_checkpoint() -> None:
     views = [view(10, HOT, "cold", "dr"), *(view(n, HOT, "cold", "dr") for n in (11, 12, 13))]
     actions = plan(views, DEFAULT, cold={"cold": True, "dr": True}, hot_known=True)
-    assert actions == [Evict(views[0].id, HOT, "not kept in hot; still in cold, dr")]
+    assert actions == [Decision(views[0].id, HOT, Action.EVICT, "not kept in hot; still in cold, dr")]
 
 
-def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
+def test_replicas_in_an_unknown_cold_tier_do_not_count() -> None:
     views = [view(10, HOT, "cold"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
     assert plan(views, DEFAULT, cold={"cold": False}, hot_known=True) == []
 
@@ -253,28 +253,31 @@ def test_claims_about_an_unknown_cold_tier_are_not_believed() -> None:
 def test_checkpoint_that_no_policy_keeps_expires_oldest_first() -> None:
     views = [view(n, HOT) for n in range(1, 6)]
     actions = plan(views, DEFAULT, cold={}, hot_known=True)
-    assert actions == [Expire(views[0].id, HOT, "no policy keeps it"), Expire(views[1].id, HOT, "no policy keeps it")]
+    assert actions == [
+        Decision(views[0].id, HOT, Action.EXPIRE, "no policy keeps it"),
+        Decision(views[1].id, HOT, Action.EXPIRE, "no policy keeps it"),
+    ]
 
 
 def test_checkpoint_in_two_tiers_that_no_policy_keeps_is_evicted_then_expired() -> None:
     views = [view(1, HOT, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Evict", 1, HOT), ("Expire", 1, "cold")]
+    assert brief(actions) == [("evict", 1, HOT), ("expire", 1, "cold")]
 
 
 def test_unknown_hot_tier_stops_all_deletion_but_no_copy() -> None:
     views = [view(n, HOT, *(["cold"] if n < 8 else [])) for n in range(1, 9)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=False)
-    assert brief(actions) == [("Replicate", 8, "cold")]
+    assert brief(actions) == [("replicate", 8, "cold")]
 
 
-def test_unknown_cold_tier_is_neither_written_nor_thinned() -> None:
+def test_nothing_is_copied_to_or_deleted_from_an_unknown_cold_tier() -> None:
     views = [view(n, HOT, "cold", "dr") for n in range(1, 9)]
     actions = plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True)
     assert not [one for one in actions if one.tier == "dr"]
 
 
-def test_last_known_cold_replica_waits_for_the_tier_that_cannot_be_listed() -> None:
+def test_last_known_cold_replica_is_kept_while_another_tier_cannot_be_listed() -> None:
     views = [view(1, "cold"), *(view(n, HOT, "cold") for n in (2, 3, 4))]
     assert plan(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True) == []
 
@@ -289,18 +292,18 @@ def test_cold_outage_does_not_fill_the_hot_disk_with_what_no_policy_keeps() -> N
 def test_without_a_cold_tier_hot_holds_what_the_cold_policy_keeps() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 5 else []) for n in range(1, 24)]
     actions = plan(views, DEFAULT, cold={}, hot_known=True)
-    assert all(isinstance(one, Expire) for one in actions)
+    assert all(one.action is Action.EXPIRE for one in actions)
     left = set(range(1, 24)) - {one.checkpoint.step // 10 for one in actions}
     assert left == {5, 10, 20, 21, 22, 23}
 
 
-def test_lagging_cold_tier_keeps_its_own_newest_until_newer_ones_arrive() -> None:
+def test_cold_tier_that_lags_keeps_its_newest_until_newer_ones_arrive() -> None:
     views = [*(view(n, "cold") for n in (1, 2, 3)), *(view(n, HOT) for n in (4, 5, 6))]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Replicate", n, "cold") for n in (6, 5, 4)]
+    assert brief(actions) == [("replicate", n, "cold") for n in (6, 5, 4)]
 
 
-def test_lost_hot_tier_leaves_cold_as_it_is() -> None:
+def test_loss_of_the_hot_tier_deletes_nothing_in_cold() -> None:
     views = [view(n, "cold") for n in (10, 20, 28, 29, 30)]
     assert plan(views, DEFAULT, cold={"cold": True}, hot_known=True) == []
 
@@ -309,17 +312,17 @@ def test_last_replica_of_what_hot_would_keep_stays_in_cold() -> None:
     policy = LifecycleConfig(hot=TierPolicy(keep_last=5), cold=ColdPolicy(keep_last=1, keep_every=0, milestones=False))
     views = [view(n, "cold") for n in range(1, 7)]
     actions = plan(views, policy, cold={"cold": True}, hot_known=True)
-    assert brief(actions) == [("Expire", 1, "cold")]
+    assert brief(actions) == [("expire", 1, "cold")]
 
 
-def test_tier_that_is_no_longer_configured_counts_for_nothing() -> None:
+def test_tier_that_is_no_longer_configured_does_not_count() -> None:
     views = [view(10, HOT, "old-bucket"), *(view(n, HOT, "cold") for n in (11, 12, 13))]
-    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("Replicate", 10, "cold")]
+    assert brief(plan(views, DEFAULT, cold={"cold": True}, hot_known=True)) == [("replicate", 10, "cold")]
 
 
-def test_runs_do_not_share_their_last_ones() -> None:
+def test_keep_last_counts_each_run_alone() -> None:
     views = [view(n, HOT, run=run) for run in ("a", "b") for n in (1, 2, 3)]
-    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if not isinstance(one, Replicate)]
+    assert not [one for one in plan(views, DEFAULT, cold={}, hot_known=True) if one.action is not Action.REPLICATE]
 
 
 def test_same_state_gives_the_same_plan_in_any_order() -> None:
@@ -331,35 +334,35 @@ def test_same_state_gives_the_same_plan_in_any_order() -> None:
 def test_ten_thousand_checkpoints_are_planned_at_once() -> None:
     views = [view(n, HOT, "cold") for n in range(1, 10_001)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)
-    assert sum(isinstance(one, Expire) for one in actions) == 10_000 - 1000 - 2
+    assert sum(one.action is Action.EXPIRE for one in actions) == 10_000 - 1000 - 2
 
 
 # ── why ──
 
 
-def verdicts(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Verdict, str]]:
-    return {(one.checkpoint.sequence, one.tier): (one.verdict, one.reason) for one in found}
+def by_replica(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Action, str]]:
+    return {(one.checkpoint.step // 10, one.tier): (one.action, one.reason) for one in found}
 
 
-def test_explanation_covers_every_replica_and_every_wanted_one() -> None:
+def test_explanation_covers_every_replica_and_every_selected_one() -> None:
     views = [view(9, HOT), view(10, HOT, "cold"), view(11, HOT), view(12, HOT), view(13, HOT)]
-    found = verdicts(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
-    assert found[9, HOT] == (Verdict.EXPIRE, "no policy keeps it")
-    assert found[10, HOT] == (Verdict.KEEP, "every 10th; not yet known to be in dr")
-    assert found[10, "cold"] == (Verdict.KEEP, "every 10th")
-    assert found[10, "dr"] == (Verdict.WAIT, "every 10th; dr cannot be listed now")
-    assert found[13, HOT] == (Verdict.KEEP, "last 3")
-    assert found[13, "cold"] == (Verdict.REPLICATE, "last 3")
+    found = by_replica(explain(views, DEFAULT, cold={"cold": True, "dr": False}, hot_known=True))
+    assert found[9, HOT] == (Action.EXPIRE, "no policy keeps it")
+    assert found[10, HOT] == (Action.KEEP, "every 10th; not yet known to be in dr")
+    assert found[10, "cold"] == (Action.KEEP, "every 10th")
+    assert found[10, "dr"] == (Action.WAIT, "every 10th; dr cannot be listed now")
+    assert found[13, HOT] == (Action.KEEP, "last 3")
+    assert found[13, "cold"] == (Action.REPLICATE, "last 3")
     assert (9, "cold") not in found
 
 
 def test_explanation_says_why_a_halted_tier_deletes_nothing() -> None:
     views = [view(n, HOT) for n in range(1, 6)]
-    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=False))
-    assert found[1, HOT] == (Verdict.KEEP, "nothing is deleted while hot cannot be listed")
+    found = by_replica(explain(views, DEFAULT, cold={}, hot_known=False))
+    assert found[1, HOT] == (Action.KEEP, "nothing is deleted while hot cannot be listed")
 
 
 def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 1 else []) for n in range(1, 6)]
-    found = verdicts(explain(views, DEFAULT, cold={}, hot_known=True))
-    assert found[1, HOT] == (Verdict.KEEP, "milestone best; there is no cold tier to hold it")
+    found = by_replica(explain(views, DEFAULT, cold={}, hot_known=True))
+    assert found[1, HOT] == (Action.KEEP, "milestone best; there is no cold tier to hold it")

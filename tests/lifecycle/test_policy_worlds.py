@@ -1,4 +1,4 @@
-"""The lifecycle over many snapshots: a world that fails at random, and what is kept beside a plain model of it."""
+"""The lifecycle over many snapshots: tiers that fail at random, and a simple model of what a policy keeps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tests.support.policy import sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Evict, Replicate, kept, plan
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept, plan
 
 Policy = TypeVar("Policy", bound=TierPolicy)
 
 
 class World:
-    """The tiers as they truly are, and the daemon's steps on them."""
+    """The true contents of the tiers, and the daemon's actions on them."""
 
     def __init__(
         self, policy: LifecycleConfig, cold: Iterable[str], own: Mapping[str, TierPolicy] | None = None
@@ -37,7 +37,7 @@ class World:
         self.tiers[HOT].add(one.id)
 
     def policies(self) -> dict[str, TierPolicy]:
-        """By cold tier; where there is none, what hot holds in its place."""
+        """By cold tier; without one, the policy that hot applies instead."""
         cold = [name for name in self.tiers if name != HOT]
         return {name: self.own.get(name, self.policy.cold) for name in cold} or {"": self.policy.cold}
 
@@ -52,12 +52,12 @@ class World:
     def held(self, tier: str) -> list[int]:
         return sequences(self.made, self.tiers[tier])
 
-    def apply(self, action: Action) -> None:
-        if isinstance(action, Replicate):
-            assert action.checkpoint in self.tiers[HOT]
-            self.tiers[action.tier].add(action.checkpoint)
+    def apply(self, decision: Decision) -> None:
+        if decision.action is Action.REPLICATE:
+            assert decision.checkpoint in self.tiers[HOT]
+            self.tiers[decision.tier].add(decision.checkpoint)
         else:
-            self.tiers[action.tier].remove(action.checkpoint)
+            self.tiers[decision.tier].remove(decision.checkpoint)
 
     def reconcile(self) -> int:
         cold = {name: True for name in self.tiers if name != HOT}
@@ -73,7 +73,7 @@ def with_tiers(one: CheckpointView, tiers: frozenset[str]) -> CheckpointView:
 
 @pytest.mark.parametrize("reconcile_every", [1, 2, 7, 40])
 def test_forty_snapshots_of_the_default_policy(reconcile_every: int) -> None:
-    """However rarely the reconciler comes: hot has the last 3; cold the last 3, every tenth, and the milestone."""
+    """However rarely the reconciler runs: hot has the last 3; cold the last 3, every tenth, and the milestone."""
     world = World(LifecycleConfig(), ["cold"])
     for sequence in range(1, 41):
         world.commit(view(sequence, milestones=["best"] if sequence == 17 else []))
@@ -116,10 +116,10 @@ def policies(draw: st.DrawFn) -> LifecycleConfig:
     snapshots=st.integers(1, 45),
     seed=st.integers(0, 2**32),
 )
-def test_no_order_of_failures_and_blindness_breaks_a_promise(
+def test_deletion_stays_safe_under_any_order_of_failures_and_unlisted_tiers(
     policy: LifecycleConfig, cold: tuple[str, ...], own: ColdPolicy | None, snapshots: int, seed: int
 ) -> None:
-    """Up to forty-five snapshots, some unhealthy, some after going back; tiers drop out of sight; actions fail."""
+    """Up to forty-five snapshots, some unhealthy, some of new generations; tiers become unknown; actions fail."""
     world = World(policy, cold, {"dr": own} if own is not None and "dr" in cold else None)
     step, generation = 0, 1
     random = Random(seed)
@@ -142,7 +142,7 @@ def test_no_order_of_failures_and_blindness_breaks_a_promise(
         )
         is_known = {name: random.random() < 0.7 for name in cold}
         hot_known = random.random() < 0.85
-        # What is remembered of a tier that cannot be listed may be true, stale or plain wrong.
+        # What was last known of an unlisted tier may be true, stale or wrong.
         seen = [
             with_tiers(
                 one,
@@ -156,37 +156,37 @@ def test_no_order_of_failures_and_blindness_breaks_a_promise(
         ]
         for action in plan(seen, policy, cold=is_known, hot_known=hot_known, own=world.own):
             if random.random() < 0.3:
-                continue  # it failed; the next plan sees what is
+                continue  # it failed; the next plan sees the true contents
             check_promises(world, action, is_known=is_known, hot_known=hot_known)
             world.apply(action)
     settle(world)
 
 
-def check_promises(world: World, action: Action, *, is_known: dict[str, bool], hot_known: bool) -> None:
-    """Against the truth, not against what the plan could see."""
-    if isinstance(action, Replicate):
-        assert is_known[action.tier]
+def check_promises(world: World, decision: Decision, *, is_known: dict[str, bool], hot_known: bool) -> None:
+    """Checked against the true contents, not against what the plan knew."""
+    if decision.action is Action.REPLICATE:
+        assert is_known[decision.tier]
         return
     assert hot_known, "nothing is deleted while hot is unknown"
-    assert is_known.get(action.tier, True), "a tier that is unknown loses nothing"
+    assert is_known.get(decision.tier, True), "nothing is deleted in an unknown tier"
     truth = world.truth()
-    others = {name for name, held in world.tiers.items() if action.checkpoint in held} - {action.tier}
+    others = {name for name, held in world.tiers.items() if decision.checkpoint in held} - {decision.tier}
     selects = {name: kept(truth, one) for name, one in world.policies().items()}
-    if isinstance(action, Evict):
-        assert others, "what is evicted remains elsewhere"
+    if decision.action is Action.EVICT:
+        assert others, "an evicted checkpoint remains in another tier"
     if not others:
         for wanted in (kept(truth, world.policy.hot), *selects.values()):
-            assert action.checkpoint not in wanted, "last_replica"
-    if action.tier == HOT:
-        selecting = {name for name, wanted in selects.items() if action.checkpoint in wanted}
-        assert selecting <= others, "a pending cold copy holds the hot replica"
+            assert decision.checkpoint not in wanted, "last_replica"
+    if decision.tier == HOT:
+        selecting = {name for name, wanted in selects.items() if decision.checkpoint in wanted}
+        assert selecting <= others, "the hot replica is kept until the cold copy exists"
     healthy = [one.id for one in world.made if one.healthy is not False]
     newest_healthy = max(healthy, key=lambda one: one.recency, default=None)
-    assert others or action.checkpoint != newest_healthy, "the newest healthy one is never lost"
+    assert others or decision.checkpoint != newest_healthy, "the newest healthy checkpoint is never lost"
 
 
 def settle(world: World) -> None:
-    """With everything in sight and nothing failing, it comes to rest where the policy says."""
+    """With all tiers known and no failures, the tiers converge to what the policy selects."""
     for _ in range(4):
         if not world.reconcile():
             break
@@ -200,7 +200,7 @@ def settle(world: World) -> None:
 
 
 class Model:
-    """What a policy keeps, said again in the plainest way: rule by rule, over and over the whole list."""
+    """What a policy keeps, written as simply as possible: each rule over the whole list."""
 
     def __init__(self, views: list[CheckpointView], policy: TierPolicy) -> None:
         self.fit = sorted((one for one in views if one.healthy is not False), key=lambda one: one.id.recency)
@@ -258,15 +258,15 @@ def histories(draw: st.DrawFn) -> list[CheckpointView]:
 
 @settings(max_examples=300, deadline=None)
 @given(views=histories(), policy=tier_policies(TierPolicy))
-def test_what_is_kept_is_what_the_rules_say_one_by_one(views: list[CheckpointView], policy: TierPolicy) -> None:
+def test_kept_equals_the_union_of_the_rules_applied_one_by_one(views: list[CheckpointView], policy: TierPolicy) -> None:
     assert set(kept(views, policy)) == Model(views, policy).kept()
 
 
 @settings(max_examples=300, deadline=None)
 @given(views=histories(), policy=tier_policies(TierPolicy), among=st.randoms(use_true_random=False))
-def test_what_is_kept_of_many_is_kept_of_any_part_that_has_it(
+def test_checkpoint_kept_of_a_set_is_kept_of_every_subset_with_it(
     views: list[CheckpointView], policy: TierPolicy, among: Random
 ) -> None:
-    """On this rests that a tier which cannot be seen may count as empty."""
+    """This is why an unknown tier may count as empty."""
     part = [one for one in views if among.random() < 0.6]
     assert set(kept(views, policy)) & {one.id for one in part} <= set(kept(part, policy))

@@ -25,9 +25,9 @@ from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import Manifest
+from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
-from tierd.workers.recovery import refresh
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
+from tierd.listing import refresh
 from tierd.memory.slot import MappedSlot
 from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import MemoryTier, SnapshotSet
@@ -28,7 +29,6 @@ from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import Persister
-from tierd.workers.recovery import refresh
 from tierd.workers.replicator import Replicator
 
 RUN = Run("run42")

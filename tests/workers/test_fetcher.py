@@ -1,4 +1,4 @@
-"""A part of a checkpoint comes from cold: only what is asked for, each chunk once, and never taken for a replica."""
+"""Fetches a part of a checkpoint from cold: only requested chunks, each once; a part never counts as a replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: list[list[int]] = []
 
 
 class Asked:
-    """A checkpoint of two shards in two cold tiers, and who fetches it."""
+    """A checkpoint of two shards in two cold tiers, and its fetcher."""
 
     def __init__(self, rooms: Rooms) -> None:
         self.rooms = rooms
@@ -55,7 +55,7 @@ class Asked:
         return sorted(self.rooms.hot_store.root.rglob("*.partial"))
 
     async def bring(self, chunks: list[list[int]] | None, tier: str = "cold", *, is_hot_bad: bool = False) -> bool:
-        """Whether what was handed over is a part; its chunks and headers are the right bytes, in files of full size."""
+        """Returns whether the handover is a part. Checks its chunks and headers, in files of full size."""
         descriptors, is_part = await self.fetcher.bring(
             self.entry, self.rooms.cold[tier], chunks, lambda done, total: None, is_hot_bad=is_hot_bad
         )
@@ -68,7 +68,7 @@ class Asked:
         return is_part
 
     def damage(self, tier: str, index: int) -> None:
-        """One bit of that chunk of the first shard."""
+        """Flip one bit of that chunk of the first shard."""
         path = self.rooms.folder(tier, self.entry.id) / self.entry.manifest.files[0].name
         _flip(path, index)
 
@@ -81,7 +81,7 @@ def _flip(path: Path, index: int) -> None:
 
 @pytest.fixture
 async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
-    gc.collect()  # what earlier tests left is theirs
+    gc.collect()  # close descriptors that earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
         found = Asked(rooms)
@@ -90,13 +90,13 @@ async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
     assert len(os.listdir("/proc/self/fd")) <= before, "descriptors leak"
 
 
-async def test_headers_come_first_however_long_and_nothing_else(asked: Asked) -> None:
+async def test_fetch_without_chunks_fetches_only_the_headers_of_any_length(asked: Asked) -> None:
     assert asked.header_chunks > 1
     assert await asked.bring(NOTHING)
     assert asked.given_bytes() == asked.headers_bytes
 
 
-async def test_only_the_chunks_that_are_asked_for_come_and_each_once_whoever_asks(asked: Asked) -> None:
+async def test_only_requested_chunks_are_fetched_and_each_once(asked: Asked) -> None:
     for chunks in ([[20, 21], []], [[21, 22], [40]], [[22], [40]]):
         assert await asked.bring(chunks)
     assert asked.given_bytes() == asked.headers_bytes + 4 * CHUNK_BYTES
@@ -104,7 +104,7 @@ async def test_only_the_chunks_that_are_asked_for_come_and_each_once_whoever_ask
     assert asked.given_bytes() == asked.headers_bytes + 9 * CHUNK_BYTES
 
 
-async def test_part_is_listed_nowhere_and_takes_room_for_no_more(asked: Asked) -> None:
+async def test_part_is_not_listed_and_takes_only_its_own_space(asked: Asked) -> None:
     await asked.bring([[20], []])
     await asked.rooms.look()
     assert asked.entry.tiers == {"cold", "dr"}
@@ -112,24 +112,24 @@ async def test_part_is_listed_nowhere_and_takes_room_for_no_more(asked: Asked) -
     assert sum(path.stat().st_blocks * 512 for path in asked.arriving()) < asked.entry.manifest.size_bytes / 2
 
 
-async def test_ranks_that_need_nearly_all_make_a_hot_replica_of_all(asked: Asked) -> None:
+async def test_ranks_that_need_nearly_all_chunks_make_a_hot_replica(asked: Asked) -> None:
     everything = [list(range(len(one.chunks))) for one in asked.entry.manifest.files]
     assert await asked.bring([everything[0], []])
     assert not await asked.bring([[], everything[1][:-2]])
     assert asked.given_bytes() == asked.entry.manifest.size_bytes
     assert asked.entry.tiers == {"hot", "cold", "dr"}
     assert asked.arriving() == []
-    assert not await asked.bring(NOTHING), "as handed over from hot"
+    assert not await asked.bring(NOTHING), "it is handed over from hot"
 
 
-async def test_who_asks_for_all_gets_all_and_what_was_there_is_not_fetched_again(asked: Asked) -> None:
+async def test_request_for_all_chunks_fetches_only_the_missing_ones(asked: Asked) -> None:
     await asked.bring([[20], []])
     assert not await asked.bring(None)
     assert asked.given_bytes() == asked.entry.manifest.size_bytes
     assert asked.entry.tiers == {"hot", "cold", "dr"}
 
 
-async def test_part_stays_while_it_is_in_use_and_goes_when_the_run_is_restored(asked: Asked) -> None:
+async def test_part_is_kept_while_in_use_and_deleted_when_the_run_is_restored(asked: Asked) -> None:
     await asked.bring([[20], []])
     await asked.fetcher.sweep(RUN)
     assert len(asked.arriving()) == 2
@@ -138,7 +138,7 @@ async def test_part_stays_while_it_is_in_use_and_goes_when_the_run_is_restored(a
     await asked.fetcher.restored(RUN)
 
 
-async def test_part_that_was_removed_meanwhile_is_fetched_again(asked: Asked) -> None:
+async def test_part_deleted_meanwhile_is_fetched_again(asked: Asked) -> None:
     await asked.bring([[20], []])
     asked.arriving()[0].unlink()
     await asked.bring([[21], []])
@@ -146,7 +146,7 @@ async def test_part_that_was_removed_meanwhile_is_fetched_again(asked: Asked) ->
     assert asked.given_bytes() == 1.5 * asked.headers_bytes + 3 * CHUNK_BYTES
 
 
-async def test_next_daemon_goes_on_with_what_verifies(asked: Asked) -> None:
+async def test_next_daemon_continues_with_the_chunks_that_verify(asked: Asked) -> None:
     await asked.bring([[20, 21], [30]])
     _flip(asked.arriving()[0], 20)
     asked.fetcher = Fetcher(
@@ -161,14 +161,14 @@ async def test_next_daemon_goes_on_with_what_verifies(asked: Asked) -> None:
     assert asked.given_bytes() == asked.headers_bytes + 4 * CHUNK_BYTES
 
 
-async def test_what_was_damaged_after_it_came_is_read_again_when_the_next_tier_is_asked(asked: Asked) -> None:
+async def test_chunk_damaged_after_it_was_fetched_is_fetched_again_from_the_next_tier(asked: Asked) -> None:
     await asked.bring([[20, 21], []])
     _flip(asked.arriving()[0], 20)
     await asked.bring([[20, 21], []], "dr")
     assert asked.given_bytes("dr") == CHUNK_BYTES
 
 
-async def test_chunk_that_is_bad_in_one_tier_comes_from_the_next_which_gives_no_more(asked: Asked) -> None:
+async def test_only_the_damaged_chunk_is_fetched_from_the_next_tier(asked: Asked) -> None:
     asked.damage("cold", 21)
     assert await asked.bring([[20], []])
     with pytest.raises(Corrupt, match="chunk 21 of"):
@@ -177,7 +177,7 @@ async def test_chunk_that_is_bad_in_one_tier_comes_from_the_next_which_gives_no_
     assert asked.given_bytes("dr") == CHUNK_BYTES
 
 
-async def test_tier_that_dies_in_the_middle_leaves_the_rest_to_the_next(
+async def test_rest_is_fetched_from_the_next_tier_when_one_goes_away(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asked.bring(NOTHING)
@@ -197,14 +197,14 @@ async def test_tier_that_dies_in_the_middle_leaves_the_rest_to_the_next(
     assert asked.given_bytes("dr") == CHUNK_BYTES
 
 
-async def test_damaged_hot_replica_is_mended_as_a_whole_whatever_is_asked(asked: Asked) -> None:
+async def test_damaged_hot_replica_is_replaced_whole_whatever_chunks_are_requested(asked: Asked) -> None:
     assert not await asked.bring(None)
     asked.damage("hot", 30)
     assert not await asked.bring([[20], []], is_hot_bad=True)
     assert asked.given_bytes() == asked.entry.manifest.size_bytes + CHUNK_BYTES
 
 
-async def test_indexes_beyond_a_file_and_files_beyond_the_manifest_are_no_matter(asked: Asked) -> None:
+async def test_chunk_indexes_and_files_out_of_range_are_ignored(asked: Asked) -> None:
     assert await asked.bring([[], [], [1]])
     descriptors, _ = await asked.fetcher.bring(
         asked.entry, asked.rooms.cold["cold"], [[10_000]], lambda done, total: None, is_hot_bad=False
@@ -213,8 +213,8 @@ async def test_indexes_beyond_a_file_and_files_beyond_the_manifest_are_no_matter
     assert asked.given_bytes() == asked.headers_bytes
 
 
-async def test_trainer_that_is_refused_a_chunk_finds_the_rest_when_it_asks_the_next_tier(asked: Asked) -> None:
-    """To sweep what came, because one chunk of it is bad, would be to fetch it all again."""
+async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(asked: Asked) -> None:
+    """If one damaged chunk deleted the rest, all of it would be fetched again."""
 
     async def nobody_knows(checkpoint: object) -> bool | None:
         return None

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.decisions import HaltReason, halted
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
+from tierd.listing import refresh
 from tierd.transfer.partial_file import partial_name
-from tierd.workers.reaper import halted
-from tierd.workers.recovery import Lister, clear_uncommitted, recover, refresh
+from tierd.workers.recovery import Lister, clear_uncommitted, recover
 
 NOW_S = datetime.now(UTC).timestamp()
 
@@ -63,7 +64,6 @@ async def test_a_listing_updates_checkpoints_milestones_generations_and_sizes(ro
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best", "first"})
     assert rooms.catalog.generation_max(manifest.id.run) == 7
-    assert rooms.catalog.tiers["hot"].used_bytes >= manifest.size_bytes
 
 
 async def test_a_checkpoint_that_was_deleted_by_hand_is_removed_by_the_next_listing(rooms: Rooms) -> None:
@@ -111,7 +111,7 @@ async def test_damage_is_reported_and_not_deleted_even_if_it_happens_later(
     await recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=NOW_S)
     assert [entry.id for entry in rooms.catalog.entries()] == [healthy.id]
     assert list(rooms.catalog.unreadable()) == [("hot", damaged.id)]
-    assert any(reason.startswith("unreadable_manifest: ") for reason in halted(rooms.catalog))
+    assert any(halt.reason is HaltReason.UNREADABLE_MANIFEST for halt in halted(rooms.catalog))
     assert sorted(os.listdir(rooms.folder("hot", damaged.id))) == before
 
 
@@ -165,7 +165,7 @@ async def test_a_tier_that_cannot_be_listed_is_not_known_and_keeps_its_entries(r
     await rooms.look()
     assert not rooms.catalog.tiers["cold"].is_known
     assert rooms.catalog.newest(manifest.id.run, "cold") == manifest
-    assert any(reason.startswith("tier_unreachable: ") for reason in halted(rooms.catalog))
+    assert any(halt.reason is HaltReason.TIER_UNREACHABLE for halt in halted(rooms.catalog))
     lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable):
         await lister.run_once()

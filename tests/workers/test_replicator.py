@@ -11,13 +11,12 @@ import pytest
 from tests.support.cli import assert_same_files, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig
+from tierd.decisions import decisions, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
-from tierd.lifecycle.policy import Verdict
-from tierd.workers.reaper import decisions
-from tierd.workers.recovery import refresh
-from tierd.workers.replicator import waiting
+from tierd.lifecycle.policy import Action
+from tierd.listing import refresh
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ async def test_each_cold_tier_gets_what_its_own_lifecycle_selects(rooms: Rooms) 
         assert await rooms.replicator(name).run_once()
     assert (rooms.steps("cold"), rooms.steps("dr")) == ([300, 200, 100], [300])
     assert waiting(rooms.catalog, rooms.config) == {"cold": [], "dr": []}
-    assert {decision.verdict for decision in decisions(rooms.catalog, rooms.config)} == {Verdict.KEEP}
+    assert {decision.action for decision in decisions(rooms.catalog, rooms.config)} == {Action.KEEP}
 
 
 async def test_a_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:

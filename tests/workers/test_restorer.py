@@ -1,4 +1,4 @@
-"""Finds what a trainer asks for: the right checkpoint, the nearest sound replica, and the honest answer when none."""
+"""The restorer: opens the right checkpoint from the nearest readable replica, or answers why there is none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tierd.errors import (
     NotFound,
     TierdError,
     TierUnreachable,
-    Transient,
     Unhealthy,
 )
 from tierd.format import checksum, layout, wire
@@ -46,7 +45,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
 
 
-def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None, judge: Judge | None = None) -> Restorer:
+def restorer(rooms: Rooms, listings: list[asyncio.Event] | None = None, judge: Judge | None = None) -> Restorer:
     async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
         return None
 
@@ -56,7 +55,7 @@ def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None, judge: Judg
         rooms.hot,
         rooms.hot_store,
         rooms.cold,
-        looks or [],
+        listings or [],
         metrics=rooms.metrics,
         incidents=rooms.incidents,
         judge=judge or nobody_knows,
@@ -64,7 +63,7 @@ def restorer(rooms: Rooms, looks: list[asyncio.Event] | None = None, judge: Judg
 
 
 async def ask(rooms: Rooms, worker: Restorer | None = None, **fields: Any) -> tuple[str, Manifest, list[bytes]]:
-    """(tier, manifest, what the files hold); every descriptor is closed again."""
+    """(tier, manifest, contents of the files); closes every descriptor."""
     found = await handover(worker or restorer(rooms), **fields)
     shards = [
         os.pread(descriptor, entry.size_bytes, 0)
@@ -94,8 +93,8 @@ async def where_of(rooms: Rooms, worker: Restorer | None, **fields: Any) -> tupl
 # ── which one ──
 
 
-async def test_trainer_is_told_why_a_newer_checkpoint_was_passed_over(rooms: Rooms) -> None:
-    """To go on from an older step costs work: that is never done in silence."""
+async def test_answer_names_newer_checkpoints_that_were_passed_over(rooms: Rooms) -> None:
+    """Going back to an older step loses work, so the trainer must know."""
     await rooms.commit("hot", step=100)
     newer = await rooms.commit("hot", step=200)
     (rooms.folder("hot", newer.id) / "manifest.json").write_text("{")
@@ -109,15 +108,15 @@ async def test_trainer_is_told_why_a_newer_checkpoint_was_passed_over(rooms: Roo
     assert found.passed_over == []
 
 
-def of_a_later_tierd(rooms: Rooms, tier: str, one: Manifest) -> None:
-    """The manifest says so."""
+def set_later_format(rooms: Rooms, tier: str, one: Manifest) -> None:
+    """Replace the manifest by one of a later format."""
     (rooms.folder(tier, one.id) / "manifest.json").write_bytes(msgspec.structs.replace(one, format_version=2).encode())
 
 
-async def test_newest_checkpoint_of_a_later_tierd_is_not_passed_over_unless_a_step_is_named(rooms: Rooms) -> None:
-    """To lose work by going back to an older tierd is for a person to decide."""
+async def test_newest_checkpoint_of_a_later_format_is_refused_unless_a_step_is_named(rooms: Rooms) -> None:
+    """A person must decide whether to lose the work that a later tierd saved."""
     await rooms.commit("hot", step=100)
-    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=200))
+    set_later_format(rooms, "hot", await rooms.commit("hot", step=200))
     await rooms.look()
     with pytest.raises(NewerFormat, match="format version 2") as caught:
         await ask(rooms)
@@ -125,18 +124,18 @@ async def test_newest_checkpoint_of_a_later_tierd_is_not_passed_over_unless_a_st
     assert await where(rooms, step=100) == (100, "hot")
 
 
-async def test_older_checkpoint_of_a_later_tierd_is_no_matter(rooms: Rooms) -> None:
-    of_a_later_tierd(rooms, "hot", await rooms.commit("hot", step=100))
+async def test_older_checkpoint_of_a_later_format_is_ignored(rooms: Rooms) -> None:
+    set_later_format(rooms, "hot", await rooms.commit("hot", step=100))
     await rooms.commit("cold", step=200)
     await rooms.look()
     assert await where(rooms) == (200, "cold")
 
 
 @pytest.mark.parametrize(("content", "error"), [("{", Corrupt), ('{"format_version": 2}', NewerFormat)])
-async def test_run_whose_only_manifest_cannot_be_read_is_never_answered_with_not_found(
+async def test_run_with_only_an_unreadable_manifest_is_not_answered_with_not_found(
     rooms: Rooms, content: str, error: type[TierdError]
 ) -> None:
-    """Not found means that a trainer may start from scratch."""
+    """On NotFound a trainer may start from scratch."""
     one = await rooms.commit("hot")
     (rooms.folder("hot", one.id) / "manifest.json").write_text(content)
     await rooms.look()
@@ -146,7 +145,7 @@ async def test_run_whose_only_manifest_cannot_be_read_is_never_answered_with_not
         await ask(rooms, step=one.step + 1)
 
 
-async def test_newest_of_a_run_is_known_wherever_it_is_and_whether_or_not_it_can_be_read(rooms: Rooms) -> None:
+async def test_newest_of_a_run_counts_every_tier_and_unreadable_checkpoints(rooms: Rooms) -> None:
     worker = restorer(rooms)
     assert worker.newest(RUN) is None
     cold = await rooms.commit("cold", step=100)
@@ -159,9 +158,9 @@ async def test_newest_of_a_run_is_known_wherever_it_is_and_whether_or_not_it_can
     sealed = rooms.seal(300, [b"one"])
     assert worker.newest(RUN) == sealed.id
     assert worker.newest(Run("other")) is None
-    assert worker.unseen() == []
+    assert worker.unlisted() == []
     rooms.catalog.lost_tier("cold", "no such bucket")
-    assert worker.unseen() == ["cold (no such bucket)"]
+    assert worker.unlisted() == ["cold (no such bucket)"]
 
 
 async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
@@ -198,7 +197,7 @@ async def test_newest_step_of_the_newest_generation_unless_asked_otherwise(rooms
             await ask(rooms, **wanted)
 
 
-async def test_unhealthy_one_is_passed_by_unless_asked_for(rooms: Rooms) -> None:
+async def test_unhealthy_checkpoint_is_passed_over_unless_allowed(rooms: Rooms) -> None:
     await rooms.commit("hot", step=100)
     await rooms.commit("hot", step=200)
     await rooms.look()
@@ -209,11 +208,11 @@ async def test_unhealthy_one_is_passed_by_unless_asked_for(rooms: Rooms) -> None
     assert await where(rooms, step=200, allow_unhealthy=True) == (200, "hot")
     assert await where(rooms, allow_unhealthy=True) == (200, "hot")
     rooms.catalog.diagnosed(checkpoint_id(RUN, 100, 1), "hot", is_healthy=False)
-    with pytest.raises(Unhealthy):  # and no NotFound: that would be a start from scratch
+    with pytest.raises(Unhealthy):  # not NotFound, on which a trainer starts from scratch
         await ask(rooms)
 
 
-async def test_what_nobody_has_examined_is_judged_before_it_is_handed_over(rooms: Rooms) -> None:
+async def test_unexamined_checkpoint_is_examined_before_it_is_handed_over(rooms: Rooms) -> None:
     await rooms.commit("hot", "cold", step=100)
     await rooms.commit("cold", step=150, sequence=2)
     rooms.seal(200)
@@ -232,7 +231,7 @@ async def test_what_nobody_has_examined_is_judged_before_it_is_handed_over(rooms
     assert asked == [200, 150]
 
 
-async def test_snapshot_that_memory_let_go_of_while_it_was_judged_is_handed_over_from_hot(rooms: Rooms) -> None:
+async def test_snapshot_released_from_memory_while_it_was_examined_is_handed_over_from_hot(rooms: Rooms) -> None:
     rooms.seal(100)
     await rooms.look()
 
@@ -248,7 +247,7 @@ async def test_snapshot_that_memory_let_go_of_while_it_was_judged_is_handed_over
     assert (found.manifest.step, found.tier) == (100, "hot")
 
 
-async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Rooms) -> None:
+async def test_find_in_an_unknown_tier_is_a_bad_request(rooms: Rooms) -> None:
     with pytest.raises(BadRequest, match="'colder'"):
         await ask(rooms, tier="colder")
 
@@ -256,7 +255,7 @@ async def test_tier_that_is_not_configured_is_a_mistake_not_an_absence(rooms: Ro
 # ── nothing there, and nothing to be seen ──
 
 
-async def test_absent_only_when_every_tier_was_seen(rooms: Rooms) -> None:
+async def test_not_found_only_if_every_tier_was_listed(rooms: Rooms) -> None:
     with pytest.raises(TierUnreachable, match="not listed yet"):
         await ask(rooms)
     await rooms.look()
@@ -271,26 +270,26 @@ async def test_absent_only_when_every_tier_was_seen(rooms: Rooms) -> None:
             await ask(rooms, tier=wanted)
 
 
-async def test_first_looks_are_waited_for_where_they_matter(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_find_waits_for_the_first_listing_of_cold_tiers(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     await rooms.commit("hot", step=100)
     await rooms.commit("cold", step=200, sequence=2)
-    looked = asyncio.Event()
-    worker = restorer(rooms, [looked])
+    listed = asyncio.Event()
+    worker = restorer(rooms, [listed])
     await rooms.look()
     rooms.catalog.drop(checkpoint_id(RUN, 200, 1), "cold")
-    assert (await ask(rooms, worker, tier="hot"))[1].step == 100, "no reason to wait"
+    assert (await ask(rooms, worker, tier="hot"))[1].step == 100, "it does not wait for cold tiers"
     asking = asyncio.ensure_future(ask(rooms, worker))
     await asyncio.sleep(0)
     assert not asking.done()
     await rooms.look()
-    looked.set()
+    listed.set()
     assert (await asking)[1].step == 200
-    monkeypatch.setattr(restorer_module, "FIRST_LOOK_TIMEOUT_S", 0.01)
-    assert (await ask(rooms, restorer(rooms, [asyncio.Event()])))[1].step == 200, "but not for ever"
+    monkeypatch.setattr(restorer_module, "FIRST_LISTING_TIMEOUT_S", 0.01)
+    assert (await ask(rooms, restorer(rooms, [asyncio.Event()])))[1].step == 200, "the wait is bounded"
 
 
-async def test_checkpoint_with_a_file_missing_is_damaged_not_absent(rooms: Rooms) -> None:
-    """Absent would let the trainer start from scratch, over the head of what can be mended."""
+async def test_checkpoint_with_a_missing_file_is_corrupt_not_absent(rooms: Rooms) -> None:
+    """If it were absent, the trainer would start from scratch, although the checkpoint can be repaired."""
     one = await rooms.commit("hot")
     await rooms.look()
     (rooms.folder("hot", one.id) / SHARD).unlink()
@@ -299,22 +298,22 @@ async def test_checkpoint_with_a_file_missing_is_damaged_not_absent(rooms: Rooms
     assert rooms.incidents.recent()[0]["stage"] == "restore"
 
 
-async def test_every_replica_found_damaged_is_told_as_damage(rooms: Rooms) -> None:
+async def test_every_replica_excluded_as_damaged_is_corrupt(rooms: Rooms) -> None:
     one = await rooms.commit("hot")
     await rooms.look()
-    with pytest.raises(Corrupt, match="every replica in reach"):
+    with pytest.raises(Corrupt, match="its replica in hot is damaged"):
         await ask(rooms, exclude=[f"{one.id.name}@hot"])
 
 
 # ── from cold ──
 
 
-async def test_cold_checkpoint_becomes_a_hot_one(rooms: Rooms) -> None:
+async def test_cold_checkpoint_is_fetched_and_committed_in_hot(rooms: Rooms) -> None:
     one = await rooms.commit("cold", milestones=("best",))
     await rooms.look()
-    told: list[tuple[int, int]] = []
-    assert await where(rooms, on_progress=lambda done, total: told.append((done, total))) == (100, "cold")
-    assert (told[0], told[-1]) == ((0, 40_000), (40_000, 40_000))
+    progress: list[tuple[int, int]] = []
+    assert await where(rooms, on_progress=lambda done, total: progress.append((done, total))) == (100, "cold")
+    assert (progress[0], progress[-1]) == ((0, 40_000), (40_000, 40_000))
     await rooms.look()
     entry = rooms.catalog.get(one.id)
     assert entry is not None
@@ -322,7 +321,7 @@ async def test_cold_checkpoint_becomes_a_hot_one(rooms: Rooms) -> None:
     assert await where(rooms) == (100, "hot")
 
 
-async def test_several_ranks_that_ask_at_once_fetch_once(rooms: Rooms) -> None:
+async def test_concurrent_ranks_fetch_each_chunk_once(rooms: Rooms) -> None:
     await rooms.commit("cold", size_bytes=3_000_000)
     await rooms.look()
     worker = restorer(rooms)
@@ -332,7 +331,7 @@ async def test_several_ranks_that_ask_at_once_fetch_once(rooms: Rooms) -> None:
     assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == 6_000_000
 
 
-async def test_damaged_cold_chunk_leads_to_the_next_tier_and_then_to_an_older_checkpoint(rooms: Rooms) -> None:
+async def test_damaged_cold_replica_is_followed_by_the_next_tier_and_then_an_older_checkpoint(rooms: Rooms) -> None:
     await rooms.commit("cold", step=100)
     hurt = await rooms.commit("cold", "dr", step=200, sequence=2)
     await rooms.look()
@@ -347,7 +346,7 @@ async def test_damaged_cold_chunk_leads_to_the_next_tier_and_then_to_an_older_ch
     flip_a_bit(rooms.folder("dr", hurt.id) / SHARD)
     assert await where(rooms) == (100, "cold")
     assert rooms.steps("hot") == [100]
-    assert not rooms.folder("hot", hurt.id).exists(), "what was fetched of it in vain takes no room"
+    assert not rooms.folder("hot", hurt.id).exists(), "what was fetched of it is deleted"
 
 
 async def test_damaged_hot_replica_is_replaced_from_cold(rooms: Rooms) -> None:
@@ -356,10 +355,10 @@ async def test_damaged_hot_replica_is_replaced_from_cold(rooms: Rooms) -> None:
     flip_a_bit(rooms.folder("hot", one.id) / SHARD)
     bad = [f"{one.id.name}@hot"]
     assert await where(rooms, exclude=bad) == (100, "cold")
-    assert await where(rooms) == (100, "hot"), "mended"
+    assert await where(rooms) == (100, "hot"), "replaced"
 
 
-async def test_hot_replica_that_lost_a_file_is_replaced_from_cold_without_being_asked(rooms: Rooms) -> None:
+async def test_hot_replica_with_a_missing_file_is_replaced_from_cold(rooms: Rooms) -> None:
     one = await rooms.commit("hot", "cold")
     await rooms.look()
     (rooms.folder("hot", one.id) / SHARD).unlink()
@@ -373,11 +372,11 @@ async def test_unreadable_hot_manifest_does_not_hide_the_cold_replica(rooms: Roo
     (rooms.folder("hot", one.id) / SHARD).unlink()
     await rooms.look()
     assert await where(rooms) == (100, "cold")
-    assert (rooms.folder("hot", one.id) / "manifest.json").read_text() == "{", "a person must see it"
+    assert (rooms.folder("hot", one.id) / "manifest.json").read_text() == "{", "it is left for a person to see"
     assert "hot" not in rooms.catalog.get(one.id).tiers  # type: ignore[union-attr]
 
 
-async def test_another_hot_checkpoint_of_the_same_name_is_not_overwritten(rooms: Rooms) -> None:
+async def test_different_hot_checkpoint_of_the_same_name_is_not_overwritten(rooms: Rooms) -> None:
     one = await rooms.commit("cold")
     await rooms.look()
     await rooms.commit("hot", size_bytes=77)
@@ -391,7 +390,7 @@ def arriving(rooms: Rooms) -> list[Path]:
 
 
 async def begin_and_cancel(rooms: Rooms, worker: Restorer) -> None:
-    """The fetch of shards of 32 MB is broken off when the first has arrived."""
+    """Cancel the fetch of shards of 32 MB once the first has arrived."""
     reached: list[int] = []
     asking = asyncio.ensure_future(ask(rooms, worker, on_progress=lambda done, total: reached.append(done)))
     while not any(reached):
@@ -401,7 +400,7 @@ async def begin_and_cancel(rooms: Rooms, worker: Restorer) -> None:
         await asking
 
 
-async def test_fetch_that_is_cancelled_opens_nothing_and_the_next_one_goes_on(rooms: Rooms) -> None:
+async def test_cancelled_fetch_opens_nothing_and_the_next_one_continues_it(rooms: Rooms) -> None:
     one = await rooms.commit("cold", size_bytes=32 << 20)
     await rooms.look()
     await begin_and_cancel(rooms, restorer(rooms))
@@ -410,11 +409,11 @@ async def test_fetch_that_is_cancelled_opens_nothing_and_the_next_one_goes_on(ro
     assert (await ask(rooms, restorer(rooms)))[0] == "cold"
     read_bytes = rooms.count("tierd_bytes_total", tier="cold", direction="read")
     assert read_bytes
-    assert read_bytes <= one.size_bytes, "nothing twice that had arrived"
+    assert read_bytes <= one.size_bytes, "nothing is fetched twice"
     assert arriving(rooms) == []
 
 
-async def test_what_one_cold_tier_gave_stays_when_the_next_gives_the_rest(rooms: Rooms) -> None:
+async def test_chunks_from_one_cold_tier_stay_when_the_next_gives_the_rest(rooms: Rooms) -> None:
     one = await rooms.commit("cold", "dr", size_bytes=20_000)
     await rooms.look()
     flip_a_bit(rooms.folder("cold", one.id) / SHARD)
@@ -423,7 +422,7 @@ async def test_what_one_cold_tier_gave_stays_when_the_next_gives_the_rest(rooms:
         assert rooms.count("tierd_bytes_total", tier=tier, direction="read") == 20_000
 
 
-async def test_leftovers_go_once_the_run_has_gone_on_from_elsewhere(rooms: Rooms) -> None:
+async def test_leftovers_of_a_fetch_are_deleted_once_the_run_restores_another_checkpoint(rooms: Rooms) -> None:
     await rooms.commit("cold", size_bytes=32 << 20)
     await rooms.look()
     await begin_and_cancel(rooms, worker := restorer(rooms))
@@ -433,7 +432,7 @@ async def test_leftovers_go_once_the_run_has_gone_on_from_elsewhere(rooms: Rooms
     assert arriving(rooms) == []
 
 
-async def test_cold_tier_that_goes_away_leaves_what_had_come_for_the_next_time(
+async def test_chunks_fetched_before_a_tier_went_away_are_kept_for_the_next_attempt(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await rooms.commit("cold", size_bytes=32 << 20)
@@ -456,7 +455,7 @@ async def test_cold_tier_that_goes_away_leaves_what_had_come_for_the_next_time(
     assert rooms.count("tierd_bytes_total", tier="cold", direction="read") == one.size_bytes
 
 
-async def test_full_disk_does_not_stay_full_of_what_did_not_fit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_onto_a_full_disk_deletes_what_it_wrote(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     one = await rooms.commit("cold")
     await rooms.look()
 
@@ -473,7 +472,7 @@ async def test_full_disk_does_not_stay_full_of_what_did_not_fit(rooms: Rooms, mo
 # ── from memory ──
 
 
-async def test_snapshot_that_is_not_written_yet_is_restored_from_memory_with_checksums(rooms: Rooms) -> None:
+async def test_unpersisted_snapshot_is_restored_from_memory_with_checksums(rooms: Rooms) -> None:
     found = rooms.seal(7, [b"one", b"two"])
     await rooms.look()
     tier, manifest, shards = await ask(rooms)
@@ -481,12 +480,12 @@ async def test_snapshot_that_is_not_written_yet_is_restored_from_memory_with_che
     assert [entry.crc64nvme for entry in manifest.files] == [
         checksum.encode(checksum.crc64nvme(shard)) for shard in shards
     ]
-    assert manifest.encode(), "it can travel"
-    assert all(one.entry is not None for one in found.snapshots.values()), "they are not computed twice"
+    assert manifest.encode(), "it can be encoded"
+    assert all(one.entry is not None for one in found.snapshots.values()), "the checksums are kept"
 
 
 async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Rooms) -> None:
-    """Its slot may hold the next step by now, and the checksums would be right."""
+    """Its slot may hold the next step by then, with valid checksums."""
     size_bytes = 32 << 20
     older = rooms.seal(7, [bytes(size_bytes)])
     await rooms.look()
@@ -495,12 +494,11 @@ async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Roo
     older.failures = 1
     rooms.seal(8, [b"newer"])
     list(rooms.memory.release(RUN))
-    with pytest.raises(Transient, match="took its place"):
-        await asking
-    assert await where(rooms) == (8, "memory")
+    assert (await asking)[1].step == 8
+    assert "replaced it while it was read" in rooms.incidents.recent()[0]["message"]
 
 
-async def test_run_whose_memory_was_given_back_in_the_middle_is_no_bug(rooms: Rooms) -> None:
+async def test_memory_given_back_during_a_find_is_a_typed_error(rooms: Rooms) -> None:
     found = rooms.seal(7, [bytes(32 << 20)])
     asking = asyncio.ensure_future(ask(rooms, tier="memory"))
     await asyncio.sleep(0)
@@ -512,7 +510,7 @@ async def test_run_whose_memory_was_given_back_in_the_middle_is_no_bug(rooms: Ro
         await asking
 
 
-async def test_more_files_than_a_message_carries_is_told_by_name(rooms: Rooms) -> None:
+async def test_more_files_than_a_message_carries_is_unsupported(rooms: Rooms) -> None:
     rooms.seal(7, [b"x"] * wire.DESCRIPTORS_MAX)
     await rooms.look()
     with pytest.raises(TierdError, match="a message carries 252"):

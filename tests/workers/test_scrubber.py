@@ -17,13 +17,13 @@ from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tierd.config import LimitsConfig, ScrubConfig
+from tierd.decisions import HaltReason, deletions, halted
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
+from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.transfer.verify import verify_files
-from tierd.workers.reaper import deletions, halted
-from tierd.workers.recovery import refresh
 from tierd.workers.scrubber import Scrubber
 
 INTERVAL_S = 1000.0
@@ -132,7 +132,7 @@ async def test_damage_that_a_listing_shows_is_repaired_by_the_next_pass(
     made = await rooms.commit("hot", "cold")
     damage(tmp_path / "cold", made, made.files[0].name)
     await rooms.look()
-    assert "unreadable_manifest" in halted(rooms.catalog)[0]
+    assert halted(rooms.catalog)[0].reason is HaltReason.UNREADABLE_MANIFEST
     scrub = Scrub(rooms, rooms.cold["cold"])
     await scrub.at(0.0)
     assert await is_undamaged(rooms.cold["cold"], made)
@@ -153,7 +153,7 @@ async def test_a_replica_that_cannot_be_repaired_does_not_count_and_halts_deleti
     await scrub.at(0.0)
     (first,) = scrub.damaged()
     assert deletions(rooms.catalog, rooms.config) == []
-    assert halted(rooms.catalog)[0].startswith("damaged_replica: run42/")
+    assert str(halted(rooms.catalog)[0]).startswith("damaged_replica: run42/")
     await scrub.at(INTERVAL_S - 1)
     assert len(scrub.damaged()) == 5
     assert rooms.count("tierd_verify_failures_total", tier="cold") == 5  # each is recorded once

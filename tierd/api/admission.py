@@ -123,13 +123,13 @@ class Admission:
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
                 hint="rank 0 connects first and gives its generation to the others",
             )
-        await self._restorer.wait_first_looks()
-        unseen = self._restorer.unseen()
+        await self._restorer.wait_first_listings()
+        unlisted = self._restorer.unlisted()
         least = 1
-        if unseen and not self._catalog.generation_max(run) and not self._memory.generation(run):
+        if unlisted and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
                 raise TierUnreachable(
-                    f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unseen)}",
+                    f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unlisted)}",
                     hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
                     "with TIERD_RESUME=scratch in the trainer's environment",
                 )
@@ -189,7 +189,7 @@ class Admission:
             staging=config.snapshot.staging,
             stop_grace_s=config.snapshot.stop_grace_s,
             newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
-            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unseen()[:UNSEEN_MAX]],
+            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
             report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
         )
 

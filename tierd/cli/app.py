@@ -1,4 +1,4 @@
-"""`tierd`: the verbs, what stands before them, and how an error becomes a message and an exit code.
+"""`tierd`: the verbs, the options before them, and how an error becomes a message and an exit code.
 
 0 ok · 1 failed · 2 usage or config · 3 partial · 10 no such checkpoint · 11 lock held · 12 verification failed ·
 13 daemon unreachable · 14 cold tier unreachable · 15 target not empty · 16 no space · 17 the run is halted ·
@@ -19,8 +19,8 @@ from typing import Annotated, Concatenate, ParamSpec
 
 import typer
 
-from tierd.cli.console import answer, say
-from tierd.cli.opened_tiers import Settings, settings_of
+from tierd.cli.console import print_note, print_result
+from tierd.cli.options import Settings, settings_of
 from tierd.errors import TierdError
 
 P = ParamSpec("P")
@@ -29,11 +29,11 @@ _TRACEBACK = "TIERD_TRACEBACK"
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, unwound as Ctrl-C is: whatever is half-written gets cleared away."""
+    """SIGTERM, unwound as Ctrl-C is, so that temporary files are removed."""
 
 
 def _guarded(verb: Callable[Concatenate[typer.Context, P], None]) -> Callable[Concatenate[typer.Context, P], None]:
-    """The verb, with what it raises turned into one message and an exit code; a traceback is for bugs, on request."""
+    """The verb, with its exceptions turned into one message and an exit code; --traceback shows where."""
 
     @functools.wraps(verb)
     def run(context: typer.Context, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -46,29 +46,30 @@ def _guarded(verb: Callable[Concatenate[typer.Context, P], None]) -> Callable[Co
         except KeyboardInterrupt as error:
             raise typer.Exit(128 + signal.SIGINT) from error
         except BrokenPipeError as error:
-            # Whoever read us has had enough. Nothing may be flushed into that pipe at exit.
+            # The reader closed the pipe, as `head` does: nothing may be flushed into it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(128 + signal.SIGPIPE) from error
         except Exception as error:
             if settings_of(context).wants_traceback:
                 traceback.print_exception(error)
-            raise typer.Exit(_tell(error)) from error
+            raise typer.Exit(_print_error(error)) from error
 
     return run
 
 
-def _tell(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     if isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        return _tell(error.exceptions[0])
+        return _print_error(error.exceptions[0])
     if isinstance(error, TierdError):
-        say(f"tierd: {error.message}" + (f"\n  hint: {error.hint}" if error.hint else ""))
+        print_note(f"tierd: {error.message}" + (f"\n  hint: {error.hint}" if error.hint else ""))
         return error.exit_code
-    say(f"tierd: {type(error).__name__}: {error}\n  hint: this is a bug: {_TRACEBACK}=1 shows where, please report it")
+    bug = f"this is a bug: {_TRACEBACK}=1 shows where, please report it"
+    print_note(f"tierd: {type(error).__name__}: {error}\n  hint: {bug}")
     return 1
 
 
-# Each with the module of this package that its function is in, imported when it is called for: a daemon carries no
-# other verb in its memory, and `tierd ls` waits for none.
+# Verb → the module of this package with its function. Only the verb that is called is imported: a daemon holds no other
+# verb in memory, and `tierd ls` starts faster.
 VERBS = {
     "serve": "serve",
     "status": "status",
@@ -79,12 +80,12 @@ VERBS = {
     "verify": "verify",
     "drill": "drill",
     "milestone": "milestone",
-    "stop": "stop",
-    "snapshot": "snapshot",
+    "stop": "run_requests",
+    "snapshot": "run_requests",
     "lifecycle": "lifecycle",
     "doctor": "doctor",
-    "demo": "serve",
-    "version": "version",
+    "demo": "demo",
+    "version": "serve",
 }
 
 
@@ -104,7 +105,7 @@ def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
 
 
 def called(arguments: Sequence[str]) -> list[str]:
-    """The verb that stands in these arguments, after what `settings` takes; all verbs where there is none."""
+    """The verb in these arguments, after the options of `settings`; all verbs if there is none."""
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         del rest[: 2 if rest[0] == "--config" else 1]
@@ -113,9 +114,9 @@ def called(arguments: Sequence[str]) -> list[str]:
 
 def _print_version(wants_version: bool) -> None:
     if wants_version:
-        from tierd.cli.version import summary
+        from tierd.cli.serve import version_line
 
-        answer(summary())
+        print_result(version_line())
         raise typer.Exit
 
 
@@ -123,7 +124,7 @@ def settings(
     context: typer.Context,
     config: Annotated[
         str | None,
-        typer.Option("--config", metavar="FILE", help="The config file; else $TIERD_CONFIG, else ./tierd.toml."),
+        typer.Option("--config", metavar="FILE", help="The config file; default: $TIERD_CONFIG, or ./tierd.toml."),
     ] = None,
     wants_traceback: Annotated[
         bool, typer.Option("--traceback", envvar=_TRACEBACK, help="Show where an error came from.")
@@ -145,7 +146,7 @@ def main() -> None:
 
 
 def config_first(arguments: Sequence[str]) -> list[str]:
-    """`tierd serve --config FILE` means `tierd --config FILE serve`: where people look for it, and where it is."""
+    """Moves --config before the verb: `tierd serve --config FILE` means `tierd --config FILE serve`."""
     rest = list(arguments)
     for index, argument in enumerate(rest):
         if argument == "--":

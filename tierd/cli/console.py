@@ -1,6 +1,6 @@
-"""What goes where: the answer on stdout, everything else on stderr, a progress bar where stderr is a terminal.
+"""Output: results on stdout, everything else on stderr, a progress bar if stderr is a terminal.
 
-Text that came out of a manifest or a bucket is made harmless for a terminal here.
+Text from a manifest or a bucket is made harmless for a terminal here.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from typing import Any
 import msgspec
 import typer
 
+from tierd.report import age_s
 from tierd.tiers.store import Progress
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     typer.echo(printable(text))
 
 
-def answer_json(facts: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2))
+def print_json(result: Any) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
 
 
-def say(text: str) -> None:
-    """Tell the human something that is not the answer."""
+def print_note(text: str) -> None:
+    """On stderr: warnings, errors and hints."""
     typer.echo(printable(text), err=True)
 
 
 def printable(text: str) -> str:
-    """The text with everything that could steer a terminal replaced."""
+    """The text with every control character replaced, except newlines."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one == "\n" else "�" for one in text)
+    return "".join(char if char.isprintable() or char == "\n" else "�" for char in text)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Plain columns, for people and for awk; nothing is cut off. `right` names the columns aligned to the right."""
+    """Print plain columns, for people and for awk; nothing is cut off. `right`: the columns that are right-aligned."""
     shown = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
     aligns = [str.rjust if heading in right else str.ljust for heading in headings]
@@ -54,22 +55,14 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequ
 
 @contextmanager
 def progress_bar(title: str, total_bytes: int, *, done_bytes: int = 0) -> Generator[Progress, Any]:
-    """A function to be told of bytes done; draws nothing unless stderr is a terminal. Shows the rate, and the time left
-    at that rate. `done_bytes`: done before, which says nothing about the rate."""
+    """Yields a function that takes the number of bytes just done. Draws the rate and the time left, on a terminal only.
+    `done_bytes`: done before, so they do not count for the rate."""
     if not sys.stderr.isatty():
         yield lambda size_bytes: None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import (
-        Progress as Bar,
-    )
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
@@ -77,7 +70,7 @@ def progress_bar(title: str, total_bytes: int, *, done_bytes: int = 0) -> Genera
         yield lambda size_bytes: bar.advance(task, size_bytes)
 
 
-# ── how facts read ──
+# ── units ──
 
 
 def size(size_bytes: float) -> str:
@@ -99,19 +92,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def age_s(created_at: str, now: datetime | None = None) -> float | None:
-    """Seconds since `created_at`; None where it is no time, since a manifest may say anything."""
-    try:
-        created = datetime.fromisoformat(created_at)
-    except ValueError:
-        return None
-    if created.tzinfo is None:
-        created = created.replace(tzinfo=UTC)
-    return max(0.0, ((now or datetime.now(UTC)) - created).total_seconds())
+def now() -> datetime:
+    return datetime.now(UTC)
 
 
 def age(created_at: str) -> str:
-    seconds = age_s(created_at)
+    seconds = age_s(created_at, now())
     return "?" if seconds is None else duration(seconds)
 
 

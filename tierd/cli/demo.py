@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from tierd.cli.console import answer, say, table
+import typer
+
+from tierd.cli.console import print_note, print_result, table
 from tierd.cli.export import check_torch
 from tierd.errors import BadConfig, TargetNotEmpty, TierdError
 from tierd.format.ids import Generation, Run, Step, checkpoint_id
@@ -57,6 +59,17 @@ class Recovery:
     lost_steps: int
     seconds: float
     verified: str
+
+
+def demo(
+    context: typer.Context,
+    directory: Annotated[
+        str | None, typer.Option("--dir", metavar="DIR", help="Work there and keep it; default: a temporary one.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A smaller model and fewer steps.")] = False,
+) -> None:
+    """Watch a real training run lose its trainer, its daemon and its disk, and go on."""
+    raise typer.Exit(run_demo(directory=directory, is_fast=fast))
 
 
 def run_demo(*, directory: str | None, is_fast: bool) -> int:
@@ -114,14 +127,14 @@ class _Demo:
             f'[daemon]\nsocket = "{self._socket}"\nlisten = "127.0.0.1:0"\n\n'
             '[hot]\npath = "hot"\n\n[[cold]]\nname = "cold"\nurl = "file://cold"\n'
         )
-        say(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
+        print_note(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
         self._trainer = self._train(undisturbed, "--no-tierd")
         self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training")
         if self._trainer.returncode:
             raise self._trainer_failed("the undisturbed training")
 
-        say(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
+        print_note(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
         self._start_daemon()
         self._start_trainer()
         recoveries = [self._lose_trainer(), self._lose_daemon(), self._lose_disk()]
@@ -140,7 +153,7 @@ class _Demo:
 
     def _lose_trainer(self) -> Recovery:
         self._wait_step(self._scale.trainer_dies)
-        say(f"3/5  step {self._last_step()}: SIGKILL to the trainer")
+        print_note(f"3/5  step {self._last_step()}: SIGKILL to the trainer")
         trainer = self._running(self._trainer)
         began = time.monotonic()
         trainer.kill()
@@ -153,7 +166,7 @@ class _Demo:
     def _lose_daemon(self) -> Recovery:
         self._wait_step(self._scale.daemon_dies)
         trainer, daemon = self._running(self._trainer), self._running(self._daemon)
-        say(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
+        print_note(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
         began = time.monotonic()
         daemon.kill()
         daemon.wait()
@@ -173,7 +186,9 @@ class _Demo:
         # Replication of the last snapshot takes about a second here.
         wanted = self._scale.disk_dies // self._scale.every * self._scale.every
         self._wait(lambda: self._newest("cold") >= wanted, f"step {wanted} to reach the cold tier")
-        say(f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left")
+        print_note(
+            f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left"
+        )
         began = time.monotonic()
         for process in (self._running(self._trainer), self._running(self._daemon)):
             process.kill()
@@ -192,7 +207,7 @@ class _Demo:
         newest = self._newest_row("cold")
         checkpoint = checkpoint_id(RUN, Step(newest["step"]), Generation(newest["generation"]))
         target = self._hot / RUN / checkpoint.name
-        say(f"     $ tierd restore --tier cold --run {RUN} --to hot/{RUN}/{checkpoint.name}")
+        print_note(f"     $ tierd restore --tier cold --run {RUN} --to hot/{RUN}/{checkpoint.name}")
         return json.loads(self._tierd("restore", "--tier", "cold", "--run", RUN, "--to", str(target), "--json"))
 
     # ── processes ──
@@ -296,11 +311,11 @@ class _Demo:
         expected, actual = undisturbed.read_bytes(), self._losses.read_bytes()
         lines = len(expected.splitlines())
         if expected == actual and lines == self._scale.steps:
-            answer(f"\nloss curves identical: {lines} steps, bit for bit")
+            print_result(f"\nloss curves identical: {lines} steps, bit for bit")
             return 0
         pairs = zip(expected.splitlines(), actual.splitlines(), strict=False)
         first = next(
             (index for index, (a, b) in enumerate(pairs, 1) if a != b), min(lines, len(actual.splitlines())) + 1
         )
-        say(f"loss curves differ from step {first} on: {undisturbed} and {self._losses}")
+        print_note(f"loss curves differ from step {first} on: {undisturbed} and {self._losses}")
         return 1

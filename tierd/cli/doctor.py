@@ -1,7 +1,7 @@
-"""`tierd doctor`: looks at everything that a newcomer or a tired person gets wrong, and says what to do about it.
+"""`tierd doctor`: checks config, directories, daemon and buckets for common mistakes, and says how to fix them.
 
-Run it as the daemon's user, on its machine: what it finds out is what that user may do. It makes nothing but a probe in
-each bucket, which it removes again.
+Run it as the daemon's user, on the daemon's machine: it checks what that user may do. It changes nothing, except for a
+probe object in each bucket, which it deletes again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import os
 import resource
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -18,14 +17,15 @@ import typer
 
 from tierd import __version__, config_file
 from tierd.cli import daemon_http, options
-from tierd.cli.console import answer, answer_json
-from tierd.cli.opened_tiers import Settings, look, settings_of
+from tierd.cli.console import now, print_json, print_result
+from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_space, problem_of
 
-REQUEST_TIMEOUT_S_MAX = 10.0  # nobody waits longer for an answer at a terminal
+REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 _GPU = Path("/dev/nvidiactl")
@@ -36,30 +36,28 @@ def doctor(
     only: options.TierName = None,
     json: options.Json = False,
 ) -> None:
-    """Look at config, directories, daemon and buckets, and say what is wrong with them. Cleans up after itself."""
-    found = asyncio.run(_examine(settings_of(context), only))
+    """Check config, directories, daemon and buckets for mistakes. Deletes what it writes."""
+    advice = asyncio.run(_check(settings_of(context), only))
     if json:
-        answer_json(found)
+        print_json(advice)
     else:
-        for one in found:
-            answer(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
+        for one in advice:
+            print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
             if one.hint and one.verdict != "ok":
-                answer(f"{'':<18}hint: {one.hint}")
-    problems = [one for one in found if one.verdict == "problem"]
+                print_result(f"{'':<18}hint: {one.hint}")
+    problems = [one for one in advice if one.verdict == "problem"]
     if problems:
         raise typer.Exit(problems[0].exit_code)
-    if any(one.verdict == "warning" for one in found):
+    if any(one.verdict == "warning" for one in advice):
         raise typer.Exit(1)
 
 
-async def _examine(settings: Settings, only: str | None) -> list[Advice]:
+async def _check(settings: Settings, only: str | None) -> list[Advice]:
     try:
         where, loaded = config_file.found_at(settings.config_file), settings.config()
     except BadConfig as error:
         return [problem_of("config", "config", error)]
-    names = [HOT, *(cold.name for cold in loaded.cold)]
-    if only is not None and only not in names:
-        raise BadConfig(f"no tier is called {only!r}", hint=f"the tiers of this config are {', '.join(names)}")
+    check_tier(only, loaded)
     found = [Advice("config", "config", "ok", f"{where} is valid")]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
@@ -77,16 +75,15 @@ async def _examine(settings: Settings, only: str | None) -> list[Advice]:
 
 
 async def _space(settings: Settings, loaded: Config) -> Advice:
-    async with look(settings, only=HOT) as places:
-        held = list(places.catalog.held(HOT))
-        runs = places.catalog.runs()
-        newest = [one for run in runs if (one := places.catalog.newest(run, HOT)) is not None]
+    async with open_tiers(settings, only=HOT) as tiers:
+        manifests = tiers.catalog.held(HOT)
+        newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
     largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
     return probe_space(
         HOT,
         loaded.hot_path,
         checkpoint_bytes=largest.size_bytes if largest else 0,
-        used_bytes=sum(one.size_bytes for one in held if largest and one.run == largest.run),
+        used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
         keep_last=loaded.lifecycle.hot.keep_last,
     )
 
@@ -100,14 +97,14 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
             hint = "set its url to another disk, or to a bucket"
             found.append(Advice("disk", cold.name, "warning", message, hint))
         return found
-    # Here, so that boto3 is loaded only where a bucket is configured.
+    # Imported here, so that boto3 is loaded only if a bucket is configured.
     from tierd.s3.probe import BucketProbe
     from tierd.s3.requests import S3Requests
 
     timeout_s = min(REQUEST_TIMEOUT_S_MAX, loaded.limits.request_timeout_s)
     requests = S3Requests(cold, msgspec.structs.replace(loaded.limits, request_timeout_s=timeout_s))
     try:
-        return await BucketProbe(requests, cold, lambda: datetime.now(UTC)).run()
+        return await BucketProbe(requests, cold, now).run()
     finally:
         await requests.close()
 
@@ -132,7 +129,7 @@ def _limits() -> list[Advice]:
 def _socket(loaded: Config) -> Sequence[Advice]:
     folder = loaded.socket_path.parent
     if not folder.exists():
-        message = f"{folder} does not exist yet; `tierd serve` makes it, where it may"
+        message = f"{folder} does not exist yet; `tierd serve` makes it, if it may"
         return [Advice("socket", "socket", "note", message)]
     if not os.access(folder, os.W_OK | os.X_OK):
         message = f"{folder} cannot be written: no socket can be made there"
@@ -157,7 +154,7 @@ def _daemon(loaded: Config) -> list[Advice]:
     for tier in status.tiers:
         if not tier.is_known and tier.error:
             message = f"the daemon does not reach {tier.name}: {tier.error}"
-            hint = "if the look from here went well: does it run as another user, with other credentials?"
+            hint = "if the tier can be reached from here: does the daemon use another user or other credentials?"
             code = TierUnreachable.exit_code
             found.append(Advice("reach", "daemon", "problem", message, hint, code))
     for reason in status.halted:

@@ -1,12 +1,13 @@
 """`tierd drill`: proves that checkpoints can be restored, by restoring one of each tier into scratch space.
 
-A random one unless it is named. Nothing of it stays, however the drill ends.
+A random checkpoint unless one is named. The scratch space is empty again afterwards, however the drill ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,17 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json, duration, progress_bar, size, table
-from tierd.cli.opened_tiers import Places, Settings, check_one_place, exit_code, look, settings_of
-from tierd.cli.selection import Candidate, Wanted, candidates, choose, wanted
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.cli.console import duration, print_json, print_result, progress_bar, size, table
+from tierd.cli.opened_tiers import OpenedTiers, exit_code, open_tiers
+from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
+from tierd.errors import NotFound, TierdError
+from tierd.format.ids import CheckpointId
+from tierd.lifecycle.selection import CheckpointQuery, select
 from tierd.transfer.drill import drill as drill_replica
 
 
 class Drill(msgspec.Struct, kw_only=True):
-    """One tier. `error` None: the checkpoint was restored from it, checked on the way, and read back."""
+    """One tier. `error` None: the checkpoint was restored from it, verified, and read back."""
 
     tier: str
     run: str | None = None
@@ -41,23 +44,23 @@ def drill(
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only of this run.")] = None,
     step: Annotated[
         str | None,
-        typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME; else one at random."),
+        typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME; default: a random one."),
     ] = None,
     generation: options.GenerationNumber = None,
     place: options.From = None,
     scratch: Annotated[
-        Path | None, typer.Option("--scratch", metavar="DIR", help="Where to; else drill.scratch of the config.")
+        Path | None, typer.Option("--scratch", metavar="DIR", help="Where to; default: drill.scratch of the config.")
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Restore one checkpoint of each tier into scratch space, verify it, delete it."""
     check_one_place(place, tier)
     settings = settings_of(context)
-    where = scratch.absolute() if scratch else settings.config().drill_path
-    wish = wanted(run, step or "latest", generation)
-    drills, errors = asyncio.run(_drill(settings, wish, tier, place, where, is_random=step is None))
+    folder = scratch.absolute() if scratch else settings.config().drill_path
+    query = parse_query(run, step or "latest", generation)
+    drills, errors = asyncio.run(_drill(settings, query, tier, place, folder, is_random=step is None))
     if json:
-        answer_json(drills)
+        print_json(drills)
     else:
         _print(drills)
     if code := exit_code(errors, of=len(drills)):
@@ -84,49 +87,49 @@ def _print(drills: list[Drill]) -> None:
     )
     for one in drills:
         if one.error is not None:
-            answer(f"not proven: {one.tier}: {one.error}")
+            print_result(f"not proven: {one.tier}: {one.error}")
 
 
 async def _drill(
-    settings: Settings, wish: Wanted, tier: str | None, place: str | None, scratch: Path, *, is_random: bool
+    settings: Settings, query: CheckpointQuery, tier: str | None, place: str | None, scratch: Path, *, is_random: bool
 ) -> tuple[list[Drill], list[TierdError]]:
     drills: list[Drill] = []
     errors: list[TierdError] = []
-    async with look(settings, place=place, only=tier) as places:
-        for name in places.tiers:
+    async with open_tiers(settings, place=place, only=tier) as tiers:
+        for name in tiers.by_name:
             one = Drill(tier=name)
             drills.append(one)
             try:
-                chosen = _choose(wish, name, places, is_random=is_random)
-                one.run, one.step, one.generation = chosen.id.run, chosen.id.step, chosen.id.generation
-                await _restore(places, one, chosen, scratch)
+                checkpoint = _select(replace(query, tier=name), tiers, is_random=is_random)
+                one.run, one.step, one.generation = checkpoint.run, checkpoint.step, checkpoint.generation
+                await _restore(tiers, one, checkpoint, scratch)
             except TierdError as error:
                 one.error = error.message
                 errors.append(error)
     return drills, errors
 
 
-def _choose(wish: Wanted, tier: str, places: Places, *, is_random: bool) -> Candidate:
-    if tier in places.unreachable:
-        raise TierUnreachable(f"look at {tier}: {places.unreachable[tier]}")
-    held = [one for one in candidates(places.catalog) if tier in one.tiers and one.is_healthy is not False]
-    fits = [one for one in held if wish.fits(one.id, one.milestones)]
-    if fits and is_random:
-        return random.choice(fits)
-    for (name, checkpoint), why in places.catalog.unreadable().items():
-        if name == tier and wish.fits(checkpoint) and not fits:
-            raise Corrupt(why)
-    if not held:
-        raise NotFound(f"find a checkpoint in {tier}: it holds none that is healthy")
-    return choose(wish, held, tier)
+def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> CheckpointId:
+    """A healthy checkpoint of the query's tier."""
+    inventory = tiers.catalog.inventory()
+    healthy = [one for one in inventory.candidates if query.tier in one.tiers and one.is_healthy is not False]
+    matching = [one.id for one in healthy if query.matches(one.id, one.milestones)]
+    if matching and is_random:
+        return random.choice(matching)
+    try:
+        return select(query, replace(inventory, candidates=healthy)).candidate.id
+    except NotFound as error:
+        if not healthy:
+            raise NotFound(f"find a checkpoint in {query.tier}: it holds none that is healthy") from error
+        raise
 
 
-async def _restore(places: Places, one: Drill, chosen: Candidate, scratch: Path) -> None:
-    tier = places.tiers[one.tier]
-    manifest = await tier.manifest(chosen.id)
+async def _restore(tiers: OpenedTiers, one: Drill, checkpoint: CheckpointId, scratch: Path) -> None:
+    tier = tiers.by_name[one.tier]
+    manifest = await tier.manifest(checkpoint)
     one.size_bytes = manifest.size_bytes
-    with progress_bar(f"step {chosen.id.step} from {one.tier}", manifest.size_bytes) as progress:
-        done = await drill_replica(tier, manifest, scratch, progress=progress)
-    one.seconds = round(done.seconds, 6)
-    one.bytes_per_s = round(manifest.size_bytes / max(done.seconds, 1e-6))
+    with progress_bar(f"step {checkpoint.step} from {one.tier}", manifest.size_bytes) as progress:
+        drilled = await drill_replica(tier, manifest, scratch, progress=progress)
+    one.seconds = round(drilled.seconds, 6)
+    one.bytes_per_s = round(manifest.size_bytes / max(drilled.seconds, 1e-6))
     one.is_verified = True

@@ -1,7 +1,7 @@
-"""`tierd export`: a checkpoint's shards put together into whole tensors, in a format of other tools.
+"""`tierd export`: assembles a checkpoint's shards into whole tensors, in a format of other tools.
 
 `safetensors` is written here, through a small buffer. `torch` and `dcp` are torch's own formats: torch writes them, in
-a process that holds the whole state. Every chunk is verified on the way; PATH appears whole or not at all.
+a process that holds the whole state. Every chunk is verified; PATH appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json, duration, progress_bar, size
-from tierd.cli.opened_tiers import settings_of
-from tierd.cli.restore import AUTO, Making, bring, target_of
-from tierd.cli.selection import wanted
+from tierd.cli.console import duration, print_json, print_result, progress_bar, size
+from tierd.cli.options import parse_query, settings_of
+from tierd.cli.restore import resolve_target, restore_to
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard, header_length, parse_header
 from tierd.format.whole import WholeFile, split, whole_tensors
+from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
 from tierd.transfer.atomic_output import make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
-_MADE = "made"  # the folder that is published, below the atomic_output
+_FOLDER = "made"  # the folder to publish, inside the atomic output
 
 
 class Format(StrEnum):
@@ -46,7 +46,7 @@ def export(
     context: typer.Context,
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch, a file that is not there yet."),
+        typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch, a new file."),
     ],
     format: Annotated[Format, typer.Option("--format", help="What to write. torch and dcp need torch.")],
     prefix: Annotated[
@@ -54,7 +54,7 @@ def export(
         typer.Option(
             "--prefix",
             metavar="TEXT",
-            help="Only the tensors whose names begin so, without it: 'model.' gives a plain state dict.",
+            help="Only tensors with this prefix, which is removed: 'model.' gives a plain state dict.",
         ),
     ] = "",
     max_shard_size: Annotated[
@@ -68,51 +68,50 @@ def export(
     allow_unhealthy: options.AllowUnhealthy = False,
     json: options.Json = False,
 ) -> None:
-    """Put a checkpoint's shards together into one state, for other tools."""
-    target = target_of(to, tier, place)
+    """Assemble a checkpoint's shards into one state, for other tools."""
+    target = resolve_target(to, tier, place)
     if format is Format.torch and target.is_dir():
         raise BadConfig(f"export into {target}: torch writes one file", hint=f"--to {target / 'checkpoint.pt'}")
     size_max = _size_bytes(max_shard_size)
 
-    async def make(folder: Path, manifest: Manifest, partial: Path) -> Path:
+    async def convert(folder: Path, manifest: Manifest, partial: Path) -> Path:
         shards = {entry.name: _read_shard(folder / entry.name) for entry in manifest.files}
         tensors = whole_tensors(shards, prefix)
         if prefix and not tensors:
-            among = sorted({name.partition(".")[0] + "." for shard in shards.values() for name in shard.tensors})
+            prefixes = sorted({name.partition(".")[0] + "." for shard in shards.values() for name in shard.tensors})
             raise NotFound(
                 f"export {manifest.id}: no tensor's name begins with {prefix!r}",
-                hint=f"they begin with {', '.join(among[:20])}",
+                hint=f"they begin with {', '.join(prefixes[:20])}",
             )
         if format is Format.safetensors:
-            about = {"run": manifest.run, "step": str(manifest.step), "generation": str(manifest.generation)}
-            files = [WholeFile(some, {"format": "pt", **about}) for some in split(tensors, size_max)]
+            metadata = {"format": "pt", "run": manifest.run, "step": str(manifest.step)}
+            metadata["generation"] = str(manifest.generation)
+            files = [WholeFile(part, metadata) for part in split(tensors, size_max)]
             await _write_safetensors(files, folder, list(shards), partial)
         else:
-            await _have_torch_write(format, folder, partial / _MADE, prefix)
-        return partial / _MADE
+            await _write_with_torch(format, folder, partial / _FOLDER, prefix)
+        return partial / _FOLDER
 
     if format is not Format.safetensors:
         check_torch(
             f"export as {format.value}",
             hint="pip install 'tierd[client]', or use --format safetensors, which needs no torch",
         )
-    wish, making = wanted(run, step, generation), Making(make)
-    exported = asyncio.run(
-        bring(settings_of(context), wish, tier, place, target, making=making, allow_unhealthy=allow_unhealthy)
-    )
+    query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
+    exported = asyncio.run(restore_to(target, settings_of(context), query, place, convert=convert))
     if json:
-        answer_json(msgspec.to_builtins(exported) | {"format": format.value})
+        print_json(msgspec.to_builtins(exported) | {"format": format.value})
     else:
-        answer(
+        print_result(
             f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
             f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
         )
 
 
 def _size_bytes(text: str) -> int:
-    """Decimal units, as Hugging Face has them."""
-    found = _SIZE.fullmatch(text.strip())
-    size_bytes = int(found[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((found[2] or "B").upper()) if found else 0
+    """Decimal units, as in Hugging Face's libraries."""
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = int(match[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((match[2] or "B").upper()) if match else 0
     if size_bytes < 1:
         raise BadConfig(f"--max-shard-size {text!r} is no size", hint="as in 500MB or 5GB")
     return size_bytes
@@ -122,26 +121,26 @@ def _size_bytes(text: str) -> int:
 
 
 async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: Sequence[str], partial: Path) -> None:
-    """As Hugging Face names them: one file, or several and an index."""
+    """Named as Hugging Face names them: one file, or several and an index."""
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     store = DirectoryStore(partial)
     try:
-        with progress_bar("put together", sum(file.size_bytes for file in files)) as progress:
+        with progress_bar("assembling", sum(file.size_bytes for file in files)) as progress:
             for name, file in zip(names, files, strict=True):
                 with _Assembly(folder, shards, file) as source:
                     await store.put(
-                        f"{_MADE}/{name}",
+                        f"{_FOLDER}/{name}",
                         source,
                         size_bytes=file.size_bytes,
                         chunk_bytes=checksum.CHUNK_BYTES,
                         progress=progress,
                     )
         if len(files) > 1:
-            where = {one.name: name for name, file in zip(names, files, strict=True) for one in file.tensors}
-            total_bytes = sum(one.size_bytes for file in files for one in file.tensors)
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+            weight_map = {one.name: name for name, file in zip(names, files, strict=True) for one in file.tensors}
+            total_bytes = sum(tensor.size_bytes for file in files for tensor in file.tensors)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
-            await store.put_bytes(f"{_MADE}/model.safetensors.index.json", encoded)
+            await store.put_bytes(f"{_FOLDER}/model.safetensors.index.json", encoded)
     finally:
         await store.close()
 
@@ -159,7 +158,7 @@ def _read_shard(path: Path) -> Shard:
 
 
 class _Assembly:
-    """A whole file, as the store asks for it: put together out of the shards in `folder` while it is written."""
+    """A whole file as a source for the store: assembled from the shards in `folder` while it is written."""
 
     def __init__(self, folder: Path, shards: Sequence[str], file: WholeFile) -> None:
         self._folder = folder
@@ -186,10 +185,10 @@ class _Assembly:
             view = buffer[piece.at - offset : piece.at - offset + piece.length]
             read = os.preadv(self._opened[piece.shard], [view], piece.offset)
             if read != piece.length:
-                raise Corrupt(f"put {piece.shard} into a whole file: it ends early, at byte {piece.offset + read}")
+                raise Corrupt(f"assemble a whole file: {piece.shard} ends early, at byte {piece.offset + read}")
             done += read
         if done != len(buffer):
-            raise Corrupt(f"put a whole file together: its bytes {offset} to {offset + len(buffer)} are not all there")
+            raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")
 
 
 # ── torch's own formats ──
@@ -202,19 +201,19 @@ def check_torch(doing: str, *, hint: str) -> None:
         raise BadConfig(f"{doing}: {' and '.join(missing)} cannot be imported here", hint=hint)
 
 
-async def _have_torch_write(format: Format, folder: Path, made: Path, prefix: str) -> None:
-    # -P: nothing in the directory that we happen to be in takes the place of torch.
+async def _write_with_torch(format: Format, folder: Path, made: Path, prefix: str) -> None:
+    # -P: do not import a module named torch from the current directory.
     command = [sys.executable, "-P", "-m", "tierd_client.export", format.value, str(folder), str(made), prefix]
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     try:
-        _, said = await child.communicate()
+        _, stderr = await child.communicate()
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
     if child.returncode != 0:
-        lines = said.decode(errors="replace").strip().splitlines() or [f"it ended with {child.returncode}"]
-        raise TierdError(f"export as {format.value}: torch's process: {lines[-1]}", hint="is there memory for it all?")
+        lines = stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {child.returncode}"]
+        raise TierdError(f"export as {format.value}: torch's process: {lines[-1]}", hint="is there enough memory?")
     await asyncio.to_thread(make_durable, made)

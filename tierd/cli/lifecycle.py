@@ -1,6 +1,6 @@
 """`tierd lifecycle`: what the lifecycle would copy and delete now, and why; what it will hold, and what that costs.
 
-It only says so: the daemon does it.
+It only prints the plan: the daemon carries it out.
 """
 
 from __future__ import annotations
@@ -8,90 +8,63 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json, duration, say, table
-from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
-from tierd.format.ids import check_run
+from tierd.cli.console import duration, print_json, print_note, print_result, table
+from tierd.cli.opened_tiers import PARTIAL, open_tiers
+from tierd.cli.options import Settings, settings_of
+from tierd.decisions import halted
+from tierd.format.ids import Run, check_run
 from tierd.lifecycle.forecast import Forecast
-from tierd.lifecycle.policy import HOT, Decision, Verdict
-from tierd.workers.reaper import decisions, forecasts, halted
-
-
-class Planned(msgspec.Struct, kw_only=True):
-    """What becomes of one checkpoint in one tier. `action` is replicate, evict, expire; also keep or wait."""
-
-    run: str
-    step: int
-    generation: int
-    tier: str
-    action: str
-    reason: str
-
-
-class Lifecycle(msgspec.Struct, kw_only=True):
-    planned: list[Planned]
-    forecast: list[Forecast]
+from tierd.lifecycle.policy import HOT
+from tierd.report import LifecycleReport, lifecycle_report
 
 
 def lifecycle(
     context: typer.Context,
     run: options.RunName = None,
     is_explained: Annotated[
-        bool, typer.Option("--explain", help="Also what stays and why, and what it will hold.")
+        bool, typer.Option("--explain", help="Also what is kept and why, and what it will hold.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Always so: this verb never deletes anything.")] = True,
     json: options.Json = False,
 ) -> None:
-    """Say what would be copied and deleted now, and why. Never does it."""
-    only = None if run is None else check_run(run)
-    decisions, forecasts, is_whole, reasons = asyncio.run(_look(settings_of(context)))
-    planned = [
-        _planned(one)
-        for one in decisions
-        if only in (None, one.checkpoint.id.run) and (is_explained or one.verdict is not Verdict.KEEP)
-    ]
-    forecasts = [one for one in forecasts if only in (None, one.run)]
+    """Print what would be copied and deleted now, and why. Changes nothing."""
+    only_run = None if run is None else check_run(run)
+    report, is_complete = asyncio.run(_report(settings_of(context), only_run, is_explained=is_explained))
     if json:
-        answer_json(Lifecycle(planned=planned, forecast=forecasts))
-    elif planned:
-        rows = [[one.action, one.tier, one.run, str(one.step), str(one.generation), one.reason] for one in planned]
+        print_json(report)
+    elif report.planned:
+        rows = [
+            [one.action, one.tier, one.run, str(one.step), str(one.generation), one.reason] for one in report.planned
+        ]
         table(["WOULD", "TIER", "RUN", "STEP", "GEN", "WHY"], rows, right=("STEP", "GEN"))
     else:
-        answer("nothing to copy, nothing to delete")
-    if is_explained and not json and forecasts:
-        _print(forecasts)
-    for reason in reasons:
-        say(f"tierd: deletion is halted: {reason}")
-    say("this is a plan only; a running daemon carries it out")
-    if not is_whole:
+        print_result("nothing to copy, nothing to delete")
+    if is_explained and not json and report.forecast:
+        _print_forecast(report.forecast)
+    print_note("this is a plan only; a running daemon carries it out")
+    if not is_complete:
         raise typer.Exit(PARTIAL)
 
 
-def _planned(decision: Decision) -> Planned:
-    checkpoint = decision.checkpoint.id
-    return Planned(
-        run=checkpoint.run,
-        step=checkpoint.step,
-        generation=checkpoint.generation,
-        tier=decision.tier,
-        action=decision.verdict.value,
-        reason=decision.reason,
-    )
+async def _report(settings: Settings, run: Run | None, *, is_explained: bool) -> tuple[LifecycleReport, bool]:
+    """(report, whether every tier could be listed)"""
+    async with open_tiers(settings) as tiers:
+        is_complete = tiers.check_reachable()
+        for halt in halted(tiers.catalog):
+            print_note(f"tierd: deletion is halted: {halt}")
+        return lifecycle_report(tiers.catalog, settings.config(), run, is_explained=is_explained), is_complete
 
 
-def _print(forecasts: list[Forecast]) -> None:
-    """A blank where it cannot be told."""
-
+def _print_forecast(forecasts: list[Forecast]) -> None:
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
-    answer("")
-    gib = ("GIB NOW", "STEADY", "+ A MONTH", "COST A MONTH", "+ A MONTH LATER")
+    print_result("")
+    numbers = ("GIB NOW", "STEADY", "+ A MONTH", "COST A MONTH", "+ A MONTH LATER")
     table(
-        ["TIER", "RUN", "EVERY", *gib],
+        ["TIER", "RUN", "EVERY", *numbers],
         [
             [
                 one.tier,
@@ -101,14 +74,6 @@ def _print(forecasts: list[Forecast]) -> None:
             ]
             for one in sorted(forecasts, key=lambda one: one.tier != HOT)
         ],
-        right=gib,
+        right=numbers,
     )
-    say("a forecast, if each run goes on as it has: steady is what comes to rest; what is kept for ever adds to it")
-
-
-async def _look(settings: Settings) -> tuple[list[Decision], list[Forecast], bool, list[str]]:
-    config = settings.config()
-    async with look(settings) as places:
-        is_whole = places.check_reachable()
-        catalog = places.catalog
-        return decisions(catalog, config), forecasts(catalog, config), is_whole, halted(catalog)
+    print_note("a forecast, if each run continues at its pace: STEADY levels off; what is kept forever adds to it")

@@ -1,26 +1,25 @@
 """`tierd ls`: every checkpoint, newest first, with the tiers that hold it.
 
-The daemon answers where one runs, since only it knows the memory tier; else the tiers are looked at directly.
+A running daemon answers, since only it knows the memory tier; without one, the tiers are listed directly.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tierd.catalog import MEMORY
 from tierd.cli import daemon_http, options
-from tierd.cli.console import age, answer_json, metrics_line, say, size, table
-from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of, tier_names
-from tierd.cli.selection import Wanted
-from tierd.errors import BadConfig
+from tierd.cli.console import age, metrics_line, print_json, print_note, size, table
+from tierd.cli.opened_tiers import PARTIAL, open_tiers
+from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.format.ids import Run, check_run
+from tierd.lifecycle.selection import MEMORY, CheckpointQuery
+from tierd.report import CheckpointRow, checkpoint_rows
 
-Rows = list[dict[str, Any]]
 Place = Annotated[
-    str | None, typer.Argument(metavar="PLACE", help="A directory or s3:// URL: listed with no daemon and no config.")
+    str | None, typer.Argument(metavar="PLACE", help="A directory or s3:// URL: listed without daemon and config.")
 ]
 AnyTier = Annotated[
     str | None, typer.Option("--tier", metavar="TIER", help="Only what this tier holds: memory, hot, …")
@@ -37,58 +36,52 @@ def ls(
     """List checkpoints, newest first."""
     settings = settings_of(context)
     only_run = None if run is None else check_run(run)
-    rows, is_whole = _from_place(settings, place, only_run) if place else _from_config(settings, only_run, tier)
+    rows = None if place else _rows_of_daemon(settings, only_run, tier)
+    rows, is_complete = rows or asyncio.run(_list(settings, place, None if place else tier, only_run))
     if tier is not None:
-        rows = [row for row in rows if tier in row["tiers"]]
+        rows = [row for row in rows if tier in row.tiers]
     if json:
-        answer_json(rows)
+        print_json(rows)
     elif rows:
-        print_rows(rows)
+        headings = ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"]
+        table(headings, [_cells(row) for row in rows], right=("STEP", "GEN", "SIZE", "AGE"))
     else:
-        say(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or 'any tier'}")
-    if not is_whole:
+        print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or 'any tier'}")
+    if not is_complete:
         raise typer.Exit(PARTIAL)
 
 
-def print_rows(rows: Rows) -> None:
-    headings = ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"]
-    table(headings, [_cells(row) for row in rows], right=("STEP", "GEN", "SIZE", "AGE"))
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    healthy = " unhealthy" if row["healthy"] is False else ""
+def _cells(row: CheckpointRow) -> list[str]:
+    unhealthy = " unhealthy" if row.healthy is False else ""
     return [
-        row["run"],
-        str(row["step"]),
-        str(row["generation"]),
-        ",".join(row["tiers"]),
-        row["milestone"] or "",
-        size(row["size_bytes"]),
-        age(row["created_at"]),
-        metrics_line(row["metrics"]) + healthy,
+        row.run,
+        str(row.step),
+        str(row.generation),
+        ",".join(row.tiers),
+        row.milestone or "",
+        size(row.size_bytes),
+        age(row.created_at),
+        metrics_line(row.metrics) + unhealthy,
     ]
 
 
-def _from_place(settings: Settings, place: str, run: Run | None) -> tuple[Rows, bool]:
-    return asyncio.run(_look(settings, place=place, only=None, run=run))
-
-
-def _from_config(settings: Settings, run: Run | None, tier: str | None) -> tuple[Rows, bool]:
+def _rows_of_daemon(settings: Settings, run: Run | None, tier: str | None) -> tuple[list[CheckpointRow], bool] | None:
+    """(rows, whether every tier could be listed); None without a daemon."""
     config = settings.config()
-    names = [MEMORY, *tier_names(config)]
-    if tier is not None and tier not in names:
-        raise BadConfig(f"no tier is called {tier!r}", hint=f"the tiers of this config are {', '.join(names)}")
-    asked = daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
-    if asked is None:
-        return asyncio.run(_look(settings, place=None, only=tier, run=run))
-    unknown = [one for one in asked.status.tiers if not one.is_known and tier in (None, one.name)]
-    for one in unknown:
-        say(f"tierd: {one.name} is listed as last known, it cannot be looked at: {one.error}")
-    return [row for row in asked.rows() if run in (None, row["run"])], not unknown
+    check_tier(tier, config, MEMORY)
+    daemon = daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
+    if daemon is None:
+        return None
+    unlisted = [report for report in daemon.status.tiers if not report.is_known and tier in (None, report.name)]
+    for report in unlisted:
+        print_note(f"tierd: {report.name} is shown as last known, it cannot be listed: {report.error}")
+    return [row for row in daemon.rows() if run in (None, row.run)], not unlisted
 
 
-async def _look(settings: Settings, *, place: str | None, only: str | None, run: Run | None) -> tuple[Rows, bool]:
-    async with look(settings, place=place, only=only) as places:
-        is_whole = places.check_reachable()
-        places.tell_unreadable(Wanted(run=run))
-        return places.catalog.facts(run=run), is_whole
+async def _list(
+    settings: Settings, place: str | None, only: str | None, run: Run | None
+) -> tuple[list[CheckpointRow], bool]:
+    async with open_tiers(settings, place=place, only=only) as tiers:
+        is_complete = tiers.check_reachable()
+        tiers.report_unreadable(CheckpointQuery(run=run))
+        return checkpoint_rows(tiers.catalog, run), is_complete

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json
-from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
-from tierd.cli.selection import Wanted, candidates, choose, wanted
+from tierd.cli.console import now, print_json, print_result
+from tierd.cli.opened_tiers import PARTIAL, open_tiers
+from tierd.cli.options import Settings, parse_query, settings_of
 from tierd.format import layout
+from tierd.lifecycle.selection import CheckpointQuery, select
 
 
 class Marked(msgspec.Struct, kw_only=True):
@@ -36,28 +36,27 @@ def milestone(
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
-    """Keep a checkpoint for ever, under a name."""
-    wish = wanted(run, step, generation)
-    marked, is_whole = asyncio.run(_mark(settings_of(context), wish, name, is_dry_run=dry_run))
+    """Keep a checkpoint forever, under a name."""
+    query = parse_query(run, step, generation)
+    marked, is_complete = asyncio.run(_mark(settings_of(context), query, name, is_dry_run=dry_run))
     if json:
-        answer_json(marked)
+        print_json(marked)
     else:
-        verb = "would mark" if dry_run else "marked"
-        where = ", ".join(marked.tiers)
-        answer(f"{verb} {marked.run} step {marked.step} (generation {marked.generation}) as {name} in {where}")
-    if not is_whole:
+        checkpoint = f"{marked.run} step {marked.step} (generation {marked.generation})"
+        print_result(f"{'would mark' if dry_run else 'marked'} {checkpoint} as {name} in {', '.join(marked.tiers)}")
+    if not is_complete:
         raise typer.Exit(PARTIAL)
 
 
-async def _mark(settings: Settings, wish: Wanted, name: str, *, is_dry_run: bool) -> tuple[Marked, bool]:
-    async with look(settings) as places:
-        is_whole = places.check_reachable()
-        chosen = choose(wish, candidates(places.catalog), "any tier")
+async def _mark(settings: Settings, query: CheckpointQuery, name: str, *, is_dry_run: bool) -> tuple[Marked, bool]:
+    async with open_tiers(settings) as tiers:
+        is_complete = tiers.check_reachable()
+        chosen = select(query, tiers.catalog.inventory()).candidate
         layout.milestone_key(chosen.id, name)  # refuses a bad name before the first marker is written
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        marked_at = now().isoformat(timespec="milliseconds")
         for tier in chosen.tiers:
             if not is_dry_run:
-                await places.tiers[tier].mark_milestone(chosen.id, name, now)
+                await tiers.by_name[tier].mark_milestone(chosen.id, name, marked_at)
         marked = Marked(
             run=chosen.id.run,
             step=chosen.id.step,
@@ -66,4 +65,4 @@ async def _mark(settings: Settings, wish: Wanted, name: str, *, is_dry_run: bool
             tiers=list(chosen.tiers),
             is_dry_run=is_dry_run,
         )
-        return marked, is_whole
+        return marked, is_complete

@@ -1,7 +1,7 @@
-"""A part of a checkpoint: one rank's shard as it is, or chosen tensors out of every shard.
+"""Restores a part of a checkpoint: one rank's shard as it is, or some tensors out of every shard.
 
-Only the chunks are read that hold what is wanted, and a shard's header first: a checksum is of a whole chunk. What is
-written holds no manifest, so nothing takes it for a checkpoint.
+Only the chunks with those bytes are read, after the headers, since a checksum covers a whole chunk. The result has no
+manifest, so nothing takes it for a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import AtomicOutput
 from tierd.transfer.fetch import Fetch
 
-_CHOSEN = "chosen"  # the folder that is published, below the atomic_output
+_FOLDER = "chosen"  # the folder to publish, inside the atomic output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """`only`: globs of the tensors' names; none: all of a shard. `rank`: whose shard; None: all."""
+class Subset:
+    """`only`: globs of tensor names; empty: whole shards. `rank`: the rank whose shard to restore; None: all."""
 
     only: tuple[str, ...]
     rank: int | None
 
     def files(self, manifest: Manifest) -> list[str]:
-        """The shards that are looked into. Raises NotFound when the rank has none."""
+        """The shards to read. Raises NotFound when there is no such rank."""
         names = [entry.name for entry in manifest.files]
         if self.rank is None:
             return names
@@ -48,54 +48,59 @@ class Part:
             )
         return [name]
 
-    def fits(self, name: str) -> bool:
-        return any(fnmatchcase(name, glob) for glob in self.only)
+    def includes(self, tensor: str) -> bool:
+        return any(fnmatchcase(tensor, glob) for glob in self.only)
 
 
-async def bring_part(
-    part: Part, manifest: Manifest, files: Sequence[str], replicas: Replicas, store: DirectoryStore, land: AtomicOutput
+async def fetch_subset(
+    subset: Subset,
+    manifest: Manifest,
+    files: Sequence[str],
+    replicas: Replicas,
+    store: DirectoryStore,
+    output: AtomicOutput,
 ) -> tuple[int, Path]:
-    """(bytes of all chunks that were wanted, the folder to publish)."""
+    """(bytes of all chunks that were needed, the folder to publish)."""
     entries = {entry.name: entry for entry in manifest.files if entry.name in files}
-    doing = f"step {manifest.step}"
-    if not part.only:
-        land.check_room(sum(entry.size_bytes for entry in entries.values()))
+    title = f"step {manifest.step}"
+    if not subset.only:
+        output.check_room(sum(entry.size_bytes for entry in entries.values()))
         fetch = Fetch(manifest, store, wanted={name: range(len(entry.chunks)) for name, entry in entries.items()})
-        await replicas.complete(fetch, land, doing)
+        await replicas.complete(fetch, output, title)
         await fetch.finish()
-        return fetch.wanted_bytes, land.partial / manifest.run / manifest.id.name
+        return fetch.wanted_bytes, output.partial / manifest.run / manifest.id.name
 
     chunks: dict[str, set[int]] = {name: {0} for name in files}
-    chosen: dict[str, _Chosen] = {}
-    others: set[str] = set()
-    async for name, shard in _shards(manifest, entries, chunks, replicas, store, land):
-        one = _Chosen(shard, part)
-        if one.tensors:
-            chosen[name] = one
-        others |= {tensor.partition(".")[0] + ".*" for tensor in shard.tensors}
-    if not chosen:
+    written: dict[str, _SubsetFile] = {}
+    prefixes: set[str] = set()
+    async for name, shard in _shards(manifest, entries, chunks, replicas, store, output):
+        file = _SubsetFile(shard, subset)
+        if file.tensors:
+            written[name] = file
+        prefixes |= {tensor.partition(".")[0] + ".*" for tensor in shard.tensors}
+    if not written:
         raise NotFound(
-            f"restore {' and '.join(part.only)} of {manifest.id}: no tensor has such a name",
-            hint=f"as in {', '.join(repr(one) for one in sorted(others)[:20])}",
+            f"restore {' and '.join(subset.only)} of {manifest.id}: no tensor has such a name",
+            hint=f"as in {', '.join(map(repr, sorted(prefixes)[:20]))}",
         )
-    for name, one in chosen.items():
-        chunks[name] |= {index for tensor in one.tensors for index in _chunks(entries[name], tensor)}
-    wanted = {name: chunks[name] for name in chosen}
-    fetch = Fetch(manifest, store, wanted=wanted)
-    land.check_room(fetch.wanted_bytes + sum(one.layout.size_bytes for one in chosen.values()))
-    await replicas.complete(fetch, land, doing)
-    with progress_bar("writing", sum(one.layout.size_bytes for one in chosen.values())) as progress:
-        for name, one in chosen.items():
-            one.source = fetch.source(name)
+    for name, file in written.items():
+        chunks[name] |= {index for tensor in file.tensors for index in _chunks(entries[name], tensor)}
+    fetch = Fetch(manifest, store, wanted={name: chunks[name] for name in written})
+    size_bytes = sum(file.layout.size_bytes for file in written.values())
+    output.check_room(fetch.wanted_bytes + size_bytes)
+    await replicas.complete(fetch, output, title)
+    with progress_bar("writing", size_bytes) as progress:
+        for name, file in written.items():
+            file.source = fetch.source(name)
             await store.put(
-                f"{_CHOSEN}/{name}",
-                one,
-                size_bytes=one.layout.size_bytes,
+                f"{_FOLDER}/{name}",
+                file,
+                size_bytes=file.layout.size_bytes,
                 chunk_bytes=checksum.CHUNK_BYTES,
                 progress=progress,
             )
-    everything = Fetch(manifest, store, wanted=chunks)
-    return everything.wanted_bytes, land.partial / _CHOSEN
+    with_headers = Fetch(manifest, store, wanted=chunks)
+    return with_headers.wanted_bytes, output.partial / _FOLDER
 
 
 async def _shards(
@@ -104,19 +109,20 @@ async def _shards(
     chunks: dict[str, set[int]],
     replicas: Replicas,
     store: DirectoryStore,
-    land: AtomicOutput,
+    output: AtomicOutput,
 ) -> AsyncGenerator[tuple[str, Shard], Any]:
-    """(file, its header), one after the other: of many shards all at once would be a lot to hold. The first chunk says
-    how long a header is; `chunks` gets those that it takes."""
+    """(file, its header), one at a time to bound the memory. A shard's first chunk says how long its header is; the
+    header's chunks are added to `chunks`."""
+    title = f"headers of step {manifest.step}"
     fetch = Fetch(manifest, store, wanted=chunks)
-    await replicas.complete(fetch, land, f"headers of step {manifest.step}")
+    await replicas.complete(fetch, output, title)
     lengths: dict[str, int] = {}
     for name, entry in entries.items():
         lengths[name] = await fetch.header_bytes(name)
         chunks[name] = set(range(-(-lengths[name] // entry.chunk_bytes)))
-    if any(len(some) > 1 for some in chunks.values()):
+    if any(len(indexes) > 1 for indexes in chunks.values()):
         fetch = Fetch(manifest, store, wanted=chunks)
-        await replicas.complete(fetch, land, f"headers of step {manifest.step}")
+        await replicas.complete(fetch, output, title)
     for name, entry in entries.items():
         header = bytearray(lengths[name])
         await fetch.source(name).fill(0, memoryview(header))
@@ -127,33 +133,33 @@ def _chunks(entry: FileEntry, tensor: TensorEntry) -> Iterable[int]:
     return range(tensor.offset // entry.chunk_bytes, -(-(tensor.offset + tensor.size_bytes) // entry.chunk_bytes))
 
 
-class _Chosen:
-    """A shard of the chosen tensors alone, as the store asks for it: each keeps its place in the global tensor."""
+class _SubsetFile:
+    """A shard with some of its tensors, as a source for the store. Each tensor keeps its offsets in the global one."""
 
     source: Source
 
-    def __init__(self, shard: Shard, part: Part) -> None:
-        self.tensors = [one for name, one in shard.tensors.items() if part.fits(name)]
+    def __init__(self, shard: Shard, subset: Subset) -> None:
+        self.tensors = [tensor for name, tensor in shard.tensors.items() if subset.includes(name)]
         specs = [
             TensorSpec(name=one.name, dtype=one.dtype, shape=one.shape, saved_offsets=one.saved_offsets)
             for one in self.tensors
         ]
-        # The state tree says where all tensors belong, of which most are not here.
-        about = shard.tierd | {"state": {}}
-        self.layout = plan_layout(specs, about)
-        self._header = self.layout.encode_header(about)
-        self._there = {one.name: one.offset for one in self.tensors}
-        self._ends = [one.offset + one.size_bytes for one in self.layout.tensors]
+        # The state tree refers to all tensors, and most of them are not here.
+        metadata = shard.tierd | {"state": {}}
+        self.layout = plan_layout(specs, metadata)
+        self._header = self.layout.encode_header(metadata)
+        self._source_offsets = {tensor.name: tensor.offset for tensor in self.tensors}
+        self._ends = [tensor.offset + tensor.size_bytes for tensor in self.layout.tensors]
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
-        head = self._header[offset : offset + len(buffer)]
-        buffer[: len(head)] = head
-        done = len(head)
+        header = self._header[offset : offset + len(buffer)]
+        buffer[: len(header)] = header
+        done = len(header)
         for tensor in self.layout.tensors[bisect.bisect_right(self._ends, offset + done) :]:
             if done == len(buffer):
                 return
             skipped = offset + done - tensor.offset
             length = min(tensor.size_bytes - skipped, len(buffer) - done)
             if length:
-                await self.source.fill(self._there[tensor.name] + skipped, buffer[done : done + length])
+                await self.source.fill(self._source_offsets[tensor.name] + skipped, buffer[done : done + length])
                 done += length

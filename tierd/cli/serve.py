@@ -1,17 +1,22 @@
-"""`tierd serve` and `tierd demo`: what they run is imported only when they are called."""
+"""`tierd serve` runs the daemon, and `tierd version` prints its version."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import platform
 
 import typer
 
-from tierd.cli.opened_tiers import settings_of
+from tierd import __version__
+from tierd.cli import options
+from tierd.cli.console import print_json, print_result
+from tierd.cli.options import settings_of
 from tierd.config_file import notify_socket
+from tierd.format.manifest import FORMAT_VERSION
+from tierd.format.wire import PROTOCOL_VERSION
 
 
 def serve(context: typer.Context) -> None:
-    """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s anew."""
+    """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s again."""
     settings = settings_of(context)
     config = settings.config()
     from tierd.daemon import serve
@@ -19,14 +24,20 @@ def serve(context: typer.Context) -> None:
     serve(config, notify_socket=notify_socket(), read_config=settings.config)
 
 
-def demo(
-    context: typer.Context,
-    directory: Annotated[
-        str | None, typer.Option("--dir", metavar="DIR", help="Work there and keep it; else a temporary one.")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="A smaller model and fewer steps.")] = False,
-) -> None:
-    """Watch a real training run lose its trainer, its daemon and its disk, and go on."""
-    from tierd.cli.demo import run_demo
+def version(context: typer.Context, json: options.Json = False) -> None:
+    """Print the version of tierd, and of the format and protocol it uses."""
+    if json:
+        print_json(
+            {
+                "version": __version__,
+                "format_version": FORMAT_VERSION,
+                "protocol_version": PROTOCOL_VERSION,
+                "python": platform.python_version(),
+            }
+        )
+    else:
+        print_result(version_line())
 
-    raise typer.Exit(run_demo(directory=directory, is_fast=fast))
+
+def version_line() -> str:
+    return f"tierd {__version__} (format {FORMAT_VERSION}, protocol {PROTOCOL_VERSION})"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
 from tierd.cli import daemon_http, options
-from tierd.cli.console import age, answer, answer_json, metrics_line, say, size, table
-from tierd.cli.opened_tiers import PARTIAL, Settings, look, settings_of
-from tierd.cli.selection import Wanted, candidates, choose, wanted
+from tierd.cli.console import age, metrics_line, print_json, print_note, print_result, size, table
+from tierd.cli.opened_tiers import PARTIAL, open_tiers
+from tierd.cli.options import Settings, parse_query, settings_of
 from tierd.errors import NotFound
-from tierd.format.health import Diagnosis
-from tierd.format.ids import checkpoint_id
-
-Facts = dict[str, Any]
+from tierd.lifecycle.selection import AUTO, CheckpointQuery, select
+from tierd.report import CheckpointReport
 
 
 def show(
@@ -28,73 +25,64 @@ def show(
     json: options.Json = False,
 ) -> None:
     """Show everything about one checkpoint."""
-    facts, is_whole = asyncio.run(_facts(settings_of(context), place, wanted(run, step, generation)))
+    query = parse_query(run, step, generation, tier=place or AUTO)
+    report, is_complete = asyncio.run(_report(settings_of(context), place, query))
     if json:
-        answer_json(facts)
+        print_json(report)
     else:
-        _print(facts)
-    if not is_whole:
+        _print(report)
+    if not is_complete:
         raise typer.Exit(PARTIAL)
 
 
-async def _facts(settings: Settings, place: str | None, wish: Wanted) -> tuple[Facts, bool]:
-    running = None if place else daemon_http.find_or_none(settings.config())
-    in_memory = running.in_memory() if running else {}
-    async with look(settings, place=place) as places:
-        is_whole = places.check_reachable()
-        places.tell_unreadable(wish)
-        chosen = choose(wish, candidates(places.catalog, in_memory), place or "any tier")
-        entry = places.catalog.get(chosen.id)
-        if entry is None and running is not None:
-            return running.checkpoint(chosen.id), is_whole  # in memory only, not persisted yet
+async def _report(settings: Settings, place: str | None, query: CheckpointQuery) -> tuple[CheckpointReport, bool]:
+    """(report, whether every tier could be listed)"""
+    daemon = None if place else daemon_http.find_or_none(settings.config())
+    health = daemon.health_in_memory() if daemon else {}
+    async with open_tiers(settings, place=place) as tiers:
+        is_complete = tiers.check_reachable()
+        tiers.report_unreadable(query)
+        chosen = select(query, tiers.catalog.inventory(in_memory=health.keys(), health=health)).candidate
+        entry = tiers.catalog.get(chosen.id)
+        if entry is None and daemon is not None:
+            return daemon.checkpoint(chosen.id), is_complete  # in memory only, not persisted yet
         if entry is None:
-            raise NotFound(f"show {chosen.id}: it is gone", hint="`tierd ls` shows what there is")
+            raise NotFound(f"show {chosen.id}: it has been deleted", hint="`tierd ls` shows what there is")
         diagnosis = None
         for tier, is_healthy in entry.diagnoses.items():
-            diagnosis = await places.tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
-        facts: Facts = {
-            "manifest": msgspec.to_builtins(entry.manifest),
-            "tiers": list(chosen.tiers),
-            "milestones": sorted(entry.all_milestones),
-            "healthy": entry.healthy,
-            "diagnosis": msgspec.to_builtins(diagnosis),
-        }
-        return facts, is_whole
+            diagnosis = await tiers.by_name[tier].diagnosis(entry.id, is_healthy=is_healthy)
+        report = CheckpointReport(
+            manifest=entry.manifest,
+            tiers=list(chosen.tiers),
+            milestones=sorted(entry.all_milestones),
+            healthy=entry.healthy,
+            diagnosis=diagnosis,
+        )
+        return report, is_complete
 
 
-def _health(facts: Facts) -> str:
-    if facts["healthy"] is None:
-        return "not examined"
-    diagnosis = msgspec.convert(facts["diagnosis"], Diagnosis)
-    return f"{'yes' if diagnosis.healthy else 'NO'}: {diagnosis}"
-
-
-def _print(facts: Facts) -> None:
-    manifest, tiers = facts["manifest"], facts["tiers"]
-    checkpoint = checkpoint_id(manifest["run"], manifest["step"], manifest["generation"])
-    parent = manifest["parent"]
-    came_from = f"{parent['run']} step {parent['step']} generation {parent['generation']}" if parent else "-"
+def _print(report: CheckpointReport) -> None:
+    manifest, parent, diagnosis = report.manifest, report.manifest.parent, report.diagnosis
+    origin = f", from {parent.run} step {parent.step} generation {parent.generation}" if parent else ""
     lines = {
-        "checkpoint": str(checkpoint),
-        "step": manifest["step"],
-        "generation": f"{manifest['generation']}, from {came_from}" if parent else manifest["generation"],
-        "sequence": f"{manifest['sequence']}, counted from 1 in its run",
-        "created": f"{manifest['created_at']}, {age(manifest['created_at'])} ago",
-        "kind": manifest["kind"],
-        "ranks": manifest["world_size"],
-        "size": f"{size(sum(one['size_bytes'] for one in manifest['files']))} in {len(manifest['files'])} files",
-        "metrics": metrics_line(manifest["metrics"]) or "-",
-        "tiers": ", ".join(tiers),
-        "milestones": ", ".join(facts["milestones"]) or "-",
-        "healthy": _health(facts),
-        "architecture": manifest["architecture_hash"] or "-",
-        "versions": ", ".join(f"{name} {number}" for name, number in manifest["versions"].items()) or "-",
+        "checkpoint": str(manifest.id),
+        "step": manifest.step,
+        "generation": f"{manifest.generation}{origin}",
+        "sequence": f"{manifest.sequence}, counted from 1 in its run",
+        "created": f"{manifest.created_at}, {age(manifest.created_at)} ago",
+        "kind": manifest.kind,
+        "ranks": manifest.world_size,
+        "size": f"{size(manifest.size_bytes)} in {len(manifest.files)} files",
+        "metrics": metrics_line(manifest.metrics) or "-",
+        "tiers": ", ".join(report.tiers),
+        "milestones": ", ".join(report.milestones) or "-",
+        "healthy": f"{'yes' if diagnosis.healthy else 'NO'}: {diagnosis}" if diagnosis else "not examined",
+        "architecture": manifest.architecture_hash or "-",
+        "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()) or "-",
     }
     for key, value in lines.items():
-        answer(f"{key:<14}{value}")
-    answer("")
-    rows = [
-        [one["name"], str(one["size_bytes"]), str(len(one["chunks"])), one["crc64nvme"]] for one in manifest["files"]
-    ]
+        print_result(f"{key:<14}{value}")
+    print_result("")
+    rows = [[file.name, str(file.size_bytes), str(len(file.chunks)), file.crc64nvme] for file in manifest.files]
     table(["FILE", "BYTES", "CHUNKS", "CRC64NVME"], rows, right=("BYTES", "CHUNKS"))
-    say("`tierd verify --deep` reads every byte and compares it with these checksums")
+    print_note("`tierd verify --deep` reads every byte and compares it with these checksums")

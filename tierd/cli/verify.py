@@ -1,7 +1,7 @@
-"""`tierd verify`: compares every replica with the checksums of its manifest, and on request mends what is damaged.
+"""`tierd verify`: compares every replica with the checksums of its manifest, and repairs damaged ones on request.
 
-What costs no egress by itself: a directory is read whole, a bucket is asked for the checksums that it keeps. Without
-`--repair` it changes nothing. A replica that the lifecycle deletes meanwhile is no finding.
+By default it causes no egress: a directory is read whole, a bucket is asked for the checksums that it keeps. Without
+`--repair` it changes nothing. A replica that the lifecycle deletes meanwhile is not reported.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import answer, answer_json, progress_bar, say, size
-from tierd.cli.opened_tiers import PARTIAL, Places, Settings, exit_code, look, settings_of, tier_names
-from tierd.cli.selection import Wanted, candidates, choose, wanted
+from tierd.cli.console import print_json, print_note, print_result, progress_bar, size
+from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code, open_tiers
+from tierd.cli.options import Settings, check_tier, parse_query, settings_of
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import CheckpointId
+from tierd.lifecycle.selection import CheckpointQuery, with_run
 from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import Repair, repair_replica
 from tierd.transfer.verify import Proof, Verification, verify_replica
 
-_HOW = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
+_PROOFS = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
 
 
 class Verified(msgspec.Struct, kw_only=True):
-    """One replica. `problems`: what was found wrong, a sentence each. `how`: what the verdict stands on: deep, checksum
-    or size. `repaired`: by file name, the tier it was taken from. `refused`: why something stayed as it was. `unread`:
-    why it could not be judged."""
+    """One replica. `problems`: one sentence each. `how`: what proves it: deep, checksum or size. `repaired`: by file
+    name, the tier it was copied from. `refused`: why a file was not repaired. `unread`: why it could not be checked."""
 
     run: str
     step: int
     generation: int
     tier: str
-    size_bytes: int
-    how: str | None
-    is_whole: bool
-    problems: list[str]
+    size_bytes: int = 0
+    how: str | None = None
+    is_whole: bool = False
+    problems: list[str] = []
     repaired: dict[str, str] = {}
     refused: list[str] = []
     unread: str | None = None
@@ -50,7 +50,7 @@ def verify(
     run: options.RunName = None,
     step: Annotated[
         str | None,
-        typer.Option("--step", metavar="STEP", help="Only that: a number, latest, or milestone:NAME; else all."),
+        typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME; default: all."),
     ] = None,
     generation: options.GenerationNumber = None,
     tier: options.TierName = None,
@@ -59,23 +59,24 @@ def verify(
         bool, typer.Option("--deep", help="Read every byte in buckets too, instead of asking for their checksums.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Replace damaged files by whole ones out of another tier.")
+        bool, typer.Option("--repair", help="Replace damaged files by whole ones from another tier.")
     ] = False,
     json: options.Json = False,
 ) -> None:
     """Compare every replica with its checksums."""
+    settings = settings_of(context)
     if repair and place is not None:
         raise BadConfig(
-            "--repair takes whole files out of other tiers, and --from names one place alone",
+            "--repair copies whole files from other tiers, and --from names one place alone",
             hint="give --config, and --tier for the one to be repaired",
         )
-    wish = wanted(run, step or "latest", generation)
-    verifying = _verify(
-        settings_of(context), wish, tier, place, is_newest_only=step == "latest", is_deep=deep, is_repair=repair
-    )
+    if repair:
+        check_tier(tier, settings.config())
+    query = parse_query(run, step or "latest", generation)
+    verifying = _verify(settings, query, tier, place, is_newest_only=step == "latest", is_deep=deep, is_repair=repair)
     replicas, unread, is_complete = asyncio.run(verifying)
     if json:
-        answer_json(replicas)
+        print_json(replicas)
     else:
         _print(replicas)
     if any(not one.is_whole and one.unread is None for one in replicas):
@@ -87,27 +88,27 @@ def verify(
 def _print(replicas: list[Verified]) -> None:
     for one in replicas:
         for problem in one.problems:
-            answer(f"damaged: {problem}")
+            print_result(f"damaged: {problem}")
         for name, source in one.repaired.items():
-            answer(f"repaired: step {one.step} {name} in {one.tier}, from {source}")
+            print_result(f"repaired: step {one.step} {name} in {one.tier}, from {source}")
         for why in one.refused:
-            answer(f"not repaired: {why}")
+            print_result(f"not repaired: {why}")
         if one.unread:
-            say(f"tierd: not verified: {one.unread}")
+            print_note(f"tierd: not verified: {one.unread}")
     whole = [one for one in replicas if one.is_whole]
     counts = Counter(one.how for one in whole)
-    told = ", ".join(f"{counts[proof.value]} {text}" for proof, text in _HOW.items() if counts[proof.value])
-    answer(
+    proofs = ", ".join(f"{counts[proof.value]} {text}" for proof, text in _PROOFS.items() if counts[proof.value])
+    print_result(
         f"{len(whole)} of {len(replicas)} replicas are whole: {size(sum(one.size_bytes for one in whole))} verified"
-        + (f" ({told})" if counts.keys() - {Proof.DEEP.value} else "")
+        + (f" ({proofs})" if counts.keys() - {Proof.DEEP.value} else "")
     )
     for name in sorted({one.tier for one in whole if one.how == Proof.SIZE.value}):
-        say(f"tierd: {name} keeps no checksums: files and sizes were compared, no byte; --deep reads them")
+        print_note(f"tierd: {name} keeps no checksums: only files and sizes were compared; --deep reads every byte")
 
 
 async def _verify(
     settings: Settings,
-    wish: Wanted,
+    query: CheckpointQuery,
     tier: str | None,
     place: str | None,
     *,
@@ -115,38 +116,25 @@ async def _verify(
     is_deep: bool,
     is_repair: bool,
 ) -> tuple[list[Verified], list[TierdError], bool]:
-    """(the replicas, why some could not be judged, whether every tier that was to be verified gave an answer)"""
-    unread: list[TierdError] = []
-    if is_repair and tier is not None and tier not in (names := tier_names(settings.config())):
-        raise BadConfig(f"no tier is called {tier!r}", hint=f"the tiers of this config are {', '.join(names)}")
-    async with look(settings, place=place, only=None if is_repair else tier) as places:
-        judged = {name for name in places.tiers if tier in (None, name)}
-        places.check_reachable()
-        unreachable = judged & places.unreachable.keys()
-        if unreachable == judged:
-            raise TierUnreachable(f"look at {tier}: {places.unreachable[min(judged)]}")
-        wish = _newest(wish, places, judged) if is_newest_only else wish
-        found = [
-            (name, entry.manifest.id, entry.manifest.size_bytes, "")
-            for entry in places.catalog.entries()
-            for name in places.tiers
-            if name in entry.tiers & judged and wish.fits(entry.manifest.id, entry.all_milestones)
-        ]
-        found += [
-            (name, checkpoint, 0, why)
-            for (name, checkpoint), why in places.catalog.unreadable().items()
-            if name in judged and wish.fits(checkpoint)
-        ]
+    """(the replicas, why some could not be checked, whether every tier to verify could be listed)"""
+    async with open_tiers(settings, place=place, only=None if is_repair else tier) as tiers:
+        checked = {name for name in tiers.by_name if tier in (None, name)}
+        tiers.check_reachable()
+        unreachable = checked & tiers.unreachable.keys()
+        if unreachable == checked:
+            raise TierUnreachable(f"list {tier}: {tiers.unreachable[min(checked)]}")
+        found = _matching(query, tiers, checked, is_newest_only=is_newest_only)
         if not found:
             where = place or tier or "any tier"
-            raise NotFound(f"find {wish} to verify in {where}: there is none", hint="`tierd ls` shows what there is")
+            raise NotFound(f"verify {query}: there is none in {where}", hint="`tierd ls` shows what there is")
         replicas: list[Verified] = []
+        unread: list[TierdError] = []
         with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
             for name, checkpoint, _, why in found:
-                one = _unjudged(checkpoint, name)
+                one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)
                 try:
-                    is_there = await _judge(
-                        one, places, checkpoint, why, is_deep=is_deep, is_repair=is_repair, progress=progress
+                    is_there = await _check(
+                        one, tiers, checkpoint, why, is_deep=is_deep, is_repair=is_repair, progress=progress
                     )
                 except (NewerFormat, TierUnreachable) as error:
                     one.unread, is_there = error.message, True
@@ -155,28 +143,31 @@ async def _verify(
         return replicas, unread, not unreachable
 
 
-def _newest(wish: Wanted, places: Places, judged: set[str]) -> Wanted:
-    among = [one for one in candidates(places.catalog) if judged.intersection(one.tiers)]
-    newest = choose(wish, among, "any tier").id
-    return Wanted(run=newest.run, step=newest.step, milestone=None, generation=newest.generation)
+def _matching(
+    query: CheckpointQuery, tiers: OpenedTiers, checked: set[str], *, is_newest_only: bool
+) -> list[tuple[str, CheckpointId, int, str]]:
+    """(tier, checkpoint, bytes, what the listing found wrong) of every replica to verify, unreadable ones last."""
+    found = [
+        (name, entry.id, entry.manifest.size_bytes, "")
+        for entry in tiers.catalog.entries()
+        for name in tiers.by_name
+        if name in entry.tiers & checked and query.matches(entry.id, entry.all_milestones)
+    ]
+    found += [
+        (name, checkpoint, 0, why)
+        for (name, checkpoint), why in tiers.catalog.unreadable().items()
+        if name in checked and query.matches(checkpoint)
+    ]
+    if is_newest_only and found:
+        with_run(query, (checkpoint.run for _, checkpoint, _, _ in found))
+        newest = max((checkpoint for _, checkpoint, _, _ in found), key=lambda checkpoint: checkpoint.recency)
+        found = [replica for replica in found if replica[1] == newest]
+    return found
 
 
-def _unjudged(checkpoint: CheckpointId, tier: str) -> Verified:
-    return Verified(
-        run=checkpoint.run,
-        step=checkpoint.step,
-        generation=checkpoint.generation,
-        tier=tier,
-        size_bytes=0,
-        how=None,
-        is_whole=False,
-        problems=[],
-    )
-
-
-async def _judge(
+async def _check(
     verified: Verified,
-    places: Places,
+    tiers: OpenedTiers,
     checkpoint: CheckpointId,
     why: str,
     *,
@@ -184,27 +175,27 @@ async def _judge(
     is_repair: bool,
     progress: Progress,
 ) -> bool:
-    """False when it was deleted under our eyes. `why`: what the look at the tier found wrong already. Raises
-    NewerFormat or TierUnreachable where it cannot be judged."""
-    tier = places.tiers[verified.tier]
+    """False if the replica was deleted meanwhile. `why`: what the listing found wrong already. Raises NewerFormat or
+    TierUnreachable if it cannot be checked."""
+    tier = tiers.by_name[verified.tier]
     found = await verify_replica(tier, checkpoint, is_deep=is_deep or tier.store.is_local, progress=progress)
     if found is None:
         return False
     verified.size_bytes = found.manifest.size_bytes if found.manifest else 0
     verified.how = found.proof.value if found.manifest else None
-    # Nothing wrong by its own manifest: then it disagrees with another tier's.
+    # If it agrees with its own manifest, that manifest differs from another tier's.
     verified.problems = found.sentences or [why] * bool(why)
     verified.is_whole = not verified.problems
     if found.problems and is_repair:
-        await _repair(places, tier, checkpoint, found, verified)
+        await _repair(tiers, tier, checkpoint, found, verified)
     return True
 
 
 async def _repair(
-    places: Places, tier: Tier, checkpoint: CheckpointId, found: Verification, verified: Verified
+    tiers: OpenedTiers, tier: Tier, checkpoint: CheckpointId, found: Verification, verified: Verified
 ) -> None:
     try:
-        repair = await repair_replica(tier, checkpoint, found, list(places.tiers.values()))
+        repair = await repair_replica(tier, checkpoint, found, list(tiers.by_name.values()))
     except TierUnreachable as error:
         repair = Repair(refused=[error.message])
     verified.repaired, verified.refused, verified.is_whole = repair.repaired, repair.refused, not repair.refused

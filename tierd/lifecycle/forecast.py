@@ -1,8 +1,7 @@
-"""What the lifecycle of a run will hold in each tier, and what that costs, if the run goes on as it has.
+"""Forecasts what the lifecycle of a run will hold in each tier, and what that costs, if the run continues at its pace.
 
-Pure: sizes, times and steps come from manifests, the verdicts on checkpoints that are still to come from the policy
-itself. The rules that forget come to rest at some size; those that never do (every n-th, every n steps, milestones)
-add something each month, for ever.
+Pure: sizes, times and steps come from manifests; the policy itself judges checkpoints that do not exist yet. The rules
+that forget level off at some size; those that keep forever (every n-th, every n steps, milestones) grow each month.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import msgspec
 
 from tierd.config import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Run, Step
-from tierd.lifecycle.policy import HOT, CheckpointView, kept, lasting
+from tierd.lifecycle.policy import HOT, CheckpointView, kept, kept_forever
 
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
-IMAGINED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon answers nobody else meanwhile
+SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon's event loop waits meanwhile
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run in one tier. None where it cannot be told: with no two checkpoints of one generation there is no
-    cadence, without a price no cost. `steady_gib`: when the rules that forget are full, with what is kept for ever so
-    far; `growth_gib`: what comes to that each month of 30 days. Costs are of a month, in the currency of the price."""
+    """Of one run in one tier. None where it is unknown: there is no interval without two checkpoints of one generation,
+    and no cost without a price. `steady_gib`: when the rules that forget are full, with what is kept forever so far;
+    `growth_gib`: what each month of 30 days adds forever. Costs are per month, in the currency of the price."""
 
     run: str
     tier: str
@@ -48,104 +47,104 @@ def forecast(
     cold: Mapping[str, float],
     own: Mapping[str, TierPolicy],
 ) -> list[Forecast]:
-    """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price of a GiB for a month, 0 where
-    it is not told. `own`: as for `plan`."""
+    """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price per GiB and month, 0 if it is
+    unknown. `own`: as for `plan`."""
     runs: dict[Run, list[CheckpointView]] = {}
-    for one in checkpoints:
-        runs.setdefault(one.id.run, []).append(one)
-    # Without a cold tier hot holds what cold would.
+    for view in checkpoints:
+        runs.setdefault(view.id.run, []).append(view)
+    # Without a cold tier, hot also holds what cold would.
     policies = {HOT: [policy.hot] if cold else [policy.hot, policy.cold]}
     policies |= {name: [own.get(name, policy.cold)] for name in cold}
-    found: list[Forecast] = []
+    forecasts: list[Forecast] = []
     for run in sorted(runs):
-        views = sorted(runs[run], key=lambda one: one.id.recency)
-        size_bytes = sizes[views[-1].id]
+        views = sorted(runs[run], key=lambda view: view.id.recency)
+        checkpoint_gib = sizes[views[-1].id] / GIB
         pace = _pace(views)
         for tier, rules in policies.items():
-            held_gib = sum(sizes[one.id] for one in views if tier in one.tiers) / GIB
             steady_gib = growth_gib = None
             if pace is not None:
-                steady_gib = _steady_count(views, rules, pace) * size_bytes / GIB
-                growth_gib = _growth_count(views, rules, pace) * size_bytes / GIB
+                steady_gib = _steady_count(views, rules, pace) * checkpoint_gib
+                growth_gib = _growth_count(views, rules, pace) * checkpoint_gib
             price = cold.get(tier, 0.0)
-            found.append(
+            forecasts.append(
                 Forecast(
                     run=run,
                     tier=tier,
-                    checkpoint_gib=size_bytes / GIB,
+                    checkpoint_gib=checkpoint_gib,
                     interval_s=pace and pace.interval_s,
-                    held_gib=held_gib,
+                    held_gib=sum(sizes[view.id] for view in views if tier in view.tiers) / GIB,
                     steady_gib=steady_gib,
                     growth_gib=growth_gib,
                     steady_cost=None if steady_gib is None or not price else steady_gib * price,
                     growth_cost=None if growth_gib is None or not price else growth_gib * price,
                 )
             )
-    return found
+    return forecasts
 
 
 class _Pace(msgspec.Struct, frozen=True):
-    """Between one checkpoint and the next."""
+    """From one checkpoint to the next."""
 
     interval_s: float
     steps: int
 
 
 def _pace(views: list[CheckpointView]) -> _Pace | None:
-    """By sequence, which counts those that are gone too; the median, so that a night's rest is no training."""
+    """By sequence, which also counts deleted checkpoints. The median ignores pauses of the training."""
     intervals_s: list[float] = []
     steps: list[float] = []
-    for one, after in pairwise(views):
-        count = after.sequence - one.sequence
-        if one.id.generation != after.id.generation or count < 1 or not one.created_at or not after.created_at:
+    for view, following in pairwise(views):
+        count = following.sequence - view.sequence
+        is_comparable = view.id.generation == following.id.generation and count >= 1
+        if not is_comparable or not view.created_at or not following.created_at:
             continue
-        intervals_s.append((after.created_at - one.created_at).total_seconds() / count)
-        steps.append((after.id.step - one.id.step) / count)
+        intervals_s.append((following.created_at - view.created_at).total_seconds() / count)
+        steps.append((following.id.step - view.id.step) / count)
     if not intervals_s or median(intervals_s) <= 0:
         return None
     return _Pace(median(intervals_s), max(1, round(median(steps))))
 
 
 def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> int:
-    """When the newest is an old one of a long training. Rules that overlap are counted once, but for those that never
-    forget: it may be a few less."""
+    """How many checkpoints are held late in a long training. What both kinds of rules select is counted twice, so the
+    true count may be slightly lower."""
     forgetting = [
-        msgspec.structs.replace(one, keep_every=0, keep_every_steps=0, milestones=False, keep_best=0) for one in rules
+        msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False, keep_best=0) for rule in rules
     ]
     past = _past(views, forgetting, pace)
     kept_past: set[CheckpointId] = set()
-    for one in forgetting:
-        kept_past |= kept(past, one).keys()
-    for_ever = sum(any(lasting(one, rule) for rule in rules) for one in views)
+    for rule in forgetting:
+        kept_past |= kept(past, rule).keys()
+    forever = sum(any(kept_forever(view, rule) for rule in rules) for view in views)
     best = max(
-        min(rule.keep_best, sum(rule.best_metric in one.metrics for one in views)) if rule.keep_best else 0
+        min(rule.keep_best, sum(rule.best_metric in view.metrics for view in views)) if rule.keep_best else 0
         for rule in rules
     )
-    unhealthy = min(max(one.keep_unhealthy for one in rules), sum(one.healthy is False for one in views))
-    return len(kept_past) + for_ever + best + unhealthy
+    unhealthy = min(max(rule.keep_unhealthy for rule in rules), sum(view.healthy is False for view in views))
+    return len(kept_past) + forever + best + unhealthy
 
 
 def _past(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> list[CheckpointView]:
-    """What had been before the newest, had it gone on like this for ever: all that the rules may look at, one an hour
-    at least."""
+    """Simulated checkpoints before the newest, at this pace: all that the rules look at, at most one per hour beyond
+    `keep_last`."""
     newest = views[-1]
-    at = max(one.created_at for one in views if one.created_at is not None)
-    last = max(one.keep_last for one in rules)
+    newest_at = max(view.created_at for view in views if view.created_at is not None)
+    last = max(rule.keep_last for rule in rules)
     span_s = max(
-        getattr(one, key) * max(period_s, pace.interval_s) for one in rules for key, period_s in _PERIODS_S.items()
+        getattr(rule, key) * max(period_s, pace.interval_s) for rule in rules for key, period_s in _PERIODS_S.items()
     )
     hourly = range(0, int(span_s / pace.interval_s) + 1, max(1, int(3600 / pace.interval_s)))
-    found: list[CheckpointView] = []
-    for back in sorted({*range(min(last, IMAGINED_MAX)), *hourly[:IMAGINED_MAX]}):
+    past: list[CheckpointView] = []
+    for back in sorted({*range(min(last, SIMULATED_MAX)), *hourly[:SIMULATED_MAX]}):
         try:
-            created_at = at - timedelta(seconds=back * pace.interval_s)
+            created_at = newest_at - timedelta(seconds=back * pace.interval_s)
         except OverflowError:  # before the year 1
             break
-        found.append(_imagined(newest, -back, -back, created_at))
-    return found
+        past.append(_simulated(newest, -back, -back, created_at))
+    return past
 
 
-def _imagined(newest: CheckpointView, sequence: int, step: int, created_at: datetime | None) -> CheckpointView:
+def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: datetime | None) -> CheckpointView:
     return CheckpointView(
         id=CheckpointId(newest.id.run, Step(step), newest.id.generation),
         sequence=sequence,
@@ -157,16 +156,16 @@ def _imagined(newest: CheckpointView, sequence: int, step: int, created_at: date
 
 
 def _growth_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> float:
-    """How many of a month's checkpoints are never given up."""
+    """How many of a month's checkpoints are kept forever."""
     newest = views[-1]
-    count_max = IMAGINED_MAX // 2
-    coming = (
-        _imagined(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
+    count_max = SIMULATED_MAX // 2
+    future = (
+        _simulated(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
         for count in range(1, count_max + 1)
     )
-    by_number = [msgspec.structs.replace(one, milestones=False) for one in rules]
-    rate = sum(any(lasting(one, rule) for rule in by_number) for one in coming) / count_max
-    marked = [one for one in views if any(lasting(one, rule) for rule in rules)]
-    marked = [one for one in marked if not any(lasting(one, rule) for rule in by_number)]
+    by_number = [msgspec.structs.replace(rule, milestones=False) for rule in rules]
+    rate = sum(any(kept_forever(view, rule) for rule in by_number) for view in future) / count_max
+    marked = [view for view in views if any(kept_forever(view, rule) for rule in rules)]
+    marked = [view for view in marked if not any(kept_forever(view, rule) for rule in by_number)]
     rate += len(marked) / max(newest.sequence, len(views))
     return min(rate, 1.0) * MONTH_S / pace.interval_s

@@ -1,8 +1,8 @@
-"""The lifecycle as one pure function: what should be copied, evicted or expired, given what is.
+"""The lifecycle as one pure function: which replicas to copy, evict or expire, given which exist.
 
-last_replica: nothing here deletes the last committed replica of what any policy keeps, nor the newest healthy
-checkpoint, nor a hot replica whose selected cold copy is pending. halt, not guess: a tier whose contents are
-unknown loses nothing, and nothing is deleted on the strength of what it might hold.
+last_replica: it never deletes the last committed replica of a checkpoint that any policy keeps, the newest healthy
+checkpoint, or a hot replica whose selected cold copy is pending. halt, not guess: it deletes nothing in a tier whose
+contents are unknown, and nothing because of what such a tier might hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOT = "hot"
 class CheckpointView:
     """What the plan needs to know of one checkpoint. `tiers`: names of the tiers where it is committed.
 
-    `created_at`: in UTC; None where its manifest gives no time. `metrics`: as in its manifest.
+    `created_at`: in UTC; None if its manifest gives no valid time. `metrics`: as in its manifest.
     """
 
     id: CheckpointId
@@ -36,132 +36,22 @@ class CheckpointView:
     metrics: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"], hash=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Copy a checkpoint from hot into `tier`."""
-
-    checkpoint: CheckpointId
-    tier: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Drop the replica in `tier`; others remain."""
-
-    checkpoint: CheckpointId
-    tier: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Expire:
-    """Drop the last replica, in `tier`: no policy keeps the checkpoint any more."""
-
-    checkpoint: CheckpointId
-    tier: str
-    reason: str
-
-
-Action = Replicate | Evict | Expire
-
-
-class Verdict(Enum):
+class Action(Enum):
     KEEP = "keep"
-    REPLICATE = "replicate"
-    WAIT = "wait"  # it should be copied there, but that tier cannot be listed now
-    EVICT = "evict"
-    EXPIRE = "expire"
+    REPLICATE = "replicate"  # copy it from hot
+    WAIT = "wait"  # copy it once the tier can be listed again
+    EVICT = "evict"  # delete this replica; others remain
+    EXPIRE = "expire"  # delete the last replica: no policy keeps the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What becomes of one checkpoint in one tier, and why."""
 
-    checkpoint: CheckpointView
+    checkpoint: CheckpointId
     tier: str
-    verdict: Verdict
+    action: Action
     reason: str
-
-
-def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
-    """What a tier with this policy keeps of one run, and why ("last 3", "every 10th", "milestone best").
-
-    An unhealthy checkpoint counts for nothing but a milestone, and for evidence. The newest
-    that may be healthy is always kept, and the newest that was found healthy, however many unjudged ones are newer;
-    and the newest of all when none is healthy: a verdict never empties a run.
-
-    What is kept of many is kept of any part of them that has it: no rule may look at how many there are.
-    """
-    newest_first = sorted(checkpoints, key=lambda one: one.id.recency, reverse=True)
-    healthy = [one for one in newest_first if one.healthy is not False]
-    keep_last = max(policy.keep_last, 1)
-    unhealthy = [one for one in newest_first if one.healthy is False]
-    found = {one.id: "newest unhealthy, as evidence" for one in unhealthy[: policy.keep_unhealthy]}
-    for one in [one for one in healthy if one.healthy][:1]:
-        found[one.id] = "newest that was found healthy"
-    found |= {one.id: f"last {keep_last}" for one in healthy[:keep_last]}
-    if newest_first and not healthy:
-        found.setdefault(newest_first[0].id, "newest, though none is healthy")
-    # The longest-lived reason is the one that is told.
-    found |= _by_time(healthy, policy) | _best(healthy, policy)
-    found |= {one.id: reason for one in newest_first if (reason := lasting(one, policy))}
-    return found
-
-
-def lasting(one: CheckpointView, policy: TierPolicy) -> str | None:
-    """Why this one is kept for ever, whatever comes after it."""
-    if policy.milestones and one.milestones:
-        return "milestone " + ", ".join(sorted(one.milestones))
-    if one.healthy is False:
-        return None
-    if policy.keep_every and one.sequence % policy.keep_every == 0:
-        return f"every {_ordinal(policy.keep_every)}"
-    if policy.keep_every_steps and one.id.step % policy.keep_every_steps == 0:
-        return f"every {policy.keep_every_steps} steps"
-    return None
-
-
-def _by_time(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
-    """Of the last n hours, days and weeks that have one, the newest each: only times of checkpoints count, no clock,
-    so that a run that rests for a month loses nothing by it."""
-    rules: list[tuple[int, str, Callable[[datetime], Hashable]]] = [
-        (policy.keep_hourly, "hourly", lambda at: (at.date(), at.hour)),
-        (policy.keep_daily, "daily", lambda at: at.date()),
-        (policy.keep_weekly, "weekly", lambda at: at.isocalendar()[:2]),
-    ]
-    if not any(count for count, _, _ in rules):
-        return {}
-    timed = [(one.created_at, one.id) for one in healthy if one.created_at is not None]
-    timed.sort(key=lambda one: (one[0], one[1].recency), reverse=True)
-    found: dict[CheckpointId, str] = {}
-    for count, word, period_of in rules:
-        newest: dict[Hashable, CheckpointId] = {}
-        for at, checkpoint in timed:
-            period = period_of(at)
-            if period not in newest:
-                if len(newest) == count:
-                    break
-                newest[period] = checkpoint
-        found |= dict.fromkeys(newest.values(), f"{word}, of the last {count}")
-    return found
-
-
-def _best(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
-    """Of equals the newer; what has no such number is none of the best."""
-    if not policy.keep_best:
-        return {}
-    sign = 1 if policy.best_mode == "min" else -1
-    measured: list[tuple[float, CheckpointId]] = []
-    for one in healthy:
-        value = one.metrics.get(policy.best_metric)
-        if isinstance(value, int | float) and math.isfinite(value):
-            measured.append((sign * value, one.id))
-    measured.sort(key=lambda one: one[0])  # stable: newest first among equals
-    return {
-        checkpoint: f"best {place} of {policy.keep_best} by {policy.best_mode} {policy.best_metric}: {sign * value:g}"
-        for place, (value, checkpoint) in enumerate(measured[: policy.keep_best], start=1)
-    }
 
 
 def plan(
@@ -171,20 +61,19 @@ def plan(
     cold: Mapping[str, bool],
     hot_known: bool,
     own: Mapping[str, TierPolicy] = MappingProxyType({}),
-) -> list[Action]:
-    """What to do. `cold`: each cold tier's name, and whether its contents are known right now. `own`: the policies of
-    the cold tiers that have one of their own.
+) -> list[Decision]:
+    """The copies and deletions to carry out, in order. Arguments as for `explain`.
 
-    Copies come first: milestones, then the newest. Then deletions, oldest first.
+    Copies come first: milestones, then the newest. Then deletions, the oldest first.
     """
-    decisions = explain(checkpoints, policy, cold=cold, hot_known=hot_known, own=own)
-    copies = [one for one in decisions if one.verdict is Verdict.REPLICATE]
-    copies.sort(key=lambda one: one.checkpoint.id.recency, reverse=True)
-    copies.sort(key=lambda one: not one.checkpoint.milestones)
-    deletions = [one for one in decisions if one.verdict in (Verdict.EVICT, Verdict.EXPIRE)]
-    deletions.sort(key=lambda one: one.checkpoint.id.recency)
-    action = {Verdict.REPLICATE: Replicate, Verdict.EVICT: Evict, Verdict.EXPIRE: Expire}
-    return [action[one.verdict](one.checkpoint.id, one.tier, one.reason) for one in copies + deletions]
+    views = list(checkpoints)
+    milestones = {view.id for view in views if view.milestones}
+    decisions = explain(views, policy, cold=cold, hot_known=hot_known, own=own)
+    copies = [decision for decision in decisions if decision.action is Action.REPLICATE]
+    copies.sort(key=lambda decision: decision.checkpoint.recency, reverse=True)
+    copies.sort(key=lambda decision: decision.checkpoint not in milestones)
+    deletions = [decision for decision in decisions if decision.action in (Action.EVICT, Action.EXPIRE)]
+    return copies + sorted(deletions, key=lambda decision: decision.checkpoint.recency)
 
 
 def explain(
@@ -195,22 +84,26 @@ def explain(
     hot_known: bool,
     own: Mapping[str, TierPolicy] = MappingProxyType({}),
 ) -> list[Decision]:
-    """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name."""
+    """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name.
+
+    `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
+    not use the common one.
+    """
     runs: dict[Run, list[CheckpointView]] = {}
-    for one in checkpoints:
-        runs.setdefault(one.id.run, []).append(one)
-    found: list[Decision] = []
+    for view in checkpoints:
+        runs.setdefault(view.id.run, []).append(view)
+    decisions: list[Decision] = []
     for run in sorted(runs):
         run_policy = _RunPolicy(runs[run], policy, cold=cold, hot_known=hot_known, own=own)
-        for one in sorted(runs[run], key=lambda one: one.id.recency, reverse=True):
-            found += run_policy.decide(one)
-    return found
+        for view in sorted(runs[run], key=lambda view: view.id.recency, reverse=True):
+            decisions += run_policy.decide(view)
+    return decisions
 
 
 class _RunPolicy:
-    """What each tier keeps of one run, from confirmed replicas only: a tier that is unknown counts as empty.
+    """What each tier keeps of one run. Only confirmed replicas count: an unknown tier counts as empty.
 
-    That never deletes too much: fewer checkpoints to choose from only makes each one likelier to be kept.
+    That never deletes too much: the fewer checkpoints there are to choose from, the likelier each one is kept.
     """
 
     def __init__(
@@ -226,65 +119,143 @@ class _RunPolicy:
         self._hot_known = hot_known
         self._known = {HOT, *(name for name, is_known in cold.items() if is_known)}
         policies = {HOT: policy.hot, **{name: own.get(name, policy.cold) for name in cold}}
-        present = [one for one in views if one.tiers & self._known]
-        # What each tier should have, of all that there is.
-        self._selects = {tier: kept(present, one) for tier, one in policies.items()}
+        present = [view for view in views if view.tiers & self._known]
+        # What each tier should hold, of all checkpoints that exist.
+        self._selects = {tier: kept(present, rules) for tier, rules in policies.items()}
         self._orphaned = {} if cold else kept(present, policy.cold)
-        # A tier keeps what its policy keeps of its own contents, which is never less than its part of the whole.
-        # Else a cold tier that lags would drop its newest because newer ones exist that have not arrived yet.
+        # A tier also keeps what its policy selects from its own contents alone. Otherwise a cold tier that lags would
+        # delete its newest checkpoints because of newer ones that have not arrived there yet.
         self._own_keeps = {
-            tier: kept((one for one in present if tier in one.tiers), policies[tier]) for tier in self._known
+            tier: kept((view for view in present if tier in view.tiers), policies[tier]) for tier in self._known
         }
 
-    def decide(self, one: CheckpointView) -> Iterator[Decision]:
-        left = set(one.tiers & self._known)
+    def decide(self, view: CheckpointView) -> Iterator[Decision]:
+        remaining = set(view.tiers & self._known)
         for tier in (HOT, *self._cold):
-            if tier not in one.tiers & self._known:
-                yield from self._missing(one, tier)
+            if tier not in view.tiers & self._known:
+                yield from self._missing(view, tier)
                 continue
-            reason = self._keeps_in(one, tier, left)
+            reason = self._keeps_in(view, tier, remaining)
             if reason:
-                yield Decision(one, tier, Verdict.KEEP, reason)
+                yield Decision(view.id, tier, Action.KEEP, reason)
                 continue
-            left.discard(tier)
-            if left:
-                reason = f"not kept in {tier}; still in {', '.join(sorted(left))}"
-                yield Decision(one, tier, Verdict.EVICT, reason)
+            remaining.discard(tier)
+            if remaining:
+                reason = f"not kept in {tier}; still in {', '.join(sorted(remaining))}"
+                yield Decision(view.id, tier, Action.EVICT, reason)
             else:
-                yield Decision(one, tier, Verdict.EXPIRE, "no policy keeps it")
+                yield Decision(view.id, tier, Action.EXPIRE, "no policy keeps it")
 
-    def _missing(self, one: CheckpointView, tier: str) -> Iterator[Decision]:
-        """Of a checkpoint with no confirmed replica in `tier`."""
-        selected = self._selects[tier].get(one.id)
-        if tier == HOT or HOT not in one.tiers or selected is None:
+    def _missing(self, view: CheckpointView, tier: str) -> Iterator[Decision]:
+        """For a checkpoint with no confirmed replica in `tier`."""
+        selected = self._selects[tier].get(view.id)
+        if tier == HOT or HOT not in view.tiers or selected is None:
             return
         if self._cold[tier]:
-            yield Decision(one, tier, Verdict.REPLICATE, selected)
+            yield Decision(view.id, tier, Action.REPLICATE, selected)
         else:
-            yield Decision(one, tier, Verdict.WAIT, f"{selected}; {tier} cannot be listed now")
+            yield Decision(view.id, tier, Action.WAIT, f"{selected}; {tier} cannot be listed now")
 
-    def _keeps_in(self, one: CheckpointView, tier: str, left: set[str]) -> str | None:
-        """Why the replica in `tier` stays, or None. `left`: where a replica remains, `tier` included."""
-        if one.id in self._own_keeps[tier]:
-            return self._own_keeps[tier][one.id]
+    def _keeps_in(self, view: CheckpointView, tier: str, remaining: set[str]) -> str | None:
+        """Why the replica in `tier` stays, or None. `remaining`: the tiers that still hold one, with `tier`."""
+        if view.id in self._own_keeps[tier]:
+            return self._own_keeps[tier][view.id]
         if not self._hot_known:
             return "nothing is deleted while hot cannot be listed"
         if tier == HOT:
-            selecting = [name for name in self._cold if one.id in self._selects[name]]
-            pending = [name for name in selecting if name not in one.tiers or not self._cold[name]]
+            selecting = [name for name in self._cold if view.id in self._selects[name]]
+            pending = [name for name in selecting if name not in view.tiers or not self._cold[name]]
             if pending:
-                return f"{self._selects[pending[0]][one.id]}; not yet known to be in {', '.join(pending)}"
-            if one.id in self._orphaned:
-                return f"{self._orphaned[one.id]}; there is no cold tier to hold it"
-        if left == {tier}:
+                return f"{self._selects[pending[0]][view.id]}; not yet known to be in {', '.join(pending)}"
+            if view.id in self._orphaned:
+                return f"{self._orphaned[view.id]}; there is no cold tier to hold it"
+        if remaining == {tier}:
             for name, selects in self._selects.items():
-                if one.id in selects:
-                    return f"last replica of what {name} keeps: {selects[one.id]}"
+                if view.id in selects:
+                    return f"last replica of what {name} keeps: {selects[view.id]}"
             unknown = [name for name, is_known in self._cold.items() if not is_known]
-            # Hot goes on: its disk is finite, and no policy keeps this one whatever the unknown tier holds.
+            # Hot still deletes: its disk is finite, and no policy keeps this one, whatever the unknown tier holds.
             if unknown and tier != HOT:
                 return f"last replica known while {', '.join(unknown)} cannot be listed"
         return None
+
+
+def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
+    """What a tier with this policy keeps of one run, and why ("last 3", "every 10th", "milestone best").
+
+    An unhealthy checkpoint is kept only as a milestone or as evidence. Always kept are the newest that may be healthy,
+    the newest that was found healthy, however many unexamined ones are newer, and the newest of all if none is healthy.
+
+    Whatever is kept of a set of checkpoints is also kept of each subset that contains it.
+    """
+    newest_first = sorted(checkpoints, key=lambda view: view.id.recency, reverse=True)
+    healthy = [view for view in newest_first if view.healthy is not False]
+    unhealthy = [view for view in newest_first if view.healthy is False]
+    keep_last = max(policy.keep_last, 1)
+    reasons = {view.id: "newest unhealthy, as evidence" for view in unhealthy[: policy.keep_unhealthy]}
+    reasons |= {view.id: "newest that was found healthy" for view in [view for view in healthy if view.healthy][:1]}
+    reasons |= {view.id: f"last {keep_last}" for view in healthy[:keep_last]}
+    if newest_first and not healthy:
+        reasons.setdefault(newest_first[0].id, "newest, though none is healthy")
+    # Of several reasons, the one that holds longest comes last and is reported.
+    reasons |= _by_time(healthy, policy) | _best(healthy, policy)
+    reasons |= {view.id: reason for view in newest_first if (reason := kept_forever(view, policy))}
+    return reasons
+
+
+def kept_forever(view: CheckpointView, policy: TierPolicy) -> str | None:
+    """Why the policy keeps it whatever comes after it; None if it does not."""
+    if policy.milestones and view.milestones:
+        return "milestone " + ", ".join(sorted(view.milestones))
+    if view.healthy is False:
+        return None
+    if policy.keep_every and view.sequence % policy.keep_every == 0:
+        return f"every {_ordinal(policy.keep_every)}"
+    if policy.keep_every_steps and view.id.step % policy.keep_every_steps == 0:
+        return f"every {policy.keep_every_steps} steps"
+    return None
+
+
+def _by_time(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
+    """The newest checkpoint of each of the last n hours, days and weeks that have one. Only the checkpoints' own times
+    count, so a run that pauses for a month loses nothing."""
+    rules: list[tuple[int, str, Callable[[datetime], Hashable]]] = [
+        (policy.keep_hourly, "hourly", lambda at: (at.date(), at.hour)),
+        (policy.keep_daily, "daily", lambda at: at.date()),
+        (policy.keep_weekly, "weekly", lambda at: at.isocalendar()[:2]),
+    ]
+    if not any(count for count, _, _ in rules):
+        return {}
+    timed = [(view.created_at, view.id) for view in healthy if view.created_at is not None]
+    timed.sort(key=lambda pair: (pair[0], pair[1].recency), reverse=True)
+    reasons: dict[CheckpointId, str] = {}
+    for count, word, period_of in rules:
+        newest: dict[Hashable, CheckpointId] = {}
+        for at, checkpoint in timed:
+            period = period_of(at)
+            if period not in newest:
+                if len(newest) == count:
+                    break
+                newest[period] = checkpoint
+        reasons |= dict.fromkeys(newest.values(), f"{word}, of the last {count}")
+    return reasons
+
+
+def _best(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
+    """The best by a metric, of equal ones the newer. A checkpoint whose metric is missing or not finite is left out."""
+    if not policy.keep_best:
+        return {}
+    sign = 1 if policy.best_mode == "min" else -1
+    measured: list[tuple[float, CheckpointId]] = []
+    for view in healthy:
+        value = view.metrics.get(policy.best_metric)
+        if isinstance(value, int | float) and math.isfinite(value):
+            measured.append((sign * value, view.id))
+    measured.sort(key=lambda pair: pair[0])  # stable: newest first among equals
+    return {
+        checkpoint: f"best {place} of {policy.keep_best} by {policy.best_mode} {policy.best_metric}: {sign * value:g}"
+        for place, (value, checkpoint) in enumerate(measured[: policy.keep_best], start=1)
+    }
 
 
 def _ordinal(number: int) -> str:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale
+from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.slot import MappedSlot
@@ -67,6 +68,27 @@ class SnapshotSet:
         """Rank 0's message. The manifest takes metrics, milestone and parent from it."""
         return self.snapshots[Rank(0)].sealed
 
+    def make_manifest(self, *, sequence: int) -> Manifest:
+        """The manifest of a whole set, from rank 0's `Sealed` message. Files not checked yet have no checksums."""
+        # By rank: the same set gives the same manifest.
+        snapshots = [snapshot for _, snapshot in sorted(self.snapshots.items())]
+        files = [snapshot.entry or _unchecked(snapshot, self.world_size) for snapshot in snapshots]
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            run=self.id.run,
+            step=self.id.step,
+            generation=self.id.generation,
+            sequence=sequence,
+            parent=self.head.parent,
+            world_size=self.world_size,
+            created_at=self.head.created_at,
+            kind="snapshot",
+            metrics=plain_metrics(self.head.metrics),
+            architecture_hash=self.head.architecture_hash,
+            versions=self.head.versions,
+            files=files,
+        )
+
     def is_in(self, state: SlotState) -> bool:
         """Whether every slot of the set is in this state."""
         return all(snapshot.slot.state is state for snapshot in self.snapshots.values())
@@ -74,6 +96,12 @@ class SnapshotSet:
     def move(self, event: SlotEvent) -> None:
         for snapshot in self.snapshots.values():
             snapshot.slot.move(event)
+
+
+def _unchecked(snapshot: Snapshot, world_size: int) -> FileEntry:
+    name = layout.shard_name(snapshot.rank, world_size)
+    size_bytes = snapshot.sealed.size_bytes
+    return FileEntry(name=name, size_bytes=size_bytes, crc64nvme="", chunk_bytes=checksum.CHUNK_BYTES, chunks=[])
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""What comes from cold tiers into hot because trainers ask for it: a whole checkpoint, or what this node's ranks need.
+"""Fetches from cold tiers into hot what trainers ask for: a whole checkpoint, or the chunks that the ranks here need.
 
-Each chunk is fetched once, whichever rank asks first. What is whole is committed, and is a hot replica. A part never
-is: its files have no names of their own, and go when the run has been restored. What was broken off is gone on with.
+Each chunk is fetched once, whichever rank asks first. A whole checkpoint is committed, as a hot replica. A part never
+is: its files have temporary names and are deleted once the run is restored. An interrupted fetch is continued.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
 
-NEARLY_ALL = 0.9  # of a checkpoint's bytes: the rest is little more to fetch, and makes it a hot replica
+NEARLY_ALL = 0.9  # of a checkpoint's bytes: then fetch the rest too, which makes it a hot replica
 
 OnProgress = Callable[[int, int], None]
-"""(bytes done, bytes in all) of a fetch from a cold tier."""
+"""Called with (bytes done, bytes in all) during a fetch from a cold tier."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A fetch that has brought all that was asked for so far, from the cold tier with these bytes of a manifest."""
+class _PartialFetch:
+    """A fetch that has brought all chunks asked for so far. `tier`: where from; `raw`: its manifest's bytes there."""
 
     fetch: Fetch
     tier: str
@@ -48,10 +48,10 @@ class Fetcher:
         self._hot_store = hot_store
         self._metrics = metrics
         self._incidents = incidents
-        # Ranks ask for the same checkpoint at once: each chunk is fetched once.
+        # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
         self._locks: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._parts: dict[Run, _Part] = {}  # the last of each run
-        self._sweeping = asyncio.Lock()  # no fetch begins meanwhile
+        self._parts: dict[Run, _PartialFetch] = {}  # the last of each run
+        self._sweeping = asyncio.Lock()  # while it is held, no fetch begins
         self._swept: set[Run] = set()
 
     async def bring(
@@ -63,18 +63,18 @@ class Fetcher:
         *,
         is_hot_bad: bool,
     ) -> tuple[list[int], bool]:
-        """(descriptors of the files, whether that is only a part). `chunks`: what is needed of each file; None: all."""
+        """(descriptors of the files, whether they are only a part). `chunks`: those needed of each file; None: all."""
         manifest = entry.manifest
         async with self._locks.setdefault(manifest.id, asyncio.Lock()):
             if not is_hot_bad and self._hot.name in entry.tiers:
-                return self.open_hot(manifest), False  # another rank has just had it fetched
-            part = await self._take_up(manifest, cold)
+                return self.open_hot(manifest), False  # fetched for another rank just now
+            part = await self._continue(manifest, cold)
             fetch = part.fetch
-            # A hot replica that is damaged is mended as a whole.
+            # A damaged hot replica is replaced as a whole.
             if chunks is None or self._hot.name in entry.tiers:
                 fetch.want(None)
             else:
-                fetch.want({file.name: some for file, some in zip(manifest.files, chunks, strict=False)})
+                fetch.want({file.name: indexes for file, indexes in zip(manifest.files, chunks, strict=False)})
             await self._fetch(fetch, cold, on_progress)
             if not fetch.is_whole:
                 await self._fetch_headers(fetch, cold, on_progress)
@@ -89,46 +89,47 @@ class Fetcher:
         return _open_all(manifest, lambda name: self._hot_store.open_fd(layout.file_key(manifest.id, name)))
 
     async def restored(self, run: Run) -> None:
-        """No rank of the run needs more of what it has restored."""
+        """All ranks of the run have what they need: delete the part."""
         if self._parts.pop(run, None) is not None:
             await self.sweep(run)
 
     async def sweep(self, run: Run) -> None:
-        """Removes what fetches of the run left that nobody will go on with."""
+        """Delete what fetches of the run left behind and nobody will continue."""
         if run in self._swept:
             return
         async with self._sweeping:
-            active = {layout.checkpoint_prefix(one) for one, lock in self._locks.items() if lock.locked()}
-            active |= {layout.checkpoint_prefix(one.fetch.manifest.id) for one in self._parts.values()}
+            active = {layout.checkpoint_prefix(checkpoint) for checkpoint, lock in self._locks.items() if lock.locked()}
+            active |= {layout.checkpoint_prefix(part.fetch.manifest.id) for part in self._parts.values()}
 
             def is_given_up(path: str, touched_s: float) -> bool:
-                return not any(path.startswith(one) for one in active)
+                return not path.startswith(tuple(active))
 
-            with contextlib.suppress(TierdError):  # it is tried again; what was asked for does not depend on it
+            with contextlib.suppress(TierdError):  # it is tried again, and the restore does not depend on it
                 await self._hot_store.sweep_partials(run, is_given_up=is_given_up)
                 if not active:
                     self._swept.add(run)
 
-    async def _take_up(self, manifest: Manifest, cold: Tier) -> _Part:
-        """The part that is here, to be gone on with, or one with nothing but the headers' first chunks to be fetched.
+    async def _continue(self, manifest: Manifest, cold: Tier) -> _PartialFetch:
+        """The part that was fetched before, or a new one that wants only the first chunk of each header.
 
-        Another tier is no going on: a chunk that verified here may have been found damaged since."""
-        held = self._parts.pop(manifest.id.run, None)
-        if held is not None and held.tier == cold.name and held.fetch.manifest == manifest:
-            return held
+        A part from another tier is not continued: the trainer may have found one of its chunks damaged."""
+        part = self._parts.pop(manifest.id.run, None)
+        if part is not None and part.tier == cold.name and part.fetch.manifest == manifest:
+            return part
         raw = await cold.manifest_bytes(manifest)
         await self._check_replaceable(manifest)
-        return _Part(Fetch(manifest, self._hot_store, wanted={one.name: {0} for one in manifest.files}), cold.name, raw)
+        fetch = Fetch(manifest, self._hot_store, wanted={file.name: {0} for file in manifest.files})
+        return _PartialFetch(fetch, cold.name, raw)
 
     async def _fetch_headers(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
-        """The rest of headers that are longer than a chunk."""
-        lengths = {one.name: await fetch.header_bytes(one.name) for one in fetch.manifest.files}
-        fetch.want({one.name: range(-(-lengths[one.name] // one.chunk_bytes)) for one in fetch.manifest.files})
+        """Fetch the rest of headers that are longer than a chunk."""
+        files = fetch.manifest.files
+        fetch.want({file.name: range(-(-await fetch.header_bytes(file.name) // file.chunk_bytes)) for file in files})
         if fetch.missing_bytes:
             await self._fetch(fetch, cold, on_progress)
 
     async def _fetch(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
-        """All that is wanted is here and verified. What came stays for the next attempt, from whichever tier."""
+        """Fetch and verify all that is wanted. On failure, what arrived stays for the next attempt, from any tier."""
         manifest = fetch.manifest
         if fetch.wanted_bytes >= NEARLY_ALL * manifest.size_bytes:
             fetch.want(None)
@@ -142,7 +143,7 @@ class Fetcher:
             async with self._sweeping:
                 await fetch.begin()
         except Full:
-            with contextlib.suppress(TierdError):  # what went wrong first is what must be told
+            with contextlib.suppress(TierdError):  # the first error is the one to report
                 folder = f"{manifest.id.run}/{manifest.id.name}"
                 await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
             raise
@@ -155,8 +156,8 @@ class Fetcher:
         if problem is not None:
             raise problem
 
-    async def _commit(self, part: _Part, milestones: frozenset[str]) -> None:
-        """A cold checkpoint becomes a hot one: same bytes, same commit."""
+    async def _commit(self, part: _PartialFetch, milestones: frozenset[str]) -> None:
+        """Commit the fetched checkpoint in hot, with the same manifest bytes."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
         for milestone in milestones:
@@ -164,13 +165,13 @@ class Fetcher:
         try:
             await self._hot.commit(manifest, raw=part.raw)
         except Corrupt as error:
-            # An unreadable manifest lies there. The files are good all the same, and that is what is asked for.
+            # The manifest there is unreadable. The files are good all the same, and the trainer needs only them.
             self._incidents.record("restore", error, manifest.id)
         else:
             self._catalog.add(manifest, self._hot.name, milestones)
 
     async def _check_replaceable(self, manifest: Manifest) -> None:
-        """Raises BadRequest when hot holds another checkpoint under this name. A damaged one may be replaced."""
+        """Raises BadRequest if hot holds another checkpoint under this name. A damaged one may be replaced."""
         with contextlib.suppress(NotFound, Corrupt):
             if await self._hot.manifest(manifest.id) != manifest:
                 raise BadRequest(

@@ -12,7 +12,7 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
+from tierd.format.manifest import Manifest
 from tierd.memory.slot_states import SlotEvent
 from tierd.memory.tier import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
@@ -82,9 +82,7 @@ class Persister:
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
         checkpoint = snapshot_set.id
-        # Sorted by rank: the manifest lists them so, and the same set gives the same manifest.
-        snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
-        entries: dict[int, FileEntry] = {}
+        snapshots = list(snapshot_set.snapshots.values())
 
         if await is_listed(self._hot, checkpoint):
             # The catalog does not have it, so it is not ours; its shards have the same names as ours.
@@ -99,10 +97,10 @@ class Persister:
             with throttle.writing(self._hot.name) as count_written:
 
                 async def put(snapshot: Snapshot) -> None:
-                    entries[snapshot.rank] = await self._put(snapshot_set, snapshot, count_written)
+                    await self._put(snapshot_set, snapshot, count_written)
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = await self._commit(snapshot_set, [entries[snapshot.rank] for snapshot in snapshots])
+            manifest = await self._commit(snapshot_set)
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)
@@ -112,8 +110,8 @@ class Persister:
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
 
-    async def _commit(self, snapshot_set: SnapshotSet, files: list[FileEntry]) -> Manifest:
-        manifest = manifest_of(snapshot_set, files, sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
+    async def _commit(self, snapshot_set: SnapshotSet) -> Manifest:
+        manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
         # The marker is written before the commit, so a committed milestone always has it.
         milestone = snapshot_set.head.milestone
         if milestone is not None:
@@ -122,7 +120,7 @@ class Persister:
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest
 
-    async def _put(self, snapshot_set: SnapshotSet, snapshot: Snapshot, progress: Progress) -> FileEntry:
+    async def _put(self, snapshot_set: SnapshotSet, snapshot: Snapshot, progress: Progress) -> None:
         name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
         snapshot.entry = await self._hot.store.put(
             layout.file_key(snapshot_set.id, name),
@@ -132,27 +130,6 @@ class Persister:
             expect=snapshot.entry,
             progress=progress,
         )
-        return snapshot.entry
-
-
-def manifest_of(snapshot_set: SnapshotSet, files: list[FileEntry], *, sequence: int) -> Manifest:
-    """The manifest of a complete set, from rank 0's `Sealed` message."""
-    head = snapshot_set.head
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        run=snapshot_set.id.run,
-        step=snapshot_set.id.step,
-        generation=snapshot_set.id.generation,
-        sequence=sequence,
-        parent=head.parent,
-        world_size=snapshot_set.world_size,
-        created_at=head.created_at,
-        kind="snapshot",
-        metrics=plain_metrics(head.metrics),
-        architecture_hash=head.architecture_hash,
-        versions=head.versions,
-        files=files,
-    )
 
 
 def _failed(checkpoint: CheckpointId, error: TierdError) -> wire.Failed:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 
-from tierd.catalog import Catalog
-from tierd.config import Config
 from tierd.context import DaemonContext
+from tierd.decisions import deletions
 from tierd.errors import Retained, TierdError
-from tierd.format.ids import CheckpointId, Run
-from tierd.lifecycle.forecast import Forecast, forecast
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, Evict, Expire, explain, plan
+from tierd.format.ids import CheckpointId
+from tierd.lifecycle.policy import HOT, Action, Decision
 from tierd.workers.recovery import is_listed
 
 log = logging.getLogger("tierd")
@@ -82,11 +79,11 @@ class Reaper:
             if is_unchanged:
                 decided_at = self._catalog.moment()
             self._context.notify.space_freed()
-            verb = "evicted" if isinstance(action, Evict) else "expired"
+            verb = "evicted" if action.action is Action.EVICT else "expired"
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
         return self._catalog.moment() == decided_at
 
-    async def _is_elsewhere(self, action: Evict | Expire, failed_tiers: set[str]) -> bool:
+    async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
         that has the checkpoint in the catalog is asked again. A tier that has lost it gets it again."""
         entry = self._catalog.get(action.checkpoint)
@@ -126,53 +123,3 @@ class Retentions:
     def due_s(self) -> float:
         """When the first deletion may be tried again; inf when there is none."""
         return min(self._until_s.values(), default=math.inf)
-
-
-def decisions(catalog: Catalog, config: Config) -> list[Decision]:
-    """What becomes of every checkpoint, and why. Each run is judged only by what is known for sure."""
-    return [
-        decision
-        for views, cold, hot_known in _judged(catalog, config)
-        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
-    ]
-
-
-def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
-    """What each run will hold in each tier, and cost there."""
-    sizes = {one.id: one.manifest.size_bytes for one in catalog.entries()}
-    prices = {one.name: one.price_per_gib_month for one in config.cold}
-    return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
-
-
-def decide(catalog: Catalog, config: Config) -> list[Action]:
-    """All that the lifecycle would do now: the same judgement, in the order in which it is carried out."""
-    return [
-        action
-        for views, cold, hot_known in _judged(catalog, config)
-        for action in plan(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
-    ]
-
-
-def deletions(catalog: Catalog, config: Config) -> list[Evict | Expire]:
-    return [action for action in decide(catalog, config) if isinstance(action, Evict | Expire)]
-
-
-def _judged(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointView], dict[str, bool], bool]]:
-    """(its checkpoints, whether each cold tier's part of it is known, whether hot's is) of every run, by name."""
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    views: dict[Run, list[CheckpointView]] = {}
-    for view in catalog.views():
-        views.setdefault(view.id.run, []).append(view)
-    for run in sorted(views):
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        yield views[run], {one.name: is_known[one.name] for one in config.cold}, is_known[HOT]
-
-
-def halted(catalog: Catalog) -> list[str]:
-    """Why deletion stands still somewhere, in sentences; empty when it does not."""
-    reasons = [
-        f"{'damaged_replica' if checkpoint in catalog.tiers[tier].damaged else 'unreadable_manifest'}: {why}"
-        for (tier, checkpoint), why in catalog.unreadable().items()
-    ]
-    reasons += [f"tier_unreachable: {known.error}" for known in catalog.tiers.values() if not known.is_known]
-    return reasons

@@ -1,4 +1,4 @@
-"""Lists a tier and updates the catalog; at start, also deletes incomplete files from the hot tier.
+"""At start, deletes incomplete files from the hot tier; afterwards lists each tier at an interval.
 
 halt, not guess: a manifest that cannot be read, or a checkpoint without one of its files, is reported and not deleted.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 
-from tierd.catalog import Catalog, Entry
-from tierd.errors import NotFound, TierdError, TierUnreachable
+from tierd.catalog import Catalog
+from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from tierd.listing import enter, files_of, refresh
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Listing, Tier
+from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")
 
 PARTIAL_DOWNLOADS_KEPT_S = 86400.0  # one day for the trainer to start again and continue its restore
-BATCH = 64  # manifests read at once: bounds how long decoding them blocks the event loop
-BATCH_BYTES = MANIFEST_BYTES_MAX  # of the manifests read at once: bounds the memory
 
 
 async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: float) -> None:
@@ -37,121 +34,19 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
         await hot.delete(checkpoint)
         del listing.files[checkpoint]
         log.info("deleted %s from hot: incomplete when the former daemon ended", checkpoint)
-    await _learn(catalog, hot, listing, catalog.moment())
+    await enter(catalog, hot, listing, catalog.moment())
 
 
 async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:
     """Delete what a failed copy has left, unless it is committed: it may be what fills the disk."""
-    files = await _files(tier, checkpoint)
+    files = await files_of(tier, checkpoint)
     if layout.MANIFEST not in files:
         await tier.store.delete([layout.file_key(checkpoint, name) for name in files])
 
 
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
     """Whether the tier has a manifest of the checkpoint, readable or not."""
-    return layout.MANIFEST in await _files(tier, checkpoint)
-
-
-async def _files(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
-    prefix = layout.checkpoint_prefix(checkpoint)
-    return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}
-
-
-async def refresh(catalog: Catalog, tier: Tier) -> None:
-    """List a tier once. If it is unreachable, the catalog notes that; no error is raised."""
-    moment = catalog.moment()
-    try:
-        await _learn(catalog, tier, await tier.listing(), moment)
-    except TierdError as error:
-        catalog.lost_tier(tier.name, str(error))
-
-
-async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
-    manifests, unreadable = await _manifests(catalog, tier, listing)
-    found = {one: (manifest, listing.milestones(one)) for one, manifest in manifests.items()}
-    for run, generation in listing.generations.items():
-        catalog.saw_generation(run, generation)
-    used = sum(size for files in listing.files.values() for size in files.values())
-    diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
-    catalog.saw_tier(
-        tier.name,
-        found,
-        unreadable,
-        used,
-        since=moment,
-        diagnoses=diagnoses,
-        fingerprints={one: listing.fingerprints[one] for one in found},
-        partial=listing.partial,
-    )
-
-
-async def _manifests(
-    catalog: Catalog, tier: Tier, listing: Listing
-) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str]]:
-    """(manifests, why not) of the committed. Read where this tier shows one for the first time, or in another size or
-    with another ETag: what hot says of a checkpoint proves nothing about the replica in cold."""
-    found: dict[CheckpointId, Manifest] = {}
-    unreadable: dict[CheckpointId, str] = {}
-    read_before = catalog.tiers[tier.name].fingerprints
-    unread: list[CheckpointId] = []
-    for checkpoint in listing.committed:
-        known = catalog.get(checkpoint)
-        if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
-            found[checkpoint] = known.manifest
-        else:
-            unread.append(checkpoint)
-    if tier.cache is not None and len(unread) > BATCH:
-        found |= await tier.cache.read({one: listing.fingerprints[one] for one in unread})
-        unread = [one for one in unread if one not in found]
-    for batch in _batches(unread, listing):
-        for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
-            if isinstance(manifest, Manifest):
-                found[checkpoint] = manifest
-            elif not isinstance(manifest, NotFound):  # NotFound: deleted since the listing
-                unreadable[checkpoint] = str(manifest)
-    if tier.cache is not None and len(unread) > BATCH:
-        await tier.cache.write(found, listing.fingerprints)
-    for checkpoint, manifest in list(found.items()):
-        reason = _conflict(catalog.get(checkpoint), tier, manifest)
-        if _missing(manifest, listing.files[checkpoint]):
-            # A listing is not atomic: list the folder again, because the checkpoint may have been deleted meanwhile.
-            listing.files[checkpoint] = await _files(tier, checkpoint)
-            reason = reason or _missing(manifest, listing.files[checkpoint])
-        if layout.MANIFEST not in listing.files[checkpoint]:
-            del found[checkpoint]
-        elif reason:
-            del found[checkpoint]
-            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {reason}"
-    return found, unreadable
-
-
-def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
-    batch: list[CheckpointId] = []
-    size_bytes = 0
-    for checkpoint in checkpoints:
-        size_bytes += listing.fingerprints[checkpoint][0]
-        if batch and (len(batch) == BATCH or size_bytes > BATCH_BYTES):
-            yield batch
-            batch, size_bytes = [], listing.fingerprints[checkpoint][0]
-        batch.append(checkpoint)
-    if batch:
-        yield batch
-
-
-def _missing(manifest: Manifest, files: dict[str, int]) -> str:
-    """Which file of the manifest is missing or has another size; empty if none."""
-    for entry in manifest.files:
-        if files.get(entry.name) != entry.size_bytes:
-            return f"{entry.name} is missing or has another size"
-    return ""
-
-
-def _conflict(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
-    """Whether another tier has a different manifest of this checkpoint, as text; empty if not."""
-    others = known.tiers - {tier.name} if known else frozenset()
-    if known is None or not others or known.manifest is manifest or known.manifest == manifest:
-        return ""
-    return f"its manifest differs from the one in {', '.join(sorted(others))}"
+    return layout.MANIFEST in await files_of(tier, checkpoint)
 
 
 class Lister:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from tierd.catalog import Catalog
-from tierd.config import Config
 from tierd.context import DaemonContext
+from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId
-from tierd.lifecycle.policy import Replicate, Verdict, explain, plan
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted
@@ -151,23 +149,3 @@ class Replicator:
                 diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
                 await self._cold.mark_diagnosis(entry.id, diagnosis)
                 self._catalog.diagnosed(entry.id, self._cold.name, is_healthy=diagnosis.healthy)
-
-
-def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
-    """The checkpoints that the lifecycle wants in `tier`, that it lacks and hot can send, in the order of the plan."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
-    # A person must clear an unreadable replica: sending it again would end in the same conflict.
-    unreadable = catalog.tiers[tier].unreadable
-    actions = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
-    wanted = [one.checkpoint for one in actions if isinstance(one, Replicate) and one.tier == tier]
-    return [checkpoint for checkpoint in wanted if checkpoint not in unreadable]
-
-
-def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
-    """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
-    found: dict[str, list[CheckpointId]] = {name: [] for name in cold}
-    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies):
-        if one.verdict in (Verdict.REPLICATE, Verdict.WAIT):
-            found[one.tier].append(one.checkpoint.id)
-    return found

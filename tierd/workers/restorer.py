@@ -1,7 +1,7 @@
-"""Finds a checkpoint for a trainer and opens its files: memory, else hot, else cold, fetched into hot first.
+"""Answers a trainer's Find: opens the files of a checkpoint in memory, in hot, or fetched from a cold tier into hot.
 
-Newest first, replica by replica; one that is damaged or out of reach is recorded and the next one tried. An
-absent checkpoint and one that cannot be seen are different answers: only the first lets a trainer start fresh.
+lifecycle/selection decides which checkpoint and which replica. A replica that cannot be read is recorded, and the next
+one is tried.
 """
 
 from __future__ import annotations
@@ -9,46 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog import MEMORY, Catalog
-from tierd.errors import (
-    BadRequest,
-    Corrupt,
-    NewerFormat,
-    NotFound,
-    TierdError,
-    TierUnreachable,
-    Transient,
-    Unhealthy,
-    Unsupported,
-)
+from tierd.catalog import Catalog
+from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import CheckpointId, Run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.incidents import Incidents
+from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select
 from tierd.memory.slot import snapshot_entry
 from tierd.memory.tier import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
-from tierd.workers.persister import manifest_of
 
-AUTO = "auto"
-PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # they travel in one message
-FIRST_LOOK_TIMEOUT_S = 30.0  # how long a first listing of the cold tiers may hold up an answer
+PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
+FIRST_LISTING_TIMEOUT_S = 30.0  # how long an answer waits for the first listing of the cold tiers
 
 Judge = Callable[[CheckpointId], Awaitable[bool | None]]
-"""Whether a checkpoint is healthy; None when nobody could say so in time."""
+"""Examines whether a checkpoint is healthy; None when there is no answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """An open checkpoint: descriptors of its files in the manifest's order, which the taker closes. `is_part`: only the
-    headers of the files are there, and the chunks that were asked for."""
+    """An open checkpoint. `descriptors`: of its files in the manifest's order; the caller closes them. `is_part`: the
+    files hold only their headers and the chunks that were asked for."""
 
     tier: str
     manifest: Manifest
@@ -65,7 +54,7 @@ class Restorer:
         hot: Tier,
         hot_store: DirectoryStore,
         cold: Mapping[str, Tier],
-        first_looks: Sequence[asyncio.Event],
+        first_listings: Sequence[asyncio.Event],
         *,
         metrics: Metrics,
         incidents: Incidents,
@@ -76,122 +65,80 @@ class Restorer:
         self._hot = hot
         self._cold = cold
         self._fetcher = Fetcher(catalog, hot, hot_store, metrics=metrics, incidents=incidents)
-        self._first_looks = first_looks
+        self._first_listings = first_listings
         self._metrics = metrics
         self._incidents = incidents
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
-        """The newest replica that `find` describes. Raises NotFound only when every tier has been seen, and Unhealthy
-        rather than hand over numbers that are none, unless they are asked for."""
+        """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
         if find.tier in (AUTO, *self._cold):
-            await self.wait_first_looks()
+            await self.wait_first_listings()
         elif find.tier not in (MEMORY, self._hot.name):
             raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
-        bad = set(find.exclude)
-        failed: TierdError | None = None
-        may_pass = False
-        passed_over: list[str] = []
-        for checkpoint, tier in self._candidates(run, find):
-            if f"{checkpoint.name}@{tier}" in bad:
-                failed = failed or Corrupt(
-                    f"restore {checkpoint}: every replica in reach has been found damaged",
-                    hint="`tierd verify` reads them all; docs/RUNBOOK.md#corrupt-chunk",
-                )
-                continue
-            if not find.allow_unhealthy and await self._is_unhealthy(checkpoint):
-                failed = failed or Unhealthy(
-                    f"restore {checkpoint}: it holds numbers that are not finite",
-                    hint="`tierd show` says where; restore an older step, or with allow_unhealthy",
-                )
-                if find.step is not None or find.milestone is not None:
-                    break  # this one was meant, and no other will do
-                if (why := str(failed)) not in passed_over:
-                    passed_over.append(why)
-                continue
-            unreadable = await self._unreadable(run, find, since=checkpoint)
-            try:
-                is_hot_bad = f"{checkpoint.name}@{self._hot.name}" in bad
-                found = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
-                await self._fetcher.sweep(run)
-                passed_over += unreadable
-                return replace(found, passed_over=[why[:PASSED_OVER_CHARS] for why in passed_over[:PASSED_OVER_MAX]])
-            except TierdError as error:
-                entry = self._catalog.get(checkpoint)
-                if isinstance(error, NotFound) and entry and tier in entry.tiers:
-                    # Its manifest is there: this is damage, no reason to start fresh.
-                    error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
-                failed = error
-                may_pass = may_pass or isinstance(error, Transient)
-                passed_over.append(str(error))
-                bad.add(f"{checkpoint.name}@{tier}")
-                if isinstance(error, Corrupt):
-                    self._metrics.verify_failures_total.labels(tier=tier).inc()
-                self._incidents.record("restore", error, checkpoint)
-        if failed is not None and not may_pass and not find.chunks:  # who knows its chunks asks again, elsewhere
-            await self._fetcher.sweep(run)
-        unreadable = await self._unreadable(run, find)
-        if failed is not None:
-            raise failed
-        if unreadable:
-            raise Corrupt(
-                f"find a checkpoint of {run}: there are some, and none can be read: {unreadable[0]}",
-                hint="docs/RUNBOOK.md#unreadable-manifest",
-            )
-        wanted = f"step {find.step}" if find.step is not None else find.milestone or "any step"
-        unseen = self.unseen(find.tier)
-        if unseen:
-            raise TierUnreachable(
-                f"find a checkpoint of {run} ({wanted}): none in reach, and these could not be listed: "
-                + "; ".join(unseen),
-                hint="bring the tier back, or take it out of the config to start fresh on purpose",
-            )
-        raise NotFound(
-            f"find a checkpoint of {run} ({wanted}) in tier {find.tier}: there is none",
-            hint="`tierd ls` shows what there is",
+        query = CheckpointQuery(
+            run=run,
+            step=find.step,
+            milestone=find.milestone,
+            generation=find.generation,
+            tier=find.tier,
+            allow_unhealthy=find.allow_unhealthy,
+            allow_older=True,
         )
+        failed = _excluded(run, find)
+        health: dict[CheckpointId, bool | None] = {}
+        while True:
+            try:
+                selected = self._select(query, failed, health)
+            except TierdError:
+                # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
+                is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
+                if is_final and not find.chunks:
+                    await self._fetcher.sweep(run)
+                raise
+            checkpoint, tier = selected.candidate.id, selected.tier
+            if selected.candidate.is_healthy is None and not find.allow_unhealthy and checkpoint not in health:
+                # Examine it first: a trainer that stopped on a NaN must not get that NaN back.
+                health[checkpoint] = await self._judge(checkpoint)
+                continue
+            try:
+                is_hot_bad = (checkpoint, self._hot.name) in failed
+                handover = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
+            except TierdError as error:
+                failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
+                continue
+            await self._fetcher.sweep(run)
+            passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
+            return replace(handover, passed_over=passed_over)
 
-    async def _is_unhealthy(self, checkpoint: CheckpointId) -> bool:
-        """What nobody has looked at yet is looked at first: a trainer that died of its NaN must not get it back."""
+    def _select(
+        self,
+        query: CheckpointQuery,
+        failed: Mapping[tuple[CheckpointId, str], TierdError | None],
+        health: Mapping[CheckpointId, bool | None],
+    ) -> Selected:
+        """From what the tiers hold now: what memory released meanwhile is in hot."""
+        in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(query.run)}
+        return select(query, self._catalog.inventory(query.run, in_memory=in_memory, health=health), failed)
+
+    def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)
-        if entry is not None and entry.healthy is not None:
-            return not entry.healthy
-        return await self._judge(checkpoint) is False
+        if isinstance(error, NotFound) and entry and tier in entry.tiers:
+            # The manifest is there and a file is not: that is damage, and no reason to start fresh.
+            error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
+        if isinstance(error, Corrupt):
+            self._metrics.verify_failures_total.labels(tier=tier).inc()
+        self._incidents.record("restore", error, checkpoint)
+        return error
 
-    async def wait_first_looks(self) -> None:
-        """Until each cold tier was listed once or could not be: the newest checkpoint may be only there."""
+    async def wait_first_listings(self) -> None:
+        """Wait until each cold tier was listed once or could not be: the newest checkpoint may be only there."""
         try:
-            async with asyncio.timeout(FIRST_LOOK_TIMEOUT_S):
-                for look in self._first_looks:
-                    await look.wait()
+            async with asyncio.timeout(FIRST_LISTING_TIMEOUT_S):
+                for listed in self._first_listings:
+                    await listed.wait()
         except TimeoutError:
-            pass  # the catalog says which are unknown
-
-    async def _unreadable(self, run: Run, find: Find, *, since: CheckpointId | None = None) -> list[str]:
-        """Why checkpoints that may be what is wanted, newer than `since`, could not be used: no manifest to be read.
-
-        Raises NewerFormat where a later tierd has written one: that is no damage, and to lose the work in it by
-        going back to an older tierd is for a person to decide.
-        """
-        if find.milestone is not None:
-            return []
-        found: list[str] = []
-        for (name, one), why in self._catalog.unreadable().items():
-            is_wanted = find.step in (None, one.step) and find.generation in (None, one.generation)
-            is_newer = since is None or one.recency > since.recency
-            if one.run == run and find.tier in (AUTO, name) and is_wanted and is_newer:
-                found.append(why)
-                with contextlib.suppress(Corrupt, NotFound, Transient):
-                    await self._read_again(one, name)
-        return found
-
-    async def _read_again(self, checkpoint: CheckpointId, tier: str) -> None:
-        try:
-            await (self._hot if tier == self._hot.name else self._cold[tier]).manifest(checkpoint)
-        except NewerFormat as error:
-            raise NewerFormat(
-                error.message, hint="upgrade tierd, or go back on purpose: resume=<an older step>"
-            ) from error
+            pass  # the catalog says which tiers are not listed
 
     async def restored(self, run: Run) -> None:
         """All ranks of the run have read what they asked for."""
@@ -200,36 +147,13 @@ class Restorer:
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
         found = [entry.id for entry in self._catalog.entries(run)]
-        found += [one.id for one in self._memory.complete(run)]
-        found += [one for _, one in self._catalog.unreadable() if one.run == run]
-        return max(found, key=lambda one: one.recency, default=None)
+        found += [snapshot_set.id for snapshot_set in self._memory.complete(run)]
+        found += [checkpoint for _, checkpoint in self._catalog.unreadable() if checkpoint.run == run]
+        return max(found, key=lambda checkpoint: checkpoint.recency, default=None)
 
-    def unseen(self, wanted: str = AUTO) -> list[str]:
-        """The tiers that might have what is wanted and could not be listed, with the reason."""
-        return [
-            f"{name} ({known.error})"
-            for name, known in self._catalog.tiers.items()
-            if not known.is_known and wanted in (AUTO, name)
-        ]
-
-    def _candidates(self, run: Run, find: Find) -> Iterator[tuple[CheckpointId, str]]:
-        """(checkpoint, tier), newest checkpoint first, nearest tier first."""
-        in_memory = {one.id for one in self._memory.complete(run)}
-        listed = {entry.id: entry for entry in self._catalog.entries(run)}
-        for checkpoint in sorted(in_memory | listed.keys(), key=lambda one: one.recency, reverse=True):
-            entry = listed.get(checkpoint)
-            if find.step is not None and checkpoint.step != find.step:
-                continue
-            if find.generation is not None and checkpoint.generation != find.generation:
-                continue
-            if find.milestone is not None and (entry is None or find.milestone not in entry.all_milestones):
-                continue
-            if checkpoint in in_memory and find.tier in (AUTO, MEMORY):
-                yield checkpoint, MEMORY
-                entry = self._catalog.get(checkpoint)  # what memory let go of meanwhile is in hot
-            for tier in (self._hot.name, *self._cold):
-                if entry is not None and tier in entry.tiers and find.tier in (AUTO, tier):
-                    yield checkpoint, tier
+    def unlisted(self) -> list[str]:
+        """The tiers that could not be listed, with the reason."""
+        return [f"{name} ({known.error})" for name, known in self._catalog.tiers.items() if not known.is_known]
 
     async def _open(
         self, checkpoint: CheckpointId, tier: str, find: Find, on_progress: OnProgress, *, is_hot_bad: bool
@@ -250,27 +174,37 @@ class Restorer:
         return Handover(tier, manifest, descriptors, is_part=is_part)
 
     async def _open_memory(self, checkpoint: CheckpointId) -> Handover:
-        found = self._memory.find(checkpoint)
-        if found is None:
+        snapshot_set = self._memory.find(checkpoint)
+        if snapshot_set is None:
             raise NotFound(f"open {checkpoint} in memory: a newer snapshot has just replaced it")
-        _check_count(checkpoint, found.world_size)
-        manifest = found.manifest or await self._provisional(found)
-        return Handover(MEMORY, manifest, duplicates([one.slot.fd for _, one in sorted(found.snapshots.items())]))
+        _check_count(checkpoint, snapshot_set.world_size)
+        manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
+        descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
+        return Handover(MEMORY, manifest, duplicates(descriptors))
 
-    async def _provisional(self, found: SnapshotSet) -> Manifest:
-        """The manifest of a set that is not persisted yet: what a restore from memory is checked against."""
+    async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
+        """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""
         loop = asyncio.get_running_loop()
-        for rank, snapshot in sorted(found.snapshots.items()):
+        for rank, snapshot in sorted(snapshot_set.snapshots.items()):
             if snapshot.entry is None:
-                name = layout.shard_name(rank, found.world_size)
-                # A view of its own outlives the slot, should that be closed meanwhile.
+                name = layout.shard_name(rank, snapshot_set.world_size)
+                # The thread's own view stays valid if the slot is closed meanwhile.
                 entry = await loop.run_in_executor(None, snapshot_entry, snapshot.view, name)
-                if self._memory.find(found.id) is not found:
-                    # What was read may be another snapshot's bytes by now, checksums and all.
-                    raise Transient(f"open {found.id} in memory: a newer snapshot took its place while it was read")
+                if self._memory.find(snapshot_set.id) is not snapshot_set:
+                    # The bytes and their checksums may be those of another snapshot.
+                    raise Transient(f"open {snapshot_set.id} in memory: a newer snapshot replaced it while it was read")
                 snapshot.entry = entry
-        entries = [one.entry for _, one in sorted(found.snapshots.items()) if one.entry is not None]
-        return manifest_of(found, entries, sequence=self._catalog.sequence_max(found.id.run) + 1)
+        return snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
+
+
+def _excluded(run: Run, find: Find) -> dict[tuple[CheckpointId, str], TierdError | None]:
+    """The replicas that a rank found damaged, written as `<checkpoint name>@<tier>`."""
+    failed: dict[tuple[CheckpointId, str], TierdError | None] = {}
+    for excluded in find.exclude:
+        name, _, tier = excluded.partition("@")
+        if checkpoint := parse_name(run, name):
+            failed[checkpoint, tier] = None
+    return failed
 
 
 def _check_count(checkpoint: CheckpointId, files: int) -> None:
@@ -282,14 +216,14 @@ def _check_count(checkpoint: CheckpointId, files: int) -> None:
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:
-    """Descriptors of the taker's own: all of them, or none and the error."""
+    """A duplicate of each, for the caller to close: of all of them, or of none and the error."""
     with contextlib.ExitStack() as opened:
-        found: list[int] = []
+        copies: list[int] = []
         for descriptor in descriptors:
-            found.append(os.dup(descriptor))
-            opened.callback(os.close, found[-1])
+            copies.append(os.dup(descriptor))
+            opened.callback(os.close, copies[-1])
         opened.pop_all()
-    return found
+    return copies
 
 
 def close_all(descriptors: Sequence[int]) -> None:

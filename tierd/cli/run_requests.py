@@ -1,0 +1,105 @@
+"""`tierd stop` and `tierd snapshot`: ask the trainers of a run to stop, or for a snapshot, at the end of their step.
+
+Both wait for the result: how the run ended, or that the snapshot is durable.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli import daemon_http, options
+from tierd.cli.console import print_json, print_result
+from tierd.cli.options import settings_of
+from tierd.config import Config
+from tierd.errors import EXIT_HALTED, Transient
+from tierd.format.ids import check_run, checkpoint_id
+from tierd.report import RunReport
+
+POLL_INTERVAL_S = 0.2
+EXIT_CODES = {"finished": 0, "stopped": 0, "halted": EXIT_HALTED}  # any other: 1
+
+
+class Stopped(msgspec.Struct, kw_only=True):
+    """What `tierd stop --json` prints."""
+
+    run: str
+    generation: int
+    step: int
+    state: str
+    reason: str
+
+
+class Taken(msgspec.Struct, kw_only=True):
+    """What `tierd snapshot --json` prints."""
+
+    run: str
+    step: int
+    generation: int
+    milestone: str | None
+    path: str
+
+
+def stop(
+    context: typer.Context,
+    run: options.AttachedRun,
+    force: Annotated[bool, typer.Option("--force", help="Interrupt the trainers at once; no snapshot.")] = False,
+    wait_s: options.Wait = 300.0,
+    json: options.Json = False,
+) -> None:
+    """Stop a run at the end of its step, with a snapshot to resume from."""
+    from tierd.api.operator_socket import stop_run
+
+    config = settings_of(context).config()
+    deadline_s = time.monotonic() + wait_s
+    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s)
+    if not json:
+        when = "is being interrupted after" if force else "stops at"
+        print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
+    ended = _wait_ended(config, run, agreed.generation, deadline_s)
+    state = ended.state or ""
+    if json:
+        print_json(Stopped(run=run, generation=agreed.generation, step=agreed.step, state=state, reason=ended.reason))
+    else:
+        print_result(f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
+    raise typer.Exit(EXIT_CODES.get(state, 1) if not force else 0)
+
+
+def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunReport:
+    """The run once it has ended. A newer generation means that it ended and was started again."""
+    while True:
+        report = next((report for report in daemon_http.find(config).status.runs if report.run == run), None)
+        if report is not None and (report.state != "running" or report.generation > generation):
+            return report
+        if time.monotonic() >= deadline_s:
+            raise Transient(
+                f"wait for {run} to end: its trainers are still attached",
+                hint="does the loop end when client.stopping is true? `tierd stop --force` interrupts it",
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def snapshot(
+    context: typer.Context,
+    run: options.AttachedRun,
+    milestone: Annotated[
+        str | None, typer.Option("--milestone", metavar="NAME", help="Keep it forever, under this name.")
+    ] = None,
+    wait_s: options.Wait = 300.0,
+    json: options.Json = False,
+) -> None:
+    """Have a run take a snapshot now, in addition to its regular ones; training continues."""
+    from tierd.api.operator_socket import take_snapshot
+
+    config = settings_of(context).config()
+    agreed = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)
+    checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
+    path = str(config.hot_path / checkpoint.run / checkpoint.name)
+    if json:
+        print_json(Taken(run=run, step=agreed.step, generation=agreed.generation, milestone=milestone, path=path))
+    else:
+        named = f" as {milestone}" if milestone is not None else ""
+        print_result(f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}")

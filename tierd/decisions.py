@@ -1,0 +1,106 @@
+"""What the lifecycle decides about the catalog: what to copy and delete, what waits, and where deletion is halted.
+
+Queries for the workers, the HTTP API and the CLI. A run is judged only by the tiers that are known for certain: one
+unreadable manifest makes the run's part of that tier unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tierd.catalog import Catalog
+from tierd.config import Config
+from tierd.format.ids import CheckpointId, Run
+from tierd.lifecycle.forecast import Forecast, forecast
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, plan
+
+
+class HaltReason(StrEnum):
+    UNREADABLE_MANIFEST = "unreadable_manifest"
+    DAMAGED_REPLICA = "damaged_replica"
+    TIER_UNREACHABLE = "tier_unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Why nothing is deleted of `run` in `tier`. `run` None: of any run."""
+
+    reason: HaltReason
+    tier: str
+    run: Run | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+def halted(catalog: Catalog) -> list[Halt]:
+    """Where deletion is halted; empty when it is not."""
+    halts: list[Halt] = []
+    for (tier, checkpoint), why in catalog.unreadable().items():
+        is_damaged = checkpoint in catalog.tiers[tier].damaged
+        reason = HaltReason.DAMAGED_REPLICA if is_damaged else HaltReason.UNREADABLE_MANIFEST
+        halts.append(Halt(reason, tier, checkpoint.run, why))
+    for tier, known in catalog.tiers.items():
+        if not known.is_known:
+            halts.append(Halt(HaltReason.TIER_UNREACHABLE, tier, None, known.error))
+    return halts
+
+
+def decisions(catalog: Catalog, config: Config) -> list[Decision]:
+    """What becomes of every checkpoint in every tier, and why."""
+    return [
+        decision
+        for views, cold, hot_known in _known_parts(catalog, config)
+        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
+    ]
+
+
+def deletions(catalog: Catalog, config: Config) -> list[Decision]:
+    """The replicas to delete now, by run, the oldest first."""
+    return [
+        decision
+        for views, cold, hot_known in _known_parts(catalog, config)
+        for decision in plan(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
+        if decision.action in (Action.EVICT, Action.EXPIRE)
+    ]
+
+
+def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
+    """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
+    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
+    # A person must clear an unreadable replica: to copy it again would end in the same conflict.
+    unreadable = catalog.tiers[tier].unreadable
+    planned = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
+    copies = [one.checkpoint for one in planned if one.action is Action.REPLICATE and one.tier == tier]
+    return [checkpoint for checkpoint in copies if checkpoint not in unreadable]
+
+
+def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
+    """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
+    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
+    missing: dict[str, list[CheckpointId]] = {name: [] for name in cold}
+    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies):
+        if one.action in (Action.REPLICATE, Action.WAIT):
+            missing[one.tier].append(one.checkpoint)
+    return missing
+
+
+def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
+    """What each run will hold in each tier, and what that will cost."""
+    sizes = {entry.id: entry.manifest.size_bytes for entry in catalog.entries()}
+    prices = {cold.name: cold.price_per_gib_month for cold in config.cold}
+    return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
+
+
+def _known_parts(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointView], dict[str, bool], bool]]:
+    """(its checkpoints, whether each cold tier's part of it is known, whether hot's is) of every run, by name."""
+    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    views: dict[Run, list[CheckpointView]] = {}
+    for view in catalog.views():
+        views.setdefault(view.id.run, []).append(view)
+    for run in sorted(views):
+        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
+        yield views[run], {cold.name: is_known[cold.name] for cold in config.cold}, is_known[HOT]

@@ -1,0 +1,209 @@
+"""Selects the checkpoint of a restore and the replica to read next: one rule for the daemon and for the CLI.
+
+Pure: it takes what the tiers were last seen to hold and the replicas that have failed since. The newest checkpoint
+comes first, by generation and step; of its replicas the nearest. `passed_over` says what was skipped, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.format.ids import CheckpointId, Run
+
+AUTO = "auto"  # a query of any tier
+MEMORY = "memory"  # the tier of the snapshots that the daemon holds
+LISTED_MAX = 20  # names in a hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuery:
+    """Which checkpoint is asked for. `run` None: the only run there is. `step` and `milestone` None: the newest.
+
+    `allow_older`: if no replica of the newest can be read, take an older one. A trainer does; an operator decides.
+    """
+
+    run: Run | None = None
+    step: int | None = None
+    milestone: str | None = None
+    generation: int | None = None
+    tier: str = AUTO
+    allow_unhealthy: bool = False
+    allow_older: bool = False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether one checkpoint is meant, so that no other may take its place."""
+        return self.step is not None or self.milestone is not None
+
+    def matches(self, checkpoint: CheckpointId, milestones: frozenset[str] = frozenset()) -> bool:
+        return (
+            self.run in (None, checkpoint.run)
+            and self.step in (None, checkpoint.step)
+            and self.generation in (None, checkpoint.generation)
+            and (self.milestone is None or self.milestone in milestones)
+        )
+
+    def allows(self, tier: str) -> bool:
+        return self.tier in (AUTO, tier)
+
+    def __str__(self) -> str:
+        words = "any step" if self.step is None else f"step {self.step}"
+        if self.milestone is not None:
+            words = f"milestone {self.milestone}"
+        if self.generation is not None:
+            words += f" of generation {self.generation}"
+        if self.run is not None:
+            words += f" of run {self.run}"
+        return f"{words} in {'any tier' if self.tier == AUTO else self.tier}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint whose manifest was read. `tiers`: nearest first. `is_healthy` None: not examined yet."""
+
+    id: CheckpointId
+    milestones: frozenset[str]
+    tiers: tuple[str, ...]
+    is_healthy: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadableReplica:
+    """A replica that is listed and cannot be used. `is_newer_format`: a later tierd wrote its manifest."""
+
+    id: CheckpointId
+    tier: str
+    reason: str
+    is_newer_format: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What the tiers hold, as last seen. `unlisted`: tiers that could not be listed, and why."""
+
+    candidates: Sequence[Candidate]
+    unreadable: Sequence[UnreadableReplica] = ()
+    unlisted: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    candidate: Candidate
+    tier: str
+    passed_over: list[str]
+
+
+def select(
+    query: CheckpointQuery,
+    inventory: Inventory,
+    failed: Mapping[tuple[CheckpointId, str], TierdError | None] = MappingProxyType({}),
+) -> Selected:
+    """The replica to read next. `failed`: (checkpoint, tier) of replicas that could not be read, and the error; None
+    where a trainer found the bytes damaged.
+
+    Raises NewerFormat when a later tierd wrote a newer checkpoint; Unhealthy; the gravest error of `failed` when no
+    replica is left; Corrupt when all that matches is unreadable; TierUnreachable when nothing matches and a tier could
+    not be listed; NotFound when nothing matches in any tier; BadConfig when the query leaves open which run.
+    """
+    query = with_run(query, (candidate.id.run for candidate in inventory.candidates))
+    matching = [
+        candidate
+        for candidate in inventory.candidates
+        if query.matches(candidate.id, candidate.milestones) and any(map(query.allows, candidate.tiers))
+    ]
+    unreadable = [one for one in inventory.unreadable if query.matches(one.id) and query.allows(one.tier)]
+    errors: list[TierdError] = []
+    for candidate in sorted(matching, key=lambda candidate: candidate.id.recency, reverse=True):
+        checkpoint = candidate.id
+        _check_formats([one for one in unreadable if one.id.recency > checkpoint.recency])
+        if candidate.is_healthy is False and not query.allow_unhealthy:
+            hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
+            errors.append(Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite", hint=hint))
+            if query.is_named:
+                break
+            continue
+        for tier in filter(query.allows, candidate.tiers):
+            if (checkpoint, tier) not in failed:
+                reasons = [one.reason for one in unreadable if one.id.recency >= checkpoint.recency]
+                return Selected(candidate, tier, [*map(str, errors), *reasons])
+            if error := failed[checkpoint, tier]:
+                errors.append(error)
+        if query.is_named or not query.allow_older:
+            break
+    raise _refusal(query, inventory, unreadable, errors, failed)
+
+
+def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
+    """The query with its run filled in, if there is only one. Raises BadConfig when there are several."""
+    names = sorted(set(runs))
+    if query.run is not None or not names:
+        return query
+    if len(names) > 1:
+        raise BadConfig(f"find {query}: there are {len(names)} runs", hint=f"--run takes one of {_shorten(names)}")
+    return replace(query, run=names[0])
+
+
+def _check_formats(newer: Sequence[UnreadableReplica]) -> None:
+    """To go back behind work that a later tierd saved is for a person to decide."""
+    for one in newer:
+        if one.is_newer_format:
+            raise NewerFormat(
+                f"restore {one.id}: a later tierd wrote it: {one.reason}",
+                hint="upgrade tierd, or name an older step to go back on purpose: resume=<step>, --step <step>",
+            )
+
+
+def _refusal(
+    query: CheckpointQuery,
+    inventory: Inventory,
+    unreadable: Sequence[UnreadableReplica],
+    errors: Sequence[TierdError],
+    failed: Mapping[tuple[CheckpointId, str], TierdError | None],
+) -> TierdError:
+    """Why nothing can be restored. NotFound, on which a trainer starts fresh, only if nothing was there and failed."""
+    gravest = [*errors, *(error for error in failed.values() if error is not None)]
+    for (checkpoint, tier), error in failed.items():
+        if error is None:
+            hint = "`tierd verify` reads every replica; docs/RUNBOOK.md#corrupt-chunk"
+            gravest.append(Corrupt(f"restore {checkpoint}: its replica in {tier} is damaged", hint=hint))
+    if gravest:
+        return min(gravest, key=_gravity)
+    if unreadable:
+        _check_formats(unreadable)
+        why = f"find {query}: no manifest can be read: {unreadable[0].reason}"
+        return Corrupt(why, hint="docs/RUNBOOK.md#unreadable-manifest")
+    unlisted = [f"{name} ({why})" for name, why in inventory.unlisted.items() if query.allows(name)]
+    if unlisted:
+        return TierUnreachable(
+            f"find {query}: none found, and these tiers could not be listed: {'; '.join(unlisted)}",
+            hint="the checkpoint may be there: try again later; to start fresh, take the tier out of the config",
+        )
+    return NotFound(f"find {query}: there is none", hint=_alternatives(query, inventory.candidates))
+
+
+def _gravity(error: TierdError) -> int:
+    """Smaller is graver: damage outweighs any number of replicas that are out of reach."""
+    for gravity, kind in enumerate((Corrupt, NewerFormat, TierUnreachable)):
+        if isinstance(error, kind):
+            return gravity
+    return 5 if isinstance(error, NotFound) else 4 if isinstance(error, Unhealthy) else 3
+
+
+def _alternatives(query: CheckpointQuery, candidates: Sequence[Candidate]) -> str:
+    of_run = [candidate for candidate in candidates if candidate.id.run == query.run]
+    if not of_run:
+        runs = sorted({candidate.id.run for candidate in candidates})
+        return f"there are the runs {_shorten(runs)}" if runs else "`tierd status` says what each tier holds"
+    if query.milestone is not None:
+        names = sorted({name for candidate in of_run for name in candidate.milestones})
+        return f"milestones of the run: {_shorten(names)}" if names else "the run has no milestone"
+    newest = sorted((candidate.id for candidate in of_run), key=lambda checkpoint: checkpoint.recency, reverse=True)
+    steps = [f"{checkpoint.step} (generation {checkpoint.generation})" for checkpoint in newest[:8]]
+    return f"the newest steps of the run: {', '.join(steps)}"
+
+
+def _shorten(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED_MAX]) + (", …" if len(names) > LISTED_MAX else "")

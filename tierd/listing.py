@@ -1,0 +1,121 @@
+"""Lists a tier and enters what it holds into the catalog: manifests, markers, and which checkpoints are unreadable.
+
+halt, not guess: a manifest that cannot be read, or a checkpoint with a file missing, is reported and left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tierd.catalog import Catalog, Entry
+from tierd.errors import NewerFormat, NotFound, TierdError
+from tierd.format import layout
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from tierd.tiers.tier import Listing, Tier
+
+BATCH = 64  # manifests read at once: bounds how long the event loop is busy
+BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
+
+
+async def refresh(catalog: Catalog, tier: Tier) -> None:
+    """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised."""
+    moment = catalog.moment()
+    try:
+        await enter(catalog, tier, await tier.listing(), moment)
+    except TierdError as error:
+        catalog.lost_tier(tier.name, str(error))
+
+
+async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
+    """Enter a listing that was begun at `moment`."""
+    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
+    found = {one: (manifest, listing.milestones(one)) for one, manifest in manifests.items()}
+    for run, generation in listing.generations.items():
+        catalog.saw_generation(run, generation)
+    diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
+    catalog.saw_tier(
+        tier.name,
+        found,
+        unreadable,
+        since=moment,
+        diagnoses=diagnoses,
+        fingerprints={one: listing.fingerprints[one] for one in found},
+        partial=listing.partial,
+        newer_format=newer_format,
+    )
+
+
+async def _manifests(
+    catalog: Catalog, tier: Tier, listing: Listing
+) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId]]:
+    """(manifests, why not, which a later tierd wrote) of the committed. A manifest is read where this tier lists it for
+    the first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
+    found: dict[CheckpointId, Manifest] = {}
+    unreadable: dict[CheckpointId, str] = {}
+    newer_format: set[CheckpointId] = set()
+    read_before = catalog.tiers[tier.name].fingerprints
+    unread: list[CheckpointId] = []
+    for checkpoint in listing.committed:
+        known = catalog.get(checkpoint)
+        if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
+            found[checkpoint] = known.manifest
+        else:
+            unread.append(checkpoint)
+    if tier.cache is not None and len(unread) > BATCH:
+        found |= await tier.cache.read({one: listing.fingerprints[one] for one in unread})
+        unread = [one for one in unread if one not in found]
+    for batch in _batches(unread, listing):
+        for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
+            if isinstance(manifest, Manifest):
+                found[checkpoint] = manifest
+            elif not isinstance(manifest, NotFound):  # deleted since it was listed
+                unreadable[checkpoint] = str(manifest)
+                if isinstance(manifest, NewerFormat):
+                    newer_format.add(checkpoint)
+    if tier.cache is not None and len(unread) > BATCH:
+        await tier.cache.write(found, listing.fingerprints)
+    for checkpoint, manifest in list(found.items()):
+        why = _why_another(catalog.get(checkpoint), tier, manifest)
+        if _why_not_whole(manifest, listing.files[checkpoint]):
+            # The listing took a while: list it again, for it may just have been deleted.
+            listing.files[checkpoint] = await files_of(tier, checkpoint)
+            why = why or _why_not_whole(manifest, listing.files[checkpoint])
+        if layout.MANIFEST not in listing.files[checkpoint]:
+            del found[checkpoint]
+        elif why:
+            del found[checkpoint]
+            unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
+    return found, unreadable, newer_format
+
+
+def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
+    batch: list[CheckpointId] = []
+    size_bytes = 0
+    for checkpoint in checkpoints:
+        size_bytes += listing.fingerprints[checkpoint][0]
+        if batch and (len(batch) == BATCH or size_bytes > BATCH_BYTES):
+            yield batch
+            batch, size_bytes = [], listing.fingerprints[checkpoint][0]
+        batch.append(checkpoint)
+    if batch:
+        yield batch
+
+
+def _why_not_whole(manifest: Manifest, files: dict[str, int]) -> str:
+    for entry in manifest.files:
+        if files.get(entry.name) != entry.size_bytes:
+            return f"{entry.name} is missing or has another size"
+    return ""
+
+
+def _why_another(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
+    if known is None or known.manifest is manifest or not known.tiers - {tier.name} or known.manifest == manifest:
+        return ""
+    return f"its manifest says something else than the one in {', '.join(sorted(known.tiers - {tier.name}))}"
+
+
+async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
+    """The sizes by name of a checkpoint's files in the tier, committed or not."""
+    prefix = layout.checkpoint_prefix(checkpoint)
+    return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}

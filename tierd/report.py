@@ -1,0 +1,230 @@
+"""The report model: what `tierd status`, `ls`, `show` and `lifecycle` print as JSON and the daemon answers over HTTP.
+
+Filled from a catalog, by the daemon or by a CLI verb that has listed the tiers; the daemon adds what only it knows.
+Rendered by the CLI, by the page `/` and as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from types import MappingProxyType
+
+import msgspec
+
+from tierd.catalog import Catalog, Entry
+from tierd.config import Config
+from tierd.decisions import decisions, forecasts
+from tierd.format.health import Diagnosis
+from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.manifest import Manifest
+from tierd.lifecycle.forecast import Forecast
+from tierd.lifecycle.policy import Action
+from tierd.lifecycle.selection import MEMORY
+
+
+class NewestCheckpoint(msgspec.Struct, kw_only=True):
+    """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: `created_at` is no valid time."""
+
+    step: int
+    generation: int
+    created_at: str
+    age_s: float | None = None
+
+
+class RunReport(msgspec.Struct, kw_only=True):
+    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended): only the daemon knows."""
+
+    run: str
+    generation: int
+    world_size: int | None = None
+    ranks_attached: int | None = None
+    state: str | None = None
+    reason: str = ""
+    tiers: dict[str, NewestCheckpoint | None] = {}
+    unhealthy_steps: list[int] = []
+
+
+class TierReport(msgspec.Struct, kw_only=True):
+    """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed."""
+
+    name: str
+    url: str
+    is_known: bool
+    error: str | None = None
+    checkpoints: int = 0
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+class QueueReport(msgspec.Struct, kw_only=True):
+    """The checkpoints that a tier should have and lacks."""
+
+    tier: str
+    checkpoints: int
+    oldest_age_s: float = 0.0
+
+
+class FailureReport(msgspec.Struct, kw_only=True):
+    at: str
+    stage: str
+    message: str
+    run: str | None = None
+    step: int | None = None
+    kind: str = ""
+    hint: str = ""
+
+
+class StatusReport(msgspec.Struct, kw_only=True):
+    """`pid` None: no daemon runs, and the tiers were listed by the CLI."""
+
+    version: str
+    node: str
+    pid: int | None
+    uptime_s: float | None
+    is_ready: bool
+    halted: list[str] = []
+    runs: list[RunReport] = []
+    tiers: list[TierReport] = []
+    queues: list[QueueReport] = []
+    slots: dict[str, int] = {}
+    failures: list[FailureReport] = []
+
+
+class CheckpointRow(msgspec.Struct, kw_only=True):
+    """One row of `tierd ls`. `tiers`: nearest first. `healthy` None: not examined."""
+
+    run: str
+    step: int
+    generation: int
+    tiers: list[str]
+    milestone: str | None
+    healthy: bool | None
+    size_bytes: int
+    created_at: str
+    metrics: dict[str, float | str]
+
+    @property
+    def id(self) -> CheckpointId:
+        return checkpoint_id(self.run, self.step, self.generation)
+
+
+class CheckpointReport(msgspec.Struct, kw_only=True):
+    """What `tierd show` prints."""
+
+    manifest: Manifest
+    tiers: list[str]
+    milestones: list[str]
+    healthy: bool | None
+    diagnosis: Diagnosis | None
+
+
+class PlannedAction(msgspec.Struct, kw_only=True):
+    """What becomes of one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
+
+    run: str
+    step: int
+    generation: int
+    tier: str
+    action: str
+    reason: str
+
+
+class LifecycleReport(msgspec.Struct, kw_only=True):
+    planned: list[PlannedAction]
+    forecast: list[Forecast]
+
+
+def newest_report(checkpoint: CheckpointId, created_at: str, now: datetime) -> NewestCheckpoint:
+    age = age_s(created_at, now)
+    return NewestCheckpoint(
+        step=checkpoint.step, generation=checkpoint.generation, created_at=created_at, age_s=age and round(age, 1)
+    )
+
+
+def age_s(created_at: str, now: datetime) -> float | None:
+    """Seconds from `created_at` to `now`; None if it is no time: a manifest may hold any text."""
+    try:
+        created = datetime.fromisoformat(created_at)
+    except ValueError:
+        return None
+    return max(0.0, (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds())
+
+
+def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
+    """What the tiers say of a run."""
+    newest = {tier: catalog.newest(run, tier) for tier in catalog.tiers}
+    return RunReport(
+        run=run,
+        generation=catalog.generation_max(run),
+        tiers={
+            tier: newest_report(manifest.id, manifest.created_at, now) if manifest else None
+            for tier, manifest in newest.items()
+        },
+        unhealthy_steps=[entry.id.step for entry in reversed(catalog.entries(run)) if entry.healthy is False],
+    )
+
+
+def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -> TierReport:
+    knowledge, manifests = catalog.tiers[name], catalog.held(name)
+    return TierReport(
+        name=name,
+        url=url,
+        is_known=knowledge.is_known,
+        error=knowledge.error or None,
+        checkpoints=len(manifests),
+        used_bytes=sum(one.size_bytes for one in manifests) if manifests or knowledge.is_known else None,
+        free_bytes=free_bytes,
+    )
+
+
+def checkpoint_rows(
+    catalog: Catalog,
+    run: Run | None = None,
+    *,
+    in_memory: Iterable[Manifest] = (),
+    health: Mapping[CheckpointId, bool] = MappingProxyType({}),
+) -> list[CheckpointRow]:
+    """Newest first within a run, runs by name. `health`: of the checkpoints in memory."""
+    manifests = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
+    entries = {entry.id: entry for entry in catalog.entries(run)}
+    rows: list[CheckpointRow] = []
+    for checkpoint in manifests.keys() | entries.keys():
+        entry = entries.get(checkpoint) or Entry(checkpoint, manifests[checkpoint])
+        rows.append(
+            CheckpointRow(
+                run=checkpoint.run,
+                step=checkpoint.step,
+                generation=checkpoint.generation,
+                tiers=[MEMORY] * (checkpoint in manifests) + [tier for tier in catalog.tiers if tier in entry.tiers],
+                milestone=min(entry.all_milestones, default=None),
+                healthy=health.get(checkpoint) if entry.healthy is None else entry.healthy,
+                size_bytes=entry.manifest.size_bytes,
+                created_at=entry.manifest.created_at,
+                metrics=entry.manifest.metrics,
+            )
+        )
+    rows.sort(key=lambda row: (row.generation, row.step), reverse=True)
+    rows.sort(key=lambda row: row.run)
+    return rows
+
+
+def lifecycle_report(
+    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
+) -> LifecycleReport:
+    """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
+    planned = [
+        PlannedAction(
+            run=decision.checkpoint.run,
+            step=decision.checkpoint.step,
+            generation=decision.checkpoint.generation,
+            tier=decision.tier,
+            action=decision.action.value,
+            reason=decision.reason,
+        )
+        for decision in decisions(catalog, config)
+        if run in (None, decision.checkpoint.run) and (is_explained or decision.action is not Action.KEEP)
+    ]
+    return LifecycleReport(
+        planned=planned, forecast=[one for one in forecasts(catalog, config) if run in (None, one.run)]
+    )
