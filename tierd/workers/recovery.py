@@ -68,19 +68,21 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
 
 async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
     manifests, unreadable = await _manifests(catalog, tier, listing)
-    found = {one: (manifest, listing.milestones(one)) for one, manifest in manifests.items()}
+    entries = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     used = sum(size for files in listing.files.values() for size in files.values())
-    diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
+    diagnoses = {
+        checkpoint: diagnosis for checkpoint in entries if (diagnosis := listing.diagnosis(checkpoint)) is not None
+    }
     catalog.saw_tier(
         tier.name,
-        found,
+        entries,
         unreadable,
         used,
         since=moment,
         diagnoses=diagnoses,
-        fingerprints={one: listing.fingerprints[one] for one in found},
+        fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in entries},
         partial=listing.partial,
     )
 
@@ -88,41 +90,41 @@ async def _learn(catalog: Catalog, tier: Tier, listing: Listing, moment: int) ->
 async def _manifests(
     catalog: Catalog, tier: Tier, listing: Listing
 ) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str]]:
-    """(manifests, why not) of the committed. Read where this tier shows one for the first time, or in another size or
-    with another ETag: what hot says of a checkpoint proves nothing about the replica in cold."""
-    found: dict[CheckpointId, Manifest] = {}
+    """(manifests, reasons why not) of the committed checkpoints. A manifest is read where this tier lists it for the
+    first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
+    manifests: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}
     read_before = catalog.tiers[tier.name].fingerprints
     unread: list[CheckpointId] = []
     for checkpoint in listing.committed:
         known = catalog.get(checkpoint)
         if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
-            found[checkpoint] = known.manifest
+            manifests[checkpoint] = known.manifest
         else:
             unread.append(checkpoint)
     if tier.cache is not None and len(unread) > BATCH:
-        found |= await tier.cache.read({one: listing.fingerprints[one] for one in unread})
-        unread = [one for one in unread if one not in found]
+        manifests |= await tier.cache.read({checkpoint: listing.fingerprints[checkpoint] for checkpoint in unread})
+        unread = [checkpoint for checkpoint in unread if checkpoint not in manifests]
     for batch in _batches(unread, listing):
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
-                found[checkpoint] = manifest
+                manifests[checkpoint] = manifest
             elif not isinstance(manifest, NotFound):  # NotFound: deleted since the listing
                 unreadable[checkpoint] = str(manifest)
     if tier.cache is not None and len(unread) > BATCH:
-        await tier.cache.write(found, listing.fingerprints)
-    for checkpoint, manifest in list(found.items()):
+        await tier.cache.write(manifests, listing.fingerprints)
+    for checkpoint, manifest in list(manifests.items()):
         reason = _conflict(catalog.get(checkpoint), tier, manifest)
         if _missing(manifest, listing.files[checkpoint]):
             # A listing is not atomic: list the folder again, because the checkpoint may have been deleted meanwhile.
             listing.files[checkpoint] = await _files(tier, checkpoint)
             reason = reason or _missing(manifest, listing.files[checkpoint])
         if layout.MANIFEST not in listing.files[checkpoint]:
-            del found[checkpoint]
+            del manifests[checkpoint]
         elif reason:
-            del found[checkpoint]
+            del manifests[checkpoint]
             unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {reason}"
-    return found, unreadable
+    return manifests, unreadable
 
 
 def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
