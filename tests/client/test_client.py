@@ -260,7 +260,7 @@ def test_an_older_trainer_is_told_that_it_is_stale_and_keeps_its_slots_to_itself
 
 def _memory(client: Client) -> set[int]:
     """The inodes of the slots."""
-    return {os.fstat(held.slot.fd).st_ino for held in client._held._held.values()}
+    return {os.fstat(client._held.slot(index).fd).st_ino for index in range(len(client._held))}
 
 
 # ── damage ──

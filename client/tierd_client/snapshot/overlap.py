@@ -134,5 +134,5 @@ class Overlap:
             return
         log.error("tierd: %s", error)
         lost = wire.Lost(step=shot.step, kind=error.kind, message=error.message[:TEXT_MAX], hint=error.hint)
-        self._held.lose(sealed.slot, lost)
+        self._held.abandon(sealed.slot, lost)
         shot.failed(error, is_final=True)
