@@ -122,7 +122,7 @@ DOORS = {
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
             "tierd/config.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
-            "client/tierd_client/client.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
+            "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
         },
     ),
@@ -134,7 +134,7 @@ DOORS = {
             "tierd/cli/doctor.py": "compared with a bucket's clock",
             "tierd/cli/milestone.py": "when a marker was set",
             "client/tierd_client/snapshot/snapshotter.py": "created_at of a snapshot",
-            "client/tierd_client/client.py": "how much time there is until a deadline",
+            "client/tierd_client/connection.py": "how much time there is until a deadline",
             "client/tierd_client/stopping/requests.py": "how much is left of it",
         },
     ),
@@ -360,6 +360,7 @@ def test_rooms_are_two_levels_deep_at_most() -> None:
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
+    "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     # The verbs are tested as people run them, in a process.

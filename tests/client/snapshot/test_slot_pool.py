@@ -34,7 +34,7 @@ class Lab:
         peer.admit(first, descriptors)
         self.session: DaemonSession = opening.result(DEADLINE_S)
         self.pool = SlotPool(self.session)
-        self.session.start(on_message=self.pool.on_message, on_attach=self.pool.on_attach)
+        self.session.start(self.pool)
 
     def states(self) -> list[State]:
         return [pooled.state for _, pooled in sorted(self.pool._slots.items())]
