@@ -362,6 +362,7 @@ def test_rooms_are_two_levels_deep_at_most() -> None:
 TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
+    "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     # The verbs are tested as people run them, in a process.
     "tierd/cli/selection.py": "cli/test_restore.py",

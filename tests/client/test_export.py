@@ -17,7 +17,7 @@ from tierd_client.snapshot.staging import Stager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.support.state import Training, assert_same, commit, metadata, stage
+from tests.support.state import Training, assert_same, commit, metadata, stage, stage_into
 from tierd.errors import BadRequest, Corrupt, NotFound
 
 
@@ -63,8 +63,7 @@ def test_what_dcp_was_given_is_nested_again(tmp_path: Path) -> None:
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     captured = capture_plan(planner.finish_plan(plans[0]), planner)
     slot, stager = Slot.create(1 << 20), Stager()
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
-    state = whole_state(commit(tmp_path, [bytes(slot.view[:size_bytes])]))
+    state = whole_state(commit(tmp_path, [stage_into(slot, stager, captured, metadata(captured.tree))]))
     slot.close()
     assert_same(state, {**given, "array": torch.arange(3)})
 

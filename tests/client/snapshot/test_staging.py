@@ -18,7 +18,7 @@ from tierd_client.snapshot.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.gpu import DEVICE, gpu_that_draws_lots
-from tests.support.state import Training, metadata, one_step, stage
+from tests.support.state import Training, metadata, one_step, stage, stage_into
 from tierd.errors import Full, Torn
 from tierd.format.shard import parse_header, plan_layout
 
@@ -34,8 +34,7 @@ def slot() -> Iterator[Slot]:
 
 def into(slot: Slot, stager: Stager, state: TrainingState, step: int = 5, **also: Any) -> bytes:
     captured = state.capture(0, 1)
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree, step=step) | also)
-    return bytes(slot.view[:size_bytes])
+    return stage_into(slot, stager, captured, metadata(captured.tree, step=step) | also)
 
 
 def test_staged_bytes_are_a_safetensors_file_with_everything_in_it() -> None:
@@ -240,9 +239,9 @@ def test_what_a_broken_off_snapshot_has_queued_does_not_reach_the_slot_of_the_ne
         stager._streams.copy(DEVICE, [slot.tensor.view(torch.float32)[: 1 << 18]], [weight])
         gpu.work(gpu.random.randrange(3))
     captured = TrainingState(model=model).capture(0, 1)
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
-    stager._streams.drain()
-    assert torch.equal(load(bytes(slot.view[:size_bytes]))["model.weight"], model.weight)
+    raw = stage_into(slot, stager, captured, metadata(captured.tree))
+    stager._streams.synchronize()
+    assert torch.equal(load(raw)["model.weight"], model.weight)
 
 
 def test_a_gpu_without_memory_for_a_copy_spoils_the_snapshot_and_not_the_call() -> None:
