@@ -62,7 +62,7 @@ class Client:
         self._state: State | None = None
         self._parent: CheckpointRef | None = None
         generation.join(requests, self._snapshotter)
-        requests.start(generation, generation.settings.every_s)
+        requests.start(generation.settings.every_s)
         atexit.register(self._close_at_exit)  # a script that just ends still hands its last snapshot over
 
     @property
@@ -117,23 +117,19 @@ class Client:
         wanted = replicas.RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
-
-        def take(replica: replicas.Replica) -> None:
-            replica.load(state, self._ranks.rank, self._ranks.world_size)
-
-        def choose() -> replicas.Replica | None:
-            return resuming.restore(
-                self._generation.session,
-                self._ranks,
-                policy,
-                wanted,
-                take,
-                run=self._generation.run,
-                force=force,
-                on_corrupt=self._report_corrupt,
-            )
-
-        found = self._restore(choose)
+        began = self._begin_restore()
+        replica = resuming.restore(
+            self._generation.session,
+            self._ranks,
+            policy,
+            wanted,
+            lambda replica: replica.load(state, self._ranks.rank, self._ranks.world_size),
+            run=self._generation.run,
+            force=force,
+            on_corrupt=self._report_corrupt,
+        )
+        self._parent = None
+        found = self._restored(replica, began) if replica is not None else None
         self._prepare()
         return found
 
@@ -143,9 +139,8 @@ class Client:
         `take` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
         is none, and otherwise as `restore` does.
         """
-        found = self._restore(lambda: self._find_and_take(wanted, take))
-        assert found is not None, "replicas.restore raises NotFound"
-        return found
+        began = self._begin_restore()
+        return self._restored(self._find_and_take(wanted, take), began)
 
     def inspect(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> None:
         """As `read`, where `take` changes nothing: the run goes on as before. For integrations."""
@@ -158,17 +153,17 @@ class Client:
         session = self._generation.session
         return replicas.restore(session, self._ranks, wanted, take, on_corrupt=self._report_corrupt)
 
-    def _restore(self, choose: Callable[[], replicas.Replica | None]) -> Found | None:
+    def _begin_restore(self) -> float:
+        """The time at which it began."""
         began = time.monotonic()
         self._step_times.skip_step()
         self._ranks.run_on_all(self._generation.check_open)
         self._snapshotter.overlap.finish()
         if self._snapshotter.last_step is not None:
             self._generation.renew()  # going back in time is a new timeline
-        replica = choose()
-        if replica is None:
-            self._parent = None
-            return None
+        return began
+
+    def _restored(self, replica: replicas.Replica, began: float) -> Found:
         manifest = replica.manifest
         seconds = time.monotonic() - began
         self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
@@ -237,7 +232,7 @@ class Client:
         self._snapshotter.overlap.finish()
 
     def _not_taken(self, step: int, error: BaseException, seconds: float) -> None:
-        if not self._generation.is_ours:
+        if not self._generation.is_open:
             return
         self._snapshotter.clean_up()
         self._requests.not_taken(error)

@@ -59,8 +59,6 @@ def connect(
         raise BadConfig(f'connect {run} with staging={staging!r}: expected "sync" or "overlap"')
     deadline, meanings = find_deadline(os.environ, max_runtime_s, time.time()), signals_of(signals)
     ranks = find_ranks(rank, world_size, os.environ)
-    stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
-    requests = StopRequests(ranks, signals=meanings, deadline=deadline, stop_file=stop_file)
     options = {
         "every_steps": every_steps,
         "every_s": every_s,
@@ -77,4 +75,6 @@ def connect(
         {name: value for name, value in options.items() if value is not None},
         starts_anew=is_told_to_start_anew(os.environ),
     )
+    stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
+    requests = StopRequests(ranks, generation, signals=meanings, deadline=deadline, stop_file=stop_file)
     return Client(generation, ranks, requests, os.environ)

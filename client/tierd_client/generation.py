@@ -17,8 +17,8 @@ import tierd
 from tierd.errors import BadRequest, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import DaemonSession, Listener
-from tierd_client.snapshot.slot_pool import DETAIL_CHARS_MAX, SlotPool
+from tierd_client.session import TEXT_CHARS_MAX, DaemonSession, Listener
+from tierd_client.snapshot.slot_pool import SlotPool
 
 log = logging.getLogger("tierd_client")
 
@@ -84,7 +84,7 @@ class Generation:
         """Raises BadRequest after the close and in a forked child, Stale when a newer trainer has taken over."""
         if self._is_closed:
             raise BadRequest(f"go on with {self.run}: its client was closed", hint="wait for shots inside `with`")
-        if not self.is_ours:
+        if os.getpid() != self._pid:
             raise BadRequest(
                 f"go on with {self.run} in process {os.getpid()}: its client belongs to process {self._pid}",
                 hint="a forked child has none of its threads; connect where the training runs",
@@ -107,17 +107,13 @@ class Generation:
 
     def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
         """Tell the daemon's metrics and incidents what it cannot see itself."""
-        detail = detail[:DETAIL_CHARS_MAX]
+        detail = detail[:TEXT_CHARS_MAX]
         self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
 
     @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that connected, not a forked child of it."""
-        return os.getpid() == self._pid
-
-    @property
     def is_open(self) -> bool:
-        return self.is_ours and not self._is_closed
+        """False after the close, and in a forked child."""
+        return os.getpid() == self._pid and not self._is_closed
 
     def begin_close(self) -> None:
         """From now on `check_open` raises."""

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,7 @@ log = logging.getLogger("tierd_client")
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer hangs
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
+TEXT_CHARS_MAX = 4096  # of an error or a detail in a message
 
 
 class Sender(Protocol):
@@ -36,23 +38,21 @@ class Sender(Protocol):
 
 
 class Listener(Protocol):
-    """Both methods run on the session's thread."""
+    """Called on the session's thread. `on_attach`: the daemon is back, perhaps a new process; send again what it may
+    not have. The session's lock is held."""
 
     def on_message(self, message: wire.ToClient) -> None: ...
-
-    def on_attach(self) -> None:
-        """The daemon is back, perhaps a new process: send again what it may not have. The session's lock is held."""
+    def on_attach(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Question:
-    """A Find that waits for its answer."""
+    """A Find that waits for its answer and the descriptors. `heard_s`: when the daemon last reported progress."""
 
-    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Future[tuple[wire.FoundReplica, list[int]]] = field(
+        default_factory=Future[tuple[wire.FoundReplica, list[int]]]
+    )
     heard_s: float = field(default_factory=time.monotonic)
-    answer: wire.FoundReplica | None = None
-    descriptors: list[int] = field(default_factory=list)
-    error: TierdError | None = None
 
 
 class DaemonSession:
@@ -74,7 +74,7 @@ class DaemonSession:
         self._closed = threading.Event()
         self._socket, self.welcome, self.kept_descriptors = _greet(path, hello, timeout_s)
         self.hello = msgspec.structs.replace(hello, generation=self.welcome.generation)
-        self._attached = True
+        self.is_attached = True
         self._attached_s = self._detached_s = time.monotonic()
         self._retry_s = RETRY_MIN_S
         self._thread: threading.Thread | None = None
@@ -83,15 +83,11 @@ class DaemonSession:
         self._thread = threading.Thread(target=self._run, args=(listeners,), name="tierd-session", daemon=True)
         self._thread.start()
 
-    @property
-    def is_attached(self) -> bool:
-        return self._attached
-
     def is_there(self) -> bool:
         """Whether the daemon has its end open at this moment: the thread that reads notices a death a little later."""
         poll = select.poll()
         with self.lock:
-            if not self._attached:
+            if not self.is_attached:
                 return False
             poll.register(self._socket, 0)  # POLLHUP and POLLERR are always reported
             return not poll.poll(0)
@@ -99,12 +95,12 @@ class DaemonSession:
     @property
     def absent_s(self) -> float:
         """How long the daemon has been gone; 0 while it is connected."""
-        return 0.0 if self._attached else time.monotonic() - self._detached_s
+        return 0.0 if self.is_attached else time.monotonic() - self._detached_s
 
     def send(self, message: wire.ToDaemon, descriptors: Sequence[int] = ()) -> None:
         """Send if the daemon is connected; otherwise drop the message."""
         with self.lock:
-            if not self._attached:
+            if not self.is_attached:
                 return
             try:
                 _send(self._socket, message, descriptors)
@@ -115,29 +111,26 @@ class DaemonSession:
     def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.FoundReplica, list[int]]:
         """(answer, descriptors of the manifest and then of its files; the caller closes them). `find` makes the message
         for a request number. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
-        number = next(self._numbers)
-        question = _Question()
+        number, question = next(self._numbers), _Question()
         with self.lock:
             if self.ended_by is not None:
                 raise self.ended_by
-            if not self._attached:
+            if not self.is_attached:
                 raise self.unreachable("it is gone")
             self._questions[number] = question
             self.send(find(number))
         try:
-            while not question.answered.wait(ANSWER_POLL_S):
-                if time.monotonic() - question.heard_s > ANSWER_TIMEOUT_S:
-                    raise self.unreachable(
-                        f"it was asked for a checkpoint and said nothing for {ANSWER_TIMEOUT_S:.0f} s"
-                    )
-            if question.answer is None:
-                raise question.error or self.unreachable("it gave no answer")
-            descriptors, question.descriptors = question.descriptors, []
-            return question.answer, descriptors
+            while True:
+                try:
+                    return question.answer.result(ANSWER_POLL_S)
+                except TimeoutError:
+                    with self.lock:  # so that an answer comes before the cancel, or is refused after it
+                        if time.monotonic() - question.heard_s > ANSWER_TIMEOUT_S and question.answer.cancel():
+                            why = f"it was asked for a checkpoint and said nothing for {ANSWER_TIMEOUT_S:.0f} s"
+                            raise self.unreachable(why) from None
         finally:
             with self.lock:
                 del self._questions[number]
-            _close_all(question.descriptors)  # of an answer that came after the timeout
 
     def unreachable(self, why: str) -> DaemonUnreachable:
         return DaemonUnreachable(
@@ -199,36 +192,33 @@ class DaemonSession:
     def _answer(self, message: wire.FoundReplica | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
         with self.lock:
             question = self._questions.get(message.request)
-            if question is None or question.answered.is_set():
+            if question is None or question.answer.done():
                 _close_all(descriptors)  # `find` has given up
                 return
             question.heard_s = time.monotonic()
-            match message:
-                case wire.FoundReplica():
-                    for why in message.passed_over:
-                        log.error("tierd: a newer replica could not be used: %s", why)
-                    question.answer, question.descriptors = message, descriptors
-                    question.answered.set()
-                case wire.Refused():
-                    question.error = from_kind(message.kind, message.message, message.hint)
-                    question.answered.set()
-                case wire.Progress():
-                    pass
+            if isinstance(message, wire.Refused):
+                question.answer.set_exception(from_kind(message.kind, message.message, message.hint))
+            elif isinstance(message, wire.FoundReplica):
+                for why in message.passed_over:
+                    log.error("tierd: a newer replica could not be used: %s", why)
+                question.answer.set_result((message, descriptors))
 
     def _check_fenced(self, message: wire.ToClient) -> None:
-        error: TierdError | None = None
         if isinstance(message, wire.Fenced):
-            error = Stale(
-                f"train {self.hello.run} as generation {self.hello.generation}: "
-                f"generation {message.generation} has taken over",
-                hint="another trainer of this run was started later; stop this one",
-            )
+            hello, newer = self.hello, message.generation
+            with self.lock:
+                self._end(
+                    Stale(
+                        f"train {hello.run} as generation {hello.generation}: generation {newer} has taken over",
+                        hint="another trainer of this run was started later; stop this one",
+                    )
+                )
         elif isinstance(message, wire.Refused):
             error = from_kind(message.kind, message.message, message.hint)
             log.error("tierd: the daemon refused: %s", error)
-        if isinstance(error, Stale):
-            with self.lock:
-                self._end(error)
+            if isinstance(error, Stale):
+                with self.lock:
+                    self._end(error)
 
     def _reattach(self, listeners: Sequence[Listener]) -> None:
         """Until the daemon is back, the session is closed, or a newer generation has taken over."""
@@ -258,7 +248,7 @@ class DaemonSession:
                     return
                 self._socket.close()
                 self._socket, self.welcome = sock, welcome
-                self._attached, self._attached_s = True, time.monotonic()
+                self.is_attached, self._attached_s = True, time.monotonic()
                 for listener in listeners:
                     listener.on_attach()
             log.warning("tierd: reconnected to the daemon at %s", self._path)
@@ -273,12 +263,12 @@ class DaemonSession:
 
     def _detach(self) -> None:
         """With the lock held."""
-        if self._attached:
-            self._attached, self._detached_s = False, time.monotonic()
+        if self.is_attached:
+            self.is_attached, self._detached_s = False, time.monotonic()
         for question in self._questions.values():
-            if not question.answered.is_set():
-                question.error = self.ended_by or self.unreachable("it went away while it was asked for a checkpoint")
-                question.answered.set()
+            if not question.answer.done():
+                gone = self.unreachable("it went away while it was asked for a checkpoint")
+                question.answer.set_exception(self.ended_by or gone)
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

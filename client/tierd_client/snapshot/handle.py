@@ -13,13 +13,10 @@ ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that sent it: ask 
 
 
 class ShotOwner(Protocol):
-    """What took the snapshot."""
+    """What took the snapshot. `ask` has the daemon report which tiers hold it, or raises why waiting is pointless."""
 
     def before_wait(self, shot: Shot) -> None: ...
-
-    def ask(self, shot: Shot) -> None:
-        """Ask the daemon which tiers hold it. Raises what makes waiting pointless."""
-
+    def ask(self, shot: Shot) -> None: ...
     def why_waiting(self) -> TierdError | None: ...
 
 
@@ -66,7 +63,8 @@ class Shot:
                     raise self._final_error
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise self._why_waiting(tier, timeout_s)
+                reason = self._owner.why_waiting() if self._owner is not None else None
+                raise reason or self._retried_error or self._late(tier, timeout_s)
             if self._owner is not None:
                 self._owner.ask(self)  # also the first time: a daemon does not slow down what a trainer waits for
             with self._changed:
@@ -74,15 +72,10 @@ class Shot:
                     lambda: tier in self._tiers or self._final_error is not None, min(ASK_INTERVAL_S, left_s)
                 )
 
-    def _why_waiting(self, tier: str, timeout_s: float) -> TierdError:
-        error = self._owner.why_waiting() if self._owner is not None else None
-        return (
-            error
-            or self._retried_error
-            or Transient(
-                f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
-                hint="`tierd status` shows what is queued, and what went wrong",
-            )
+    def _late(self, tier: str, timeout_s: float) -> Transient:
+        return Transient(
+            f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
+            hint="`tierd status` shows what is queued, and what went wrong",
         )
 
     # ── called by the owner ──

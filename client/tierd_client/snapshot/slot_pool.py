@@ -16,7 +16,7 @@ import msgspec
 
 from tierd.errors import Corrupt, Full
 from tierd.format import wire
-from tierd_client.session import DaemonSession
+from tierd_client.session import TEXT_CHARS_MAX, DaemonSession
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.slot_states import PooledSlotEvent as Event
 from tierd_client.snapshot.slot_states import PooledSlotState as State
@@ -27,7 +27,6 @@ log = logging.getLogger("tierd_client")
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 LOST_MAX = 16  # the most slots that a rank can have
 ABSENCE_S = 3.0  # wait this long for a daemon that restarts; a longer absence would only hold up training
-DETAIL_CHARS_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class SlotPool:
         pooled = self._slots[index]
         if pooled.reported_refusal != pooled.slot.refusal:
             pooled.reported_refusal = pooled.slot.refusal
-            detail = pooled.slot.refusal[:DETAIL_CHARS_MAX]
+            detail = pooled.slot.refusal[:TEXT_CHARS_MAX]
             self._session.send(wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=detail))
 
     def seal(self, sealed: wire.Sealed) -> None:

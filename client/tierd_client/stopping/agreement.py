@@ -41,12 +41,12 @@ class Agreement:
     Calls of `agreed_at` with a new step are counted, and the ranks agree on a count: all ask at the same steps.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, daemon: Sender) -> None:
         self._ranks = ranks
+        self._daemon = daemon
         # Its put() may interrupt a put() of the same thread: the only way out of a signal handler that never blocks.
         # An int is the number of a round that all ranks are called to; None only wakes the thread.
         self._inbox: queue.SimpleQueue[RequestKind | int | None] = queue.SimpleQueue()
-        self._sender: Sender | None = None
         self._changed = threading.Condition()
         self._step: int | None = None
         self._steps = 0
@@ -58,10 +58,9 @@ class Agreement:
         self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def start(self, sender: Sender, poll: Callable[[], float | None]) -> None:
+    def start(self, poll: Callable[[], float | None]) -> None:
         """With several ranks, start the thread. It calls `poll` now, and again after as many seconds as that returned
         or when something arrives (None: only then)."""
-        self._sender = sender
         if self._ranks.world_size > 1:
             self._thread = threading.Thread(target=self._run, args=(poll,), name="tierd-agreement", daemon=True)
             self._thread.start()
@@ -118,8 +117,7 @@ class Agreement:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _call_round(self) -> None:
-        if self._sender is not None:
-            self._sender.send(wire.Convene(meeting=self._rounds))
+        self._daemon.send(wire.Convene(meeting=self._rounds))
 
     # ── the thread ──
 

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Literal
 
+import msgspec
+
 from tierd.errors import BadConfig, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import Sender
+from tierd_client.session import TEXT_CHARS_MAX, Sender
 from tierd_client.stopping.agreement import Agreement, RequestKind
 from tierd_client.stopping.deadline import Deadline, Pace
 
@@ -29,7 +31,6 @@ log = logging.getLogger("tierd_client")
 Meaning = Literal["stop", "snapshot"]
 SIGNALS: dict[int, Meaning] = {signal.SIGTERM: "stop", signal.SIGINT: "stop", signal.SIGUSR1: "snapshot"}
 POLL_S = 1.0
-MESSAGE_CHARS_MAX = 4096
 ECHO_S = 0.5  # under torchrun one Ctrl-C arrives twice: from the terminal, and forwarded by torchrun
 REASONS = {
     RequestKind.SIGNAL: "a signal",
@@ -43,18 +44,24 @@ class StopRequests:
     """A Listener of the session, made before it: a request may come with the first message."""
 
     def __init__(
-        self, ranks: Ranks, *, signals: Mapping[int, Meaning], deadline: Deadline | None, stop_file: str | None
+        self,
+        ranks: Ranks,
+        daemon: Sender,
+        *,
+        signals: Mapping[int, Meaning],
+        deadline: Deadline | None,
+        stop_file: str | None,
     ) -> None:
         self.reason = ""
         """Why the ranks stop at the last step; empty while they go on."""
         self.pace = Pace()
         self._ranks = ranks
+        self._daemon = daemon
         self._signals = signals
         self._deadline = deadline
         self._total_s = deadline.at_s - time.time() if deadline is not None else 0.0
         self._stop_file = stop_file
-        self._agreement = Agreement(ranks)
-        self._sender: Sender | None = None
+        self._agreement = Agreement(ranks, daemon)
         self._former_handlers: dict[int, Any] = {}
         self._pid = os.getpid()
         self._interrupted_s: float | None = None
@@ -70,20 +77,14 @@ class StopRequests:
         self._snapshot_requests: deque[wire.Requested] = deque()
         self._agreed_requests: list[wire.Requested] = []  # answered by the next snapshot
 
-    def start(self, sender: Sender, every_s: float) -> None:
+    def start(self, every_s: float) -> None:
         """`every_s`: request a snapshot so often; 0: never."""
-        self._sender = sender
         self._every_s = every_s
-        self._agreement.start(sender, self._poll)
+        self._agreement.start(self._poll)
         reserve_s = self.pace.reserve_s(self._total_s)
         if self._deadline is not None and self._ranks.rank == 0 and self._total_s <= reserve_s:
-            log.error(
-                "tierd: only %.0f s are left until %s, and stopping in good order takes %.0f s: the run stops at its "
-                "first step",
-                self._total_s,
-                self._deadline.source,
-                reserve_s,
-            )
+            text = "tierd: only %.0f s are left until %s, and a stop needs %.0f s: the run stops at its first step"
+            log.error(text, self._total_s, self._deadline.source, reserve_s)
 
     def close(self) -> None:
         self._answer_stops()  # the run ends, as they asked
@@ -156,10 +157,9 @@ class StopRequests:
     def _answer(self, request: wire.Requested, step: int, error: TierdError | None = None) -> None:
         answer = wire.Answer(request=request.request, step=step)
         if error is not None:
-            message = error.message[:MESSAGE_CHARS_MAX]
-            answer = wire.Answer(request=request.request, step=step, kind=error.kind, message=message, hint=error.hint)
-        if self._sender is not None:
-            self._sender.send(answer)
+            message = error.message[:TEXT_CHARS_MAX]
+            answer = msgspec.structs.replace(answer, kind=error.kind, message=message, hint=error.hint)
+        self._daemon.send(answer)
 
     # ── snapshots ──
 

@@ -243,7 +243,7 @@ def test_what_is_refused_is_said_once_and_asked_again_of_a_new_mapping(
     for _ in range(3):
         slot.pin(GPU)
     assert runtime.calls == [("register", "cuda:1")]
-    assert "cudaHostRegister says 2" in slot.refusal
+    assert "cudaHostRegister returns 2" in slot.refusal
     assert caplog.text.count("copies are slower") == 1
     runtime.refuses_with = 0
     slot.grow(9 * MIB)

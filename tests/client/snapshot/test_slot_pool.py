@@ -89,7 +89,7 @@ def test_slot_that_is_not_page_locked_is_reported_once(peer: Peer, monkeypatch: 
         lab.session.send(wire.Ask(step=1, generation=1))
         reports = [message for message in peer.receive_until(wire.Ask) if isinstance(message, wire.Report)]
     assert [(report.outcome, report.step) for report in reports] == [("unpinned", 1)]
-    assert "cudaHostRegister says 2" in reports[0].detail
+    assert "cudaHostRegister returns 2" in reports[0].detail
 
 
 def test_lost_snapshot_is_reported_to_each_daemon_until_a_newer_snapshot_is_durable(peer: Peer) -> None:

@@ -49,8 +49,8 @@ class Outbox:
 
 
 def test_requests_of_a_single_rank_take_effect_at_once_and_once() -> None:
-    agreement = Agreement(Ranks(0, 1))
-    agreement.start(Outbox(), lambda: None)
+    agreement = Agreement(Ranks(0, 1), Outbox())
+    agreement.start(lambda: None)
     assert agreement.agreed_at(1) == frozenset()
     agreement.request(RequestKind.SNAPSHOT)
     agreement.request(RequestKind.SIGNAL)

@@ -52,9 +52,9 @@ class Lab:
         stop_file: str | None = None,
         every_s: float = 0.0,
     ) -> None:
-        self.requests = StopRequests(Ranks(0, 1), signals=signals, deadline=deadline, stop_file=stop_file)
+        self.requests = StopRequests(Ranks(0, 1), self, signals=signals, deadline=deadline, stop_file=stop_file)
         self.sent: list[wire.ToDaemon] = []
-        self.requests.start(self, every_s)
+        self.requests.start(every_s)
 
     def send(self, message: wire.ToDaemon) -> None:
         self.sent.append(message)
