@@ -21,7 +21,7 @@ from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kin
 
 T = TypeVar("T")
 
-BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there holds up no training, and ends at once when a peer dies
+BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
 

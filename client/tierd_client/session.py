@@ -58,7 +58,7 @@ class _Question:
 class DaemonSession:
     """Connected when constructed; `start` starts the thread that reads.
 
-    `hello` is what the daemon was told, with the generation that it gave us. `lock` guards the connection, and what
+    `hello` is what was sent to the daemon, with the generation that it answered. `lock` guards the connection, and what
     listeners keep in step with it. Raises DaemonUnreachable, or the error that the daemon answers to `hello`.
     """
 

@@ -26,7 +26,7 @@ log = logging.getLogger("tierd_client")
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 LOST_MAX = 16  # the most slots that a rank can have
-ABSENCE_S = 3.0  # wait this long for a daemon that restarts; a longer absence would only hold up training
+ABSENCE_S = 3.0  # wait so long for a daemon that restarts, and no longer
 
 
 @dataclass(slots=True)

@@ -87,12 +87,13 @@ class Stager:
         later: ByDevice = defaultdict(lambda: ([], []))
         watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for to, index in zip(self._destinations(slot, layout), self._order, strict=True):
-            tensor, name = tensors[index].tensor, tensors[index].name
+            captured_tensor = tensors[index]
+            tensor, name = captured_tensor.tensor, captured_tensor.name
             live = deferrable.get(name)
             if live is None and tensor.is_cpu:
                 destinations, sources = now[_CPU]  # one key for "cpu" and "cpu:0"
             else:
-                tensor = tensor.detach()  # keeps the memory, whatever becomes of the live tensor before it is copied
+                tensor = tensor.detach()  # keeps the memory if the live tensor gets other memory before the copy
                 destinations, sources = (now if live is None else later)[_CPU if tensor.is_cpu else tensor.device]
             if live is not None:
                 watched.append((name, live, tensor))

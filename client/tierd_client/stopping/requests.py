@@ -94,7 +94,7 @@ class StopRequests:
 
     @property
     def last_step(self) -> int | None:
-        """The step that the loop has come to."""
+        """The newest step that was passed to `at`."""
         return self._step
 
     def at(self, step: int) -> bool:
