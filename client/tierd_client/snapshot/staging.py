@@ -38,7 +38,8 @@ class Stager:
         self._layout: Layout | None = None
         self._signature: list[list[Any]] = []
         self._order: list[int] = []
-        self._views: weakref.WeakKeyDictionary[Slot, _Views] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[Slot, tuple[Layout, torch.Tensor, list[torch.Tensor]]]
+        self._views = weakref.WeakKeyDictionary()
         self._copier = Copier()
         self._streams = Streams()
 
@@ -111,10 +112,20 @@ class Stager:
         return staging
 
     def _destinations(self, slot: Slot, layout: Layout) -> list[torch.Tensor]:
+        """The tensors of the layout, as views of the slot's mapping."""
+        mapping = slot.tensor
         views = self._views.get(slot)
-        if views is None or views.layout is not layout or views.mapping is not slot.tensor:
-            views = self._views[slot] = _Views(slot.tensor, layout)
-        return views.tensors
+        if views is None or views[0] is not layout or views[1] is not mapping:
+            typed = {entry.dtype: mapping.view(DTYPES[entry.dtype]) for entry in layout.tensors}
+            tensors = [
+                # One call per tensor: there may be many, and the first snapshot into a slot waits for them.
+                typed[entry.dtype].as_strided(
+                    entry.shape, contiguous_strides(entry.shape), entry.offset // DTYPE_BYTES[entry.dtype]
+                )
+                for entry in layout.tensors
+            ]
+            views = self._views[slot] = layout, mapping, tensors
+        return views[2]
 
 
 class Staging:
@@ -253,22 +264,6 @@ class _CudaCopy:
 
     def wait(self) -> None:
         self.event.synchronize()
-
-
-class _Views:
-    """The tensors of a layout, as views of a slot's mapping."""
-
-    def __init__(self, mapping: torch.Tensor, layout: Layout) -> None:
-        self.mapping = mapping
-        self.layout = layout
-        typed = {entry.dtype: mapping.view(DTYPES[entry.dtype]) for entry in layout.tensors}
-        self.tensors = [
-            # One call per tensor: there may be many, and the first snapshot into a slot waits for them.
-            typed[entry.dtype].as_strided(
-                entry.shape, contiguous_strides(entry.shape), entry.offset // DTYPE_BYTES[entry.dtype]
-            )
-            for entry in layout.tensors
-        ]
 
 
 def _owned_tensors(captured: Captured, owned: Collection[str] | None) -> list[CapturedTensor]:
