@@ -121,7 +121,7 @@ DOORS = {
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
             "tierd/config_file.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
-            "client/tierd_client/client.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
+            "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
             "client/tierd_client/examples/train_gpt.py": "CUBLAS_WORKSPACE_CONFIG, for deterministic CUDA",
             "tierd/cli/demo.py": "its processes do not inherit TIERD_ settings",
@@ -133,8 +133,8 @@ DOORS = {
             "tierd/context.py": "the clock that workers are given",
             "tierd/cli/console.py": "hands `now` to the verbs",
             "client/tierd_client/snapshot/snapshotter.py": "created_at of a snapshot",
-            "client/tierd_client/client.py": "the time until a deadline",
-            "client/tierd_client/stopping/requests.py": "the time until a deadline",
+            "client/tierd_client/connection.py": "how much time there is until a deadline",
+            "client/tierd_client/stopping/requests.py": "how much is left of it",
         },
     ),
     "other processes": Door(
@@ -362,9 +362,11 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
+    "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
     "tierd/api/admission.py": "api/test_trainer.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
+    "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",

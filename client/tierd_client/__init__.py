@@ -1,4 +1,4 @@
-"""What a training loop needs of tierd. `connect` begins a run, `TrainingState` says what its state is.
+"""The API for training loops. `connect` begins or continues a run, `TrainingState` names the state to snapshot.
 
 client = tierd_client.connect(run="gpt-124m")
 state = tierd_client.TrainingState(model=model, optimizer=optimizer)
@@ -32,7 +32,8 @@ from tierd.errors import (
     Unhealthy,
     Unsupported,
 )
-from tierd_client.client import Client, Found, connect
+from tierd_client.client import Client, Found
+from tierd_client.connection import connect
 from tierd_client.loaders.documents import DocumentLoader
 from tierd_client.loaders.loader import ResumableLoader
 from tierd_client.loaders.sampler import ResumableSampler

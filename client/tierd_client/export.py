@@ -1,18 +1,16 @@
 """`python -m tierd_client.export torch|dcp FOLDER TARGET [PREFIX]`: a checkpoint as one state, written by torch.
 
-For `tierd export`. FOLDER is a restored checkpoint. The files are torch's own, pickle and all, made for other tools on
-somebody's word: tierd never reads them. What goes in is plain: tensors, numbers, strings, bytes and their containers,
-so that `torch.load(weights_only=True)` takes it. Holds the whole state in memory.
+For `tierd export`. FOLDER is a restored checkpoint. The files are in torch's formats, pickle included, for other tools:
+tierd never reads them. They hold tensors, numbers, strings, bytes and containers of these, so that
+`torch.load(weights_only=True)` accepts them. Holds the whole state in memory.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +21,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
-from tierd.format import layout, manifest
 from tierd.format.shard import Shard
 from tierd_client.frameworks.dcp import KIND as DCP_KIND
 from tierd_client.frameworks.dcp import OBJECT, DcpTree
-from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
+from tierd_client.restore.load import index_tensors, load, read_headers
+from tierd_client.restore.resume import open_directory
 from tierd_client.state.optimizers import OptimizersSection, OptimizerTree
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.sections import ModuleSection
@@ -39,24 +37,19 @@ CPU = torch.device("cpu")
 def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
     """The checkpoint in `folder` as one nested dict, on the CPU, every chunk verified.
 
-    By section: `model` is a state dict, `optimizer` one by the names of parameters, as
-    torch.distributed.checkpoint.state_dict has it. What each rank has for itself is a list, by rank. With `prefix`
-    a flat dict of the tensors whose names begin so, without it. Raises Corrupt, NewerFormat or NotFound.
+    By section: `model` is a state dict, `optimizer` is keyed by parameter names, as by
+    torch.distributed.checkpoint.state_dict. A value that differs by rank is a list, by rank. With `prefix`: a flat dict
+    of the tensors whose names begin with it, without the prefix. Raises Corrupt, NewerFormat or NotFound.
     """
-    found = manifest.decode((folder / layout.MANIFEST).read_bytes(), where=str(folder / layout.MANIFEST))
-    with ExitStack() as opened:
-        files: list[SourceFile] = []
-        for entry in found.files:
-            descriptor = os.open(folder / entry.name, os.O_RDONLY)
-            opened.callback(os.close, descriptor)
-            files.append(SourceFile(entry.name, descriptor, entry))
+    with open_directory(str(folder)) as replica:
+        files = replica.files()
         shards = read_headers(files)
         plan = RestorePlan(index_tensors(shards), CPU)
         if prefix:
             names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
             state = {name.removeprefix(prefix): plan.new(name, CPU) for name in names}
             if not state:
-                raise NotFound(f"export {found.id}: no tensor's name begins with {prefix!r}")
+                raise NotFound(f"export {replica.manifest.id}: no tensor's name begins with {prefix!r}")
         else:
             state = _state(list(shards.values()), plan)
         plan.check()
@@ -68,12 +61,13 @@ def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
     by_rank = [_sections(shard) for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))]
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for sections in by_rank for name in sections):
-        held = [sections[name] for sections in by_rank if name in sections]
-        if held[0].kind == DCP_KIND:
-            _fill_dcp(state, held, plan)
+        saved = [sections[name] for sections in by_rank if name in sections]
+        if saved[0].kind == DCP_KIND:
+            _fill_dcp(state, saved, plan)
             continue
-        values = [_value(name, one, plan) for one in (held if held[0].suffix else held[:1])]
-        _set(state, name.split(".", 1), values if held[0].suffix else values[0])
+        is_per_rank = bool(saved[0].suffix)
+        values = [_value(name, section, plan) for section in (saved if is_per_rank else saved[:1])]
+        _set(state, name.split(".", 1), values if is_per_rank else values[0])
     return state
 
 
@@ -97,8 +91,8 @@ def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
     if section.kind == OptimizersSection.kind:
         trees = msgspec.convert(section.value, list[OptimizerTree])
         prefixes = [name] if len(trees) == 1 else [f"{name}.{index}" for index in range(len(trees))]
-        made = [_optimizer(prefix, tree, plan) for prefix, tree in zip(prefixes, trees, strict=True)]
-        return made[0] if len(made) == 1 else made
+        optimizers = [_optimizer(prefix, tree, plan) for prefix, tree in zip(prefixes, trees, strict=True)]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
     return plan.decode(section.value)
 
 
@@ -109,9 +103,9 @@ def _optimizer(prefix: str, tree: OptimizerTree, plan: RestorePlan) -> dict[str,
     return {"state": state, "param_groups": groups} | ({"params": foreign} if foreign else {})
 
 
-def _fill_dcp(state: dict[str, Any], held: Sequence[SectionTree], plan: RestorePlan) -> None:
-    """Tensors and objects to where they were in the dict that DCP was given."""
-    trees = [msgspec.convert(one.value, DcpTree) for one in held]
+def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: RestorePlan) -> None:
+    """Put tensors and objects where they were in the dict that DCP saved."""
+    trees = [msgspec.convert(section.value, DcpTree) for section in saved]
     paths = {name: path for tree in trees for name, path in tree.paths.items()}
     objects = {name: value for tree in trees for name, value in tree.objects.items()}
     for name in sorted({*objects, *plan.available}):
@@ -119,7 +113,7 @@ def _fill_dcp(state: dict[str, Any], held: Sequence[SectionTree], plan: RestoreP
             _set(state, paths.get(name, [name]), plan.decode(objects[name]))
         elif not name.endswith(OBJECT):
             _set(state, paths.get(name, [name]), plan.new(name, CPU))
-    _list_up(state)
+    _restore_lists(state)
 
 
 def _set(state: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
@@ -128,18 +122,18 @@ def _set(state: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
     state[path[-1]] = value
 
 
-def _list_up(state: dict[Any, Any]) -> None:
-    """Where DCP's path has a number, there was a list."""
+def _restore_lists(state: dict[Any, Any]) -> None:
+    """A number in a path of DCP was an index of a list."""
     for key, value in state.items():
         if isinstance(value, dict):
             inner = cast("dict[Any, Any]", value)
-            _list_up(inner)
-            if inner and all(type(one) is int for one in inner):
+            _restore_lists(inner)
+            if inner and all(type(key) is int for key in inner):
                 state[key] = [inner[index] for index in sorted(inner)]
 
 
 def plain(value: Any) -> Any:
-    """What torch's weights_only reader takes: arrays become tensors, or lists where torch has no such dtype."""
+    """What torch.load(weights_only=True) accepts: arrays become tensors, or lists where torch has no such dtype."""
     if isinstance(value, torch.Tensor | torch.dtype | torch.device) or value is None:
         return value
     if isinstance(value, np.ndarray):
@@ -153,8 +147,8 @@ def plain(value: Any) -> Any:
         items = ((plain(key), plain(item)) for key, item in cast("Mapping[Any, Any]", value).items())
         return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
     if isinstance(value, list | tuple | set | frozenset):
-        several = [plain(one) for one in cast("Sequence[Any]", value)]
-        return several if isinstance(value, list) else tuple(several) if isinstance(value, tuple) else set(several)
+        items = [plain(item) for item in cast("Sequence[Any]", value)]
+        return items if isinstance(value, list) else tuple(items) if isinstance(value, tuple) else set(items)
     return value
 
 
@@ -164,8 +158,8 @@ def main(arguments: Sequence[str]) -> None:
     if format == "torch":
         torch.save(state, target)
     elif format == "dcp":
-        warnings.simplefilter("ignore")  # torch warns that it saves in one process, which is intended
-        save_dcp(state, storage_writer=FileSystemWriter(target))
+        warnings.simplefilter("ignore")  # torch warns of one process without torch.distributed
+        save_dcp(state, storage_writer=FileSystemWriter(target), no_dist=True)
     else:
         raise BadRequest(f"export as {format}: torch or dcp")
 

@@ -1,55 +1,136 @@
-"""How a trainer's ranks join their run: rank 0 claims a generation, the others follow it in."""
+"""The generation that this rank trains in, with what belongs to it: the session, the slots and the settings.
+
+Rank 0 claims a new generation, which fences the one before; the other ranks join it. Going back in time begins another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 
+import tierd
+from tierd.errors import BadRequest, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import DaemonSession, Identity
+from tierd_client.session import TEXT_CHARS_MAX, DaemonSession, Listener
 from tierd_client.snapshot.slot_pool import SlotPool
 
+log = logging.getLogger("tierd_client")
+
 CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
+RENEW_TIMEOUT_S = 10.0
+SILENCE_S = 10.0  # a daemon that has not acknowledged a snapshot for longer hangs
 
 
-def join(
-    run: str,
-    path: str,
-    ranks: Ranks,
-    starts_anew: bool,
-    on_message: Callable[[SlotPool, wire.ToClient], None],
-    on_attach: Callable[[], None],
-) -> tuple[DaemonSession, SlotPool]:
-    """A session that listens, and this rank's slots. `on_message` is told every message, on the session's thread,
-    and `on_attach` that the daemon has come back and has been sent our slots."""
-    first = ranks.together(lambda: _open(run, path, ranks, None, starts_anew) if ranks.rank == 0 else None)
-    told = ranks.from_first(msgspec.json.encode(first.welcome.generation) if first is not None else None)
-    generation = msgspec.json.decode(told or b"0", type=int)
-    session: DaemonSession | None = first
-    try:
-        session = ranks.together(lambda: first or _open(run, path, ranks, generation, starts_anew))
-        held = SlotPool(session)
-    except BaseException:
-        if session is not None:
-            session.close()
-        raise
+class Generation:
+    """`join` comes first: it sets `session`, `pool` and `settings`, which are the daemon's config for snapshots with
+    `overrides` in place."""
 
-    def offer() -> None:
-        held.on_attach()
-        on_attach()
+    session: DaemonSession
+    pool: SlotPool
+    settings: wire.Welcome
 
-    session.start(on_message=lambda message: on_message(held, message), on_attach=offer)
-    return session, held
+    def __init__(self, run: str, path: str, ranks: Ranks, overrides: Mapping[str, Any], *, starts_anew: bool) -> None:
+        self.run = run
+        self._path = path
+        self._ranks = ranks
+        self._overrides = overrides
+        self._starts_anew = starts_anew
+        self._listeners: tuple[Listener, ...] = ()
+        self._pid = os.getpid()
+        self._is_closed = False
 
+    @property
+    def number(self) -> int:
+        return self.session.welcome.generation
 
-def _open(run: str, path: str, ranks: Ranks, generation: int | None, starts_anew: bool) -> DaemonSession:
-    identity = Identity(
-        run=run,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        generation=generation,
-        starts_anew=starts_anew,
-    )
-    return DaemonSession(path, identity, timeout_s=CONNECT_TIMEOUT_S)
+    def join(self, *listeners: Listener) -> None:
+        """All ranks. `listeners` hear every message of the daemon, in this order, after the slot pool."""
+        self._listeners = listeners
+        first = self._ranks.run_on_all(lambda: self._open(None) if self._ranks.rank == 0 else None)
+        number = self._ranks.broadcast(msgspec.json.encode(first.welcome.generation) if first is not None else None)
+        with ExitStack() as on_error:
+            if first is not None:
+                on_error.callback(first.close)
+            session = self._ranks.run_on_all(lambda: first or self._open(msgspec.json.decode(number or b"0", type=int)))
+            on_error.callback(session.close)
+            pool = SlotPool(session)
+            on_error.pop_all()
+        self.session, self.pool = session, pool
+        self.settings = msgspec.structs.replace(session.welcome, **self._overrides)
+        session.start(pool, *listeners)
+
+    def renew(self) -> None:
+        """All ranks. Begin a new generation, which takes over from this one."""
+        session, pool = self.session, self.pool
+        pool.wait_safe(RENEW_TIMEOUT_S)
+        session.has_successor = True
+        try:
+            self._ranks.raise_on_all(None)  # all are ready to be fenced
+            self.join(*self._listeners)
+        finally:
+            session.has_successor = self.session is not session
+        for listener in self._listeners:
+            listener.on_attach()  # the daemon may not have read the last messages of the former session
+        session.close()
+        pool.close()
+
+    def check_open(self) -> None:
+        """Raises BadRequest after the close and in a forked child, Stale when a newer trainer has taken over."""
+        if self._is_closed:
+            raise BadRequest(f"go on with {self.run}: its client was closed", hint="wait for shots inside `with`")
+        if os.getpid() != self._pid:
+            raise BadRequest(
+                f"go on with {self.run} in process {os.getpid()}: its client belongs to process {self._pid}",
+                hint="a forked child has none of its threads; connect where the training runs",
+            )
+        if self.session.ended_by is not None:
+            raise self.session.ended_by
+
+    def why_waiting(self) -> TierdError | None:
+        """Why the daemon does not answer, or None when it is there and answers."""
+        if self.session.ended_by is not None:
+            return self.session.ended_by
+        if not self.session.is_attached:
+            return self.session.unreachable("it is gone")
+        if self.pool.silent_s() > SILENCE_S:
+            return self.session.unreachable(f"it has not acknowledged a snapshot for more than {SILENCE_S:.0f} s")
+        return None
+
+    def send(self, message: wire.ToDaemon) -> None:
+        self.session.send(message)
+
+    def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
+        """Tell the daemon's metrics and incidents what it cannot see itself."""
+        detail = detail[:TEXT_CHARS_MAX]
+        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
+
+    @property
+    def is_open(self) -> bool:
+        """False after the close, and in a forked child."""
+        return os.getpid() == self._pid and not self._is_closed
+
+    def begin_close(self) -> None:
+        """From now on `check_open` raises."""
+        self._is_closed = True
+
+    def close(self, goodbye: wire.Goodbye) -> None:
+        self.session.close(goodbye)
+        self.pool.close()
+
+    def _open(self, number: int | None) -> DaemonSession:
+        hello = wire.Hello(
+            protocol=wire.PROTOCOL_VERSION,
+            version=tierd.__version__,
+            run=self.run,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            generation=number,
+            starts_anew=self._starts_anew,
+        )
+        return DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""What the ranks of a run tell each other: small numbers and bytes over torch.distributed, on the CPU, no pickle.
+"""The exchanges among the ranks of a run: small numbers and bytes over torch.distributed, on the CPU, without pickle.
 
-A run of one process needs none of it, and every call is then free. A gloo group of our own keeps us out of the
-training's NCCL streams.
+With one process every call returns at once. The groups are gloo groups of our own, apart from the training's NCCL
+streams.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kin
 
 T = TypeVar("T")
 
-APART_TIMEOUT = timedelta(days=1)  # ranks that wait there hold up nobody; a peer that dies ends the wait at once
-LOOK_MIN_S, LOOK_MAX_S = 0.001, 0.05
+BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
+POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
 
 class Ranks:
@@ -31,18 +31,18 @@ class Ranks:
         self.world_size = world_size
         self._thread = threading.get_ident()
         self._groups = [_new_group()] if world_size > 1 else []
-        self._apart = _new_group(timeout=APART_TIMEOUT) if world_size > 1 else None
-        # All meet once: a rank that left at once would break the connections that others are still making.
+        self._background = _new_group(timeout=BACKGROUND_TIMEOUT) if world_size > 1 else None
+        # All exchange once: a rank that left at once would break the connections that others are still making.
         self.maximum([0])
-        self.maximum_apart([0], lambda: False)
+        self.background_maximum([0], lambda: False)
 
     def allow_thread(self) -> None:
-        """All ranks, before one thread beside the one that made this begins to exchange, over a group of its own:
-        ranks must not come to one group with what two threads do, in an order of their own."""
+        """All ranks. From now on one thread beside the one that constructed this may exchange too, over a group of its
+        own: in one group, the collectives of two threads could come in a different order on each rank."""
         if len(self._groups) == 1:
             self._groups.append(_new_group())
             with _exchanging():
-                dist.barrier(group=self._groups[1])  # as above
+                dist.barrier(group=self._groups[1])  # as in __init__
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -51,9 +51,9 @@ class Ranks:
             return None
         return self._groups[0] if threading.get_ident() == self._thread else self._groups[-1]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns here, once it has gone well on every rank. Else all raise: the own error, or the one
-        of the lowest rank that has one. So no rank goes on alone into an exchange that the others never join."""
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns here, once it has succeeded on every rank. Else all raise as `raise_on_all` does, so that
+        no rank waits alone in the next exchange."""
         result: T | None = None
         error: TierdError | None = None
         try:
@@ -62,11 +62,24 @@ class Ranks:
             if self._group is None:
                 raise
             error = raised
-        self.agree(error)
+        self.raise_on_all(error)
         return cast("T", result)
 
+    def raise_on_all(self, error: TierdError | None) -> None:
+        """Returns on all ranks when none has an error. Else every rank raises: its own error, or that of the lowest
+        rank that has one."""
+        if not self.maximum([error is not None])[0]:
+            return
+        errors = self.gather(b"" if error is None else msgspec.json.encode((error.kind, error.message, error.hint)))
+        if error is not None:
+            raise error
+        for rank, raw in enumerate(errors):
+            if raw:
+                kind, message, hint = msgspec.json.decode(raw, type=tuple[str, str, str])
+                raise from_kind(kind, f"rank {rank}: {message}", hint)
+
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Element by element the highest that any rank gave."""
+        """The maximum over the ranks, element by element."""
         if self._group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -74,26 +87,27 @@ class Ranks:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor]
 
-    def maximum_apart(self, values: Sequence[int], is_over: Callable[[], bool]) -> list[int]:
-        """As `maximum`, on one other thread than the training's. Raises Transient when a rank has gone, or it
+    def background_maximum(self, values: Sequence[int], is_over: Callable[[], bool]) -> list[int]:
+        """As `maximum`, for one thread that is not the training's. Raises Transient when a rank has gone, or when
         `is_over` before all have come."""
-        if self._apart is None:
+        if self._background is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        pause_s = LOOK_MIN_S
+        pause_s = POLL_MIN_S
         with _exchanging():
-            work = cast("dist.Work", dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._apart, async_op=True))
-            # Looking, not waiting in there: a thread that the interpreter's end finds inside gloo aborts the process.
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._background, async_op=True)
+            work = cast("dist.Work", work)
+            # Poll, as a thread that is inside gloo when the interpreter exits aborts the process.
             while not work.is_completed():
                 if is_over():
-                    raise Transient("meet the other ranks: it is over here")
+                    raise Transient("exchange with the other ranks: the client was closed meanwhile")
                 time.sleep(pause_s)
-                pause_s = min(LOOK_MAX_S, pause_s * 1.5)
+                pause_s = min(POLL_MAX_S, pause_s * 1.5)
             work.wait()
         return [int(value) for value in tensor]
 
-    def from_first(self, content: bytes | None) -> bytes | None:
-        """What rank 0 gave; the others give nothing."""
+    def broadcast(self, content: bytes | None) -> bytes | None:
+        """What rank 0 gave; the others give None."""
         if self._group is None:
             return content
         length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64)
@@ -113,38 +127,26 @@ class Ranks:
             return [content]
         longest = self.maximum([len(content)])[0]
         # One shape for all: the length, then the content padded to the longest.
-        mine = torch.zeros(8 + longest, dtype=torch.uint8)
+        padded = torch.zeros(8 + longest, dtype=torch.uint8)
         framed = len(content).to_bytes(8, "little") + content
-        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        padded[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         with _exchanging():
-            dist.all_gather(everyone, mine, group=self._group)
-        raws = [bytes(one.numpy()) for one in everyone]
+            dist.all_gather(gathered, padded, group=self._group)
+        raws = [bytes(tensor.numpy()) for tensor in gathered]
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in raws]
 
     def close(self) -> None:
-        """Give the groups back, unless the training has taken torch.distributed down before."""
+        """Destroy the groups, unless the training has destroyed torch.distributed before."""
         groups, self._groups = self._groups, []
         for group in groups:
             _destroy(group)
-        self.leave_apart()
+        self.close_background()
 
-    def leave_apart(self) -> None:
-        """Whoever waits in `maximum_apart` for this rank gets Transient."""
-        group, self._apart = self._apart, None
+    def close_background(self) -> None:
+        """A rank that waits in `background_maximum` for this one gets Transient."""
+        group, self._background = self._background, None
         _destroy(group)
-
-    def agree(self, error: TierdError | None) -> None:
-        """All ranks return, or all raise: the own error, or the one of the lowest rank that has one."""
-        if not self.maximum([error is not None])[0]:
-            return
-        told = self.gather(b"" if error is None else msgspec.json.encode((error.kind, error.message, error.hint)))
-        if error is not None:
-            raise error
-        for rank, raw in enumerate(told):
-            if raw:
-                kind, message, hint = msgspec.json.decode(raw, type=tuple[str, str, str])
-                raise from_kind(kind, f"rank {rank}: {message}", hint)
 
 
 def _new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -159,7 +161,7 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 @contextlib.contextmanager
 def _exchanging() -> Generator[None]:
-    """Gloo says that a peer has gone by a RuntimeError."""
+    """Gloo raises RuntimeError when a peer has gone."""
     try:
         yield
     except RuntimeError as error:
@@ -169,9 +171,9 @@ def _exchanging() -> Generator[None]:
 
 
 def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Ranks:
-    """This process among its peers: the arguments, else torch.distributed, else the launcher's environment.
+    """Rank and world size from the arguments, else from torch.distributed, else from the launcher's environment.
 
-    Raises BadConfig when there are peers and no way to speak to them, Unsupported when they span nodes.
+    Raises BadConfig when there are several ranks without torch.distributed, Unsupported when they span nodes.
     """
     is_initialized = dist.is_available() and dist.is_initialized()
     if rank is None:

@@ -1,7 +1,7 @@
-"""How long the steps of a training loop take, without what the calls of tierd take: what the daemon may disturb.
+"""How long the steps of a training loop take, without the time inside calls of tierd.
 
-A step is from the end of the last call of one step to the first call of a later one. Steps that are known to be unlike
-the others, because the loop waited for a snapshot or copied one, are left out.
+A step lasts from the end of the last call of one step to the first call of a later one. The daemon compares these
+times to see whether its own work slows training down, so steps that waited for a snapshot or copied one are left out.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ class StepTimes:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._step: int | None = None
-        self._left_s = 0.0
-        self._is_spoilt = False
+        self._call_ended_s = 0.0
+        self._is_skipped = False
         self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._reported_s = now_s()
 
     @contextmanager
-    def apart(self, step: int) -> Generator[None]:
-        """A call that the loop makes after this step: no part of any step."""
+    def outside_steps(self, step: int) -> Generator[None]:
+        """A call that the loop makes after this step: its time belongs to no step."""
         former, self._step = self._step, step
         if former is not None and step != former:
-            if step > former and not self._is_spoilt:
-                self._steps_s.append((self._now_s() - self._left_s) / (step - former))
-            self._is_spoilt = False
+            if step > former and not self._is_skipped:
+                self._steps_s.append((self._now_s() - self._call_ended_s) / (step - former))
+            self._is_skipped = False
         try:
             yield
         finally:
-            self._left_s = self._now_s()
+            self._call_ended_s = self._now_s()
 
-    def spoil(self) -> None:
-        """What comes until the next step is not to be counted."""
-        self._is_spoilt = True
+    def skip_step(self) -> None:
+        """Leave out the step that is in progress, or is next."""
+        self._is_skipped = True
 
     def report(self, every_s: float) -> float | None:
-        """The median of the steps since the last report, once they are due and there are any. 0: never."""
+        """The median step since the last report, in seconds; None before `every_s` has passed (0: never report) and
+        when there was no step."""
         now_s = self._now_s()
         if every_s <= 0 or now_s - self._reported_s < every_s or not self._steps_s:
             return None

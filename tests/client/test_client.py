@@ -1,4 +1,4 @@
-"""The client against a real daemon: what is refused and how, which checkpoint is chosen, and that nothing leaks."""
+"""The client against a real daemon: what it refuses, which checkpoint it restores, and that nothing leaks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from tierd_client import (
     TrainingState,
     Unsupported,
 )
-from tierd_client.snapshot.snapshotter import Snapshotter
+from tierd_client.session import DaemonSession
+from tierd_client.snapshot.slot_pool import SlotPool
+from tierd_client.snapshot.staging import Stager
 
 from tests.support.runs import DEADLINE_S, ENVIRONMENT, Daemon, wait_until
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One for all tests that do it no harm: each takes a run of its own."""
+    """Shared by the tests that leave it intact: each uses a run of its own."""
     with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
@@ -98,20 +100,18 @@ def lab(daemon: Daemon, run: str) -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "a" * 129, "é"])
-def test_a_run_name_that_is_no_path_component_is_refused(daemon: Daemon, name: str) -> None:
+def test_run_name_that_is_not_a_path_component_is_refused(daemon: Daemon, name: str) -> None:
     with pytest.raises(BadRequest, match="cannot name a run"):
         tierd_client.connect(name, socket=daemon.socket)
 
 
 @pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 17}, {"when_busy": "panic"}, {"rank": 1}, {"rank": -1}])
-def test_options_that_make_no_sense_are_refused_before_anything_is_done(
-    daemon: Daemon, run: str, options: dict[str, Any]
-) -> None:
+def test_invalid_options_are_refused_before_connecting(daemon: Daemon, run: str, options: dict[str, Any]) -> None:
     with pytest.raises(BadConfig, match="connect"):
         tierd_client.connect(run, socket=daemon.socket, **options)
 
 
-def test_what_has_no_safe_form_is_named_by_its_path_and_the_next_snapshot_works(lab: Lab) -> None:
+def test_unsupported_value_is_named_by_its_path_and_the_next_snapshot_works(lab: Lab) -> None:
     lab.extra["callbacks"] = [{"on_end": lambda: None}]
     with pytest.raises(Unsupported, match=r"extra\.callbacks.*on_end"):
         lab.client.snapshot(1, lab.state)
@@ -121,7 +121,7 @@ def test_what_has_no_safe_form_is_named_by_its_path_and_the_next_snapshot_works(
     assert lab.daemon.metric(f'tierd_snapshots_total{{outcome="failed",run="{lab.run}"}}') == 1
 
 
-def test_due_says_nothing_of_state_that_has_no_safe_form_snapshot_does(lab: Lab) -> None:
+def test_unsupported_state_raises_in_snapshot_and_not_in_due(lab: Lab) -> None:
     lab.extra["file"] = sys.stdout
     assert lab.client.restore(lab.state) is None
     assert lab.client.due(100)
@@ -145,9 +145,7 @@ def test_due_says_nothing_of_state_that_has_no_safe_form_snapshot_does(lab: Lab)
         (6, {"metrics": {f"é{n}" * 20: 1.0 for n in range(2000)}}, "more than 32768"),
     ],
 )
-def test_a_snapshot_that_is_asked_for_wrongly_changes_nothing(
-    lab: Lab, step: int, more: dict[str, Any], said: str
-) -> None:
+def test_snapshot_with_invalid_arguments_changes_nothing(lab: Lab, step: int, more: dict[str, Any], said: str) -> None:
     lab.durable(5)
     with pytest.raises(BadRequest, match=said):
         lab.client.snapshot(step, lab.state, **more)
@@ -155,7 +153,7 @@ def test_a_snapshot_that_is_asked_for_wrongly_changes_nothing(
     assert [row["step"] for row in lab.rows()] == [6, 5]
 
 
-def test_metrics_that_are_not_finite_come_back_as_they_were(lab: Lab) -> None:
+def test_metrics_that_are_not_finite_are_restored_exactly(lab: Lab) -> None:
     lab.durable(1, metrics={"a": math.nan, "b": -math.inf, "c": torch.tensor(0.5), "d": True, "e": 1e308})
     found = lab.client.restore(lab.state)
     assert found is not None
@@ -163,7 +161,7 @@ def test_metrics_that_are_not_finite_come_back_as_they_were(lab: Lab) -> None:
     assert {name: found.metrics[name] for name in "bcde"} == {"b": -math.inf, "c": 0.5, "d": 1.0, "e": 1e308}
 
 
-def test_another_architecture_is_refused_with_a_list_and_the_model_is_unchanged(lab: Lab) -> None:
+def test_mismatched_architecture_is_refused_with_a_list_and_the_model_is_unchanged(lab: Lab) -> None:
     lab.durable(1)
     other = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 4))
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -173,7 +171,7 @@ def test_another_architecture_is_refused_with_a_list_and_the_model_is_unchanged(
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
 
 
-def test_a_closed_client_says_so(lab: Lab) -> None:
+def test_closed_client_raises_bad_request(lab: Lab) -> None:
     shot = lab.client.snapshot(1, lab.state)
     lab.client.close()
     lab.client.close()
@@ -188,7 +186,7 @@ def test_a_closed_client_says_so(lab: Lab) -> None:
 # ── which checkpoint ──
 
 
-def test_with_nothing_there_restore_finds_none_and_by_name_it_says_not_found(lab: Lab) -> None:
+def test_restore_of_an_empty_run_returns_none_and_of_a_named_checkpoint_raises_not_found(lab: Lab) -> None:
     assert lab.client.restore(lab.state) is None
     for which in ({"resume": 1}, {"generation": 1}, {"milestone": "best"}, {"tier": "hot"}, {"tier": "memory"}):
         with pytest.raises(NotFound):
@@ -197,7 +195,7 @@ def test_with_nothing_there_restore_finds_none_and_by_name_it_says_not_found(lab
         lab.client.restore(lab.state, tier="nowhere")
 
 
-def test_a_checkpoint_is_chosen_by_step_milestone_generation_or_tier(lab: Lab) -> None:
+def test_checkpoint_is_chosen_by_step_milestone_generation_or_tier(lab: Lab) -> None:
     for step in (1, 2, 3):
         lab.durable(step, milestone="best" if step == 2 else None)
     wait_until(lambda: all("cold" in row["tiers"] for row in lab.rows()), "the copies")
@@ -213,7 +211,7 @@ def test_a_checkpoint_is_chosen_by_step_milestone_generation_or_tier(lab: Lab) -
         lab.client.restore(lab.state, resume=1, tier="memory")
 
 
-def test_going_back_in_time_begins_a_generation_whose_steps_are_the_newest(lab: Lab) -> None:
+def test_restore_after_a_snapshot_begins_a_generation_whose_steps_are_the_newest(lab: Lab) -> None:
     for step in (1, 2, 3):
         lab.durable(step)
     assert lab.restore(resume=1) == (1, 1, "hot")
@@ -227,7 +225,7 @@ def test_going_back_in_time_begins_a_generation_whose_steps_are_the_newest(lab: 
     assert lab.restore(resume=3)[:2] == (3, 1)
 
 
-def test_going_back_does_not_lose_the_snapshot_that_was_just_taken(lab: Lab) -> None:
+def test_restore_does_not_lose_the_snapshot_that_was_just_taken(lab: Lab) -> None:
     lab.durable(1)
     shot = lab.client.snapshot(2, lab.state)
     lab.client.restore(lab.state, resume=1)
@@ -238,7 +236,7 @@ def test_going_back_does_not_lose_the_snapshot_that_was_just_taken(lab: Lab) -> 
 # ── fencing ──
 
 
-def test_an_older_trainer_is_told_that_it_is_stale_and_keeps_its_slots_to_itself(daemon: Daemon, run: str) -> None:
+def test_older_trainer_gets_stale_and_shares_no_slots_with_the_newer(daemon: Daemon, run: str) -> None:
     with Lab(daemon, run) as older, contextlib.ExitStack() as stack:
         older.durable(1)
         older.set(2)
@@ -247,12 +245,12 @@ def test_an_older_trainer_is_told_that_it_is_stale_and_keeps_its_slots_to_itself
         assert newer.client.generation == 2
 
         with pytest.raises(Stale, match="generation 2 has taken over"):
-            wait_until(lambda: older.client.snapshot(3, older.state) and False, "the news")
+            wait_until(lambda: older.client.snapshot(3, older.state) and False, "Stale")
         with pytest.raises(Stale):
             older.client.restore(older.state)
         with contextlib.suppress(Stale):  # it may have become durable before
             shot.wait_persisted(DEADLINE_S)
-        assert newer.restore()[0] == 2, "what was sealed before stays restorable"
+        assert newer.restore()[0] == 2, "a snapshot that was sealed before stays restorable"
         newer.durable(3)
         assert not _memory(newer.client) & _memory(older.client)
         assert [(row["step"], row["generation"]) for row in newer.rows()][:1] == [(3, 2)]
@@ -260,7 +258,8 @@ def test_an_older_trainer_is_told_that_it_is_stale_and_keeps_its_slots_to_itself
 
 def _memory(client: Client) -> set[int]:
     """The inodes of the slots."""
-    return {os.fstat(held.slot.fd).st_ino for held in client._held._held.values()}
+    pool = client._generation.pool
+    return {os.fstat(pool.slot(index).fd).st_ino for index in range(len(pool))}
 
 
 # ── damage ──
@@ -286,7 +285,7 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def test_a_flipped_bit_in_the_newest_hot_shard_is_counted_and_the_cold_replica_taken(
+def test_flipped_bit_in_the_newest_hot_shard_is_counted_and_the_cold_replica_restored(
     own_daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicate_three(own_daemon)
@@ -299,7 +298,7 @@ def test_a_flipped_bit_in_the_newest_hot_shard_is_counted_and_the_cold_replica_t
         assert "trying the next replica" in caplog.text
 
 
-def test_with_every_replica_of_the_newest_damaged_an_older_one_is_taken(own_daemon: Daemon) -> None:
+def test_older_checkpoint_is_restored_when_every_replica_of_the_newest_is_damaged(own_daemon: Daemon) -> None:
     replicate_three(own_daemon)
     for tier in ("hot", "cold"):
         flip_last_bit(own_daemon.folder(3, tier=tier) / "rank-00000-of-00001.safetensors")
@@ -312,7 +311,7 @@ def test_with_every_replica_of_the_newest_damaged_an_older_one_is_taken(own_daem
 
 
 @pytest.mark.parametrize("tiers", [["hot"], ["hot", "cold"]])
-def test_a_manifest_that_cannot_be_read_is_passed_by_and_reported(
+def test_unreadable_manifest_is_passed_over_and_reported(
     own_daemon: Daemon, tiers: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     replicate_three(own_daemon)
@@ -324,12 +323,12 @@ def test_a_manifest_that_cannot_be_read_is_passed_by_and_reported(
 
     with Lab(own_daemon, "run") as lab:
         assert lab.restore() == ((3, 1, "cold") if tiers == ["hot"] else (2, 1, "hot"))
-        assert ("a newer replica could not be used" in caplog.text) == (len(tiers) == 2), "never in silence"
+        assert ("a newer replica could not be used" in caplog.text) == (len(tiers) == 2), "logged as an error"
         assert any("unreadable_manifest" in reason for reason in own_daemon.status()["halted"])
         lab.durable(4)
 
 
-def test_a_full_disk_costs_a_failed_shot_and_training_goes_on_until_there_is_room(tmp_path: Path) -> None:
+def test_full_disk_fails_the_wait_and_the_snapshot_is_persisted_once_there_is_room(tmp_path: Path) -> None:
     small = tmp_path / "hot"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)], capture_output=True)
@@ -356,19 +355,17 @@ def test_a_full_disk_costs_a_failed_shot_and_training_goes_on_until_there_is_roo
 # ── interruptions ──
 
 
-def test_an_interrupt_in_the_middle_of_a_snapshot_costs_that_snapshot_and_no_slot(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_snapshot_is_lost_and_its_slot_is_free_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.durable(1)
-    for number, where in enumerate(("_take_slot", "_stage"), start=2):
-        real = getattr(Snapshotter, where)
+    for number, (owner, method) in enumerate(((SlotPool, "take"), (Stager, "begin")), start=2):
+        real = getattr(owner, method)
 
-        def interrupted(self: Snapshotter, *arguments: Any, real: Any = real) -> Any:
-            real(self, *arguments)
+        def interrupted(*arguments: Any, real: Any = real) -> Any:
+            real(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Snapshotter, where, interrupted)
+            patch.setattr(owner, method, interrupted)
             for _ in range(3):
                 with pytest.raises(KeyboardInterrupt):
                     lab.client.snapshot(number * 10, lab.state)
@@ -376,27 +373,24 @@ def test_an_interrupt_in_the_middle_of_a_snapshot_costs_that_snapshot_and_no_slo
     assert lab.daemon.status()["slots"]["filling"] == 0
 
 
-def test_an_interrupt_while_a_snapshot_is_handed_over_does_not_lose_it(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_a_snapshot_is_sent_does_not_lose_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.durable(1)
-    session = lab.client._session
-    send = session.send
+    send = DaemonSession.send
 
-    def interrupted(message: Any, descriptors: Any = ()) -> None:
+    def interrupted(session: DaemonSession, message: Any, descriptors: Any = ()) -> None:
         if type(message).__name__ == "Sealed":
             raise KeyboardInterrupt
-        send(message, descriptors)
+        send(session, message, descriptors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "send", interrupted)
+        patch.setattr(DaemonSession, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lab.client.snapshot(2, lab.state)
     lab.durable(3)
     assert [row["step"] for row in lab.rows()] == [3, 2, 1]
 
 
-def test_a_forked_child_can_neither_use_nor_close_the_client(lab: Lab) -> None:
+def test_forked_child_can_neither_use_nor_close_the_client(lab: Lab) -> None:
     lab.durable(1)
     child = os.fork()
     if child == 0:
@@ -412,7 +406,7 @@ def test_a_forked_child_can_neither_use_nor_close_the_client(lab: Lab) -> None:
     lab.durable(3)
 
 
-def test_a_script_that_just_ends_has_handed_its_last_snapshot_over(daemon: Daemon, run: str) -> None:
+def test_script_that_ends_without_close_hands_its_last_snapshot_over(daemon: Daemon, run: str) -> None:
     script = f"""
 import tierd_client, torch
 client = tierd_client.connect({run!r}, socket={daemon.socket!r})
@@ -425,7 +419,7 @@ client.snapshot(7, tierd_client.TrainingState(model=torch.nn.Linear(2, 2)))
     wait_until(lambda: daemon.get(f"/api/v1/checkpoints?run={run}"), "the checkpoint")
 
 
-def test_sigterm_is_seen_inside_with_and_the_former_handler_is_back_afterwards(daemon: Daemon, run: str) -> None:
+def test_sigterm_is_handled_inside_with_and_the_former_handler_restored_afterwards(daemon: Daemon, run: str) -> None:
     former = signal.getsignal(signal.SIGTERM)
     with tierd_client.connect(run, socket=daemon.socket) as client:
         assert not client.stopping
@@ -437,7 +431,7 @@ def test_sigterm_is_seen_inside_with_and_the_former_handler_is_back_afterwards(d
 # ── leaks ──
 
 
-def test_a_hundred_snapshots_and_restores_leave_as_many_descriptors_as_before(lab: Lab) -> None:
+def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: Lab) -> None:
     daemon = lab.daemon
 
     def count() -> tuple[int, int]:
@@ -456,12 +450,14 @@ def test_a_hundred_snapshots_and_restores_leave_as_many_descriptors_as_before(la
     before = count()
     resident = [_resident_bytes(pid) for pid in (daemon.pid, os.getpid())]
     work(1000)
-    wait_until(lambda: all(now <= was + 2 for now, was in zip(count(), before, strict=True)), "descriptors to go")
+    wait_until(
+        lambda: all(now <= was + 2 for now, was in zip(count(), before, strict=True)), "descriptors to be closed"
+    )
     for pid, was in zip((daemon.pid, os.getpid()), resident, strict=True):
         assert _resident_bytes(pid) - was < 16 << 20
 
 
-def test_connecting_and_closing_again_and_again_leaves_nothing(daemon: Daemon, run: str) -> None:
+def test_repeated_connect_and_close_leaks_nothing(daemon: Daemon, run: str) -> None:
     def once() -> None:
         with Lab(daemon, run) as lab:
             lab.durable(1)
@@ -474,7 +470,7 @@ def test_connecting_and_closing_again_and_again_leaves_nothing(daemon: Daemon, r
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before[0]
     assert threading.active_count() <= before[2]
-    wait_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before[1] + 6, "the daemon to let go")
+    wait_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before[1] + 6, "the daemon to close them")
 
 
 def _resident_bytes(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""A checkpoint as one state for torch: sections, optimizers by name, DCP's nests, and nothing but plain values."""
+"""A checkpoint as one state for torch: sections, optimizers by parameter name, DCP's nested dicts, plain values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tierd_client.snapshot.staging import Stager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.support.state import Training, assert_same, commit, metadata, stage
+from tests.support.state import Training, assert_same, commit, metadata, stage, stage_into
 from tierd.errors import BadRequest, Corrupt, NotFound
 
 
-def test_a_training_is_given_by_its_sections_and_its_optimizer_by_names(tmp_path: Path) -> None:
+def test_state_has_the_sections_of_the_training_and_the_optimizer_by_parameter_names(tmp_path: Path) -> None:
     training = Training.fresh()
     training.train(3)
     state = whole_state(commit(tmp_path, [stage(training.state())]))
@@ -39,7 +39,7 @@ def test_a_training_is_given_by_its_sections_and_its_optimizer_by_names(tmp_path
     assert state["extra"] == {"seen": 48}
 
 
-def test_what_each_rank_has_for_itself_is_a_list_by_rank(tmp_path: Path) -> None:
+def test_value_that_differs_by_rank_is_a_list_by_rank(tmp_path: Path) -> None:
     def build(rank: int) -> DictState:
         return DictState({"model": {"w": torch.ones(2)}, "mine": torch.tensor([rank])}, per_rank=["mine"])
 
@@ -50,7 +50,7 @@ def test_what_each_rank_has_for_itself_is_a_list_by_rank(tmp_path: Path) -> None
     assert_same(state, {"model": {"w": torch.ones(2)}, "mine": [torch.tensor([0]), torch.tensor([1])]})
 
 
-def test_what_dcp_was_given_is_nested_again(tmp_path: Path) -> None:
+def test_dict_that_dcp_saved_is_nested_again(tmp_path: Path) -> None:
     given = {
         "model": {"a.b": torch.ones(2), "c": torch.tensor(1.0)},
         "list": [torch.zeros(1), {"deep": torch.ones(1)}],
@@ -63,20 +63,19 @@ def test_what_dcp_was_given_is_nested_again(tmp_path: Path) -> None:
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     captured = capture_plan(planner.finish_plan(plans[0]), planner)
     slot, stager = Slot.create(1 << 20), Stager()
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
-    state = whole_state(commit(tmp_path, [bytes(slot.view[:size_bytes])]))
+    state = whole_state(commit(tmp_path, [stage_into(slot, stager, captured, metadata(captured.tree))]))
     slot.close()
     assert_same(state, {**given, "array": torch.arange(3)})
 
 
-def test_with_a_prefix_it_is_a_flat_dict(tmp_path: Path) -> None:
+def test_prefix_gives_a_flat_dict(tmp_path: Path) -> None:
     folder = commit(tmp_path, [stage(DictState({"model": {"a": torch.ones(1)}, "other": torch.ones(2)}))])
     assert_same(whole_state(folder, "model."), {"a": torch.ones(1)})
     with pytest.raises(NotFound, match=r"begins with 'net\.'"):
         whole_state(folder, "net.")
 
 
-def test_damage_is_refused(tmp_path: Path) -> None:
+def test_damaged_shard_raises_corrupt(tmp_path: Path) -> None:
     folder = commit(tmp_path, [stage(DictState({"a": torch.ones(1000)}))])
     shard = next(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
@@ -84,7 +83,7 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         whole_state(folder)
 
 
-def test_every_value_that_a_snapshot_takes_becomes_one_that_torch_loads_without_trust(tmp_path: Path) -> None:
+def test_every_supported_value_is_loaded_by_torch_with_weights_only(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "numbers": [1, 2.5, float("inf"), True, None, 1 + 2j],
         "words": {"é": b"\x00", "s": {1, 2}, "f": frozenset([3])},
@@ -97,16 +96,16 @@ def test_every_value_that_a_snapshot_takes_becomes_one_that_torch_loads_without_
     }
     target = tmp_path / "checkpoint.pt"
     main(["torch", str(commit(tmp_path, [stage(DictState(values))])), str(target)])
-    found = torch.load(target, weights_only=True)
-    assert_same(found, plain(values))
-    assert found["numpy"][:2] == [1.5, 3]
-    assert found["numpy"][2].dtype == torch.float64
-    assert found["numpy"][3] == ["a", "b"]
-    assert found["ordered"] == values["ordered"]
-    assert found["time"] == "2026-01-02"
+    loaded = torch.load(target, weights_only=True)
+    assert_same(loaded, plain(values))
+    assert loaded["numpy"][:2] == [1.5, 3]
+    assert loaded["numpy"][2].dtype == torch.float64
+    assert loaded["numpy"][3] == ["a", "b"]
+    assert loaded["ordered"] == values["ordered"]
+    assert loaded["time"] == "2026-01-02"
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_unknown_format_is_refused(tmp_path: Path) -> None:
     folder = commit(tmp_path, [stage(TrainingState(model=torch.nn.Linear(1, 1)))])
     with pytest.raises(BadRequest, match="torch or dcp"):
         main(["onnx", str(folder), str(tmp_path / "out")])

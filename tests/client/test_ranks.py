@@ -1,4 +1,4 @@
-"""Who is who among several processes, and what they tell each other."""
+"""The rank of a process among others, and the exchanges among ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tierd_client.ranks import find_ranks
 from tests.support.runs import Training, joined, refusals, together
 
 
-def test_a_process_by_itself_needs_no_process_group() -> None:
-    alone = find_ranks(None, None, {})
-    assert (alone.rank, alone.world_size) == (0, 1)
-    assert alone.maximum([3, 1]) == [3, 1]
-    assert alone.from_first(b"told") == b"told"
-    assert alone.gather(b"mine") == [b"mine"]
-    assert alone.together(lambda: 5) == 5
-    alone.agree(None)
+def test_single_process_needs_no_process_group() -> None:
+    ranks = find_ranks(None, None, {})
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert ranks.maximum([3, 1]) == [3, 1]
+    assert ranks.broadcast(b"content") == b"content"
+    assert ranks.gather(b"mine") == [b"mine"]
+    assert ranks.run_on_all(lambda: 5) == 5
+    ranks.raise_on_all(None)
     with pytest.raises(Full):
-        alone.agree(Full("no room"))
-    alone.close()
+        ranks.raise_on_all(Full("no room"))
+    ranks.close()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_process_by_itself_needs_no_process_group() -> None:
         (0, 0, {}, "rank 0 of 0"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(
+def test_impossible_rank_or_world_size_is_refused(
     rank: int | None, world_size: int | None, environ: dict[str, str], said: str
 ) -> None:
     with pytest.raises(BadConfig) as caught:
@@ -47,7 +47,7 @@ def test_a_place_that_cannot_be_is_refused(
     assert said in caught.value.message
 
 
-def test_an_empty_variable_counts_as_none() -> None:
+def test_empty_environment_variable_counts_as_unset() -> None:
     assert find_ranks(None, None, {"RANK": "", "WORLD_SIZE": ""}).world_size == 1
 
 
@@ -56,18 +56,18 @@ def test_ranks_of_several_nodes_are_refused_for_now() -> None:
         find_ranks(0, 1, {"LOCAL_WORLD_SIZE": "0"})
 
 
-# ── between processes; what follows the underscore runs in a trainer ──
+# ── several processes; functions with a leading underscore run in a trainer ──
 
 
 def _exchange(training: Training) -> list[Any]:
     rank, ranks = dist.get_rank(), find_ranks(None, None, {})
     return [
         ranks.maximum([rank, -rank]),
-        ranks.from_first(b"from the first" if rank == 0 else None),
-        ranks.from_first(None),
-        ranks.from_first(b""),
+        ranks.broadcast(b"from the first" if rank == 0 else None),
+        ranks.broadcast(None),
+        ranks.broadcast(b""),
         ranks.gather(b"x" * rank),
-        ranks.together(lambda: rank * 10),
+        ranks.run_on_all(lambda: rank * 10),
     ]
 
 
@@ -76,10 +76,10 @@ def _fail_on_one(training: Training) -> None:
         if dist.get_rank() == 1:
             raise Full("no room", hint="make some")
 
-    find_ranks(None, None, {}).together(work)
+    find_ranks(None, None, {}).run_on_all(work)
 
 
-def _come_and_go(training: Training) -> int:
+def _descriptors_left(training: Training) -> int:
     for _ in range(3):
         find_ranks(None, None, {}).close()
     before = training.descriptors()
@@ -88,15 +88,15 @@ def _come_and_go(training: Training) -> int:
     return training.descriptors() - before
 
 
-def _meet(training: Training) -> None:
+def _find_ranks(training: Training) -> None:
     training.ranks = find_ranks(None, None, {})
 
 
 def _wait_for_the_others(training: Training) -> None:
-    training.ranks.agree(None)
+    training.ranks.raise_on_all(None)
 
 
-def test_three_ranks_hear_the_same(tmp_path: Path) -> None:
+def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
     with joined(tmp_path, 3) as trainers:
         gathered = [b"", b"x", b"xx"]
         assert together(trainers, "apply", _exchange) == [
@@ -110,9 +110,9 @@ def test_three_ranks_hear_the_same(tmp_path: Path) -> None:
             "rank 1: no room (hint: make some)",
         ]
         assert {type(error) for error in errors} == {Full}
-        assert together(trainers, "apply", _come_and_go) == [0, 0, 0]
+        assert together(trainers, "apply", _descriptors_left) == [0, 0, 0]
 
-        together(trainers, "apply", _meet)
+        together(trainers, "apply", _find_ranks)
         for trainer in trainers[1:]:
             trainer.begin("apply", _wait_for_the_others)
         trainers[0].kill()

@@ -1,4 +1,4 @@
-"""The session: it hears, it re-attaches, it never blocks the training, and it never dies in silence."""
+"""The session: it reads, it reconnects, it never blocks training, and its thread never ends unnoticed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def peer() -> Iterator[Peer]:
         yield peer
 
 
-def ask(number: int) -> wire.Find:
+def find(number: int) -> wire.Find:
     return wire.Find(request=number, step=None, generation=None, milestone=None, tier="auto", exclude=[])
 
 
@@ -35,28 +35,28 @@ def descriptors() -> int:
 # ── greeting ──
 
 
-def test_a_daemon_that_takes_the_connection_and_says_nothing_is_unreachable_in_time(peer: Peer) -> None:
+def test_daemon_that_accepts_and_never_answers_is_unreachable_after_the_timeout(peer: Peer) -> None:
     began = time.monotonic()
     with pytest.raises(DaemonUnreachable, match=r"no answer within 0\.2 s"):
         peer.begin(timeout_s=0.2).result(DEADLINE_S)
     assert time.monotonic() - began < 30
 
 
-def test_a_refused_greeting_raises_what_the_daemon_says(peer: Peer) -> None:
+def test_refused_hello_raises_the_error_of_the_daemon(peer: Peer) -> None:
     opening = peer.begin()
     peer.admit(wire.Refused(request=0, kind="stale", message="greet: too old", hint="stop"))
     with pytest.raises(Stale, match="too old"):
         opening.result(DEADLINE_S)
 
 
-def test_a_greeting_answered_by_something_else_is_refused(peer: Peer) -> None:
+def test_hello_answered_by_another_message_is_refused(peer: Peer) -> None:
     opening = peer.begin()
     peer.admit(wire.Released(slot=0))
     with pytest.raises(BadRequest, match="it answered Released"):
         opening.result(DEADLINE_S)
 
 
-def test_slots_whose_descriptors_did_not_come_are_refused_and_those_that_came_are_closed(peer: Peer) -> None:
+def test_missing_descriptors_of_slots_are_refused_and_the_others_closed(peer: Peer) -> None:
     kept = [wire.KeptSlot(slot=index, capacity_bytes=4096, is_free=True) for index in range(2)]
     opening = peer.begin()
     before = descriptors()
@@ -69,29 +69,29 @@ def test_slots_whose_descriptors_did_not_come_are_refused_and_those_that_came_ar
     assert descriptors() <= before
 
 
-# ── asking ──
+# ── find ──
 
 
-def test_an_answer_brings_the_tier_and_its_descriptors(peer: Peer) -> None:
+def test_answer_to_find_brings_the_tier_and_the_descriptors(peer: Peer) -> None:
     session = peer.open()
-    asking = peer._pool.submit(session.find, ask)
-    (find,) = peer.receive_until(wire.Find)
-    assert isinstance(find, wire.Find)
-    peer.send(wire.Progress(request=find.request, done_bytes=1, total_bytes=2))
+    asking = peer._pool.submit(session.find, find)
+    (question,) = peer.receive_until(wire.Find)
+    assert isinstance(question, wire.Find)
+    peer.send(wire.Progress(request=question.request, done_bytes=1, total_bytes=2))
     with open(os.devnull) as file:
-        peer.send(wire.FoundReplica(request=find.request, tier="hot"), [file.fileno(), file.fileno()])
-    answer, found = asking.result(DEADLINE_S)
+        peer.send(wire.FoundReplica(request=question.request, tier="hot"), [file.fileno(), file.fileno()])
+    answer, received = asking.result(DEADLINE_S)
     assert answer.tier == "hot"
-    assert len(found) == 2
-    assert not any(os.get_inheritable(descriptor) for descriptor in found)
-    for descriptor in found:
+    assert len(received) == 2
+    assert not any(os.get_inheritable(descriptor) for descriptor in received)
+    for descriptor in received:
         os.close(descriptor)
     session.close()
 
 
-def test_a_question_is_answered_by_a_refusal(peer: Peer) -> None:
+def test_refused_find_raises_the_error_of_the_daemon(peer: Peer) -> None:
     session = peer.open()
-    asking = peer._pool.submit(session.find, ask)
+    asking = peer._pool.submit(session.find, find)
     peer.receive_until(wire.Find)
     peer.send(wire.Refused(request=1, kind="corrupt", message="all damaged", hint=""))
     with pytest.raises(Corrupt, match="all damaged"):
@@ -99,12 +99,12 @@ def test_a_question_is_answered_by_a_refusal(peer: Peer) -> None:
     session.close()
 
 
-def test_an_answer_that_comes_too_late_is_closed(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_of_a_late_answer_are_closed(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.1)
     heard = threading.Event()
     session = peer.open(on_message=lambda message: heard.set())
     with pytest.raises(DaemonUnreachable, match="said nothing for"):
-        session.find(ask)
+        session.find(find)
     before = descriptors()
     with open(os.devnull) as file:
         peer.send(wire.FoundReplica(request=1, tier="hot"), [file.fileno()] * 3)
@@ -114,9 +114,9 @@ def test_an_answer_that_comes_too_late_is_closed(peer: Peer, monkeypatch: pytest
     session.close()
 
 
-def test_a_question_ends_when_the_connection_does_even_if_it_is_back_at_once(peer: Peer) -> None:
+def test_find_ends_when_the_connection_ends_even_if_the_daemon_is_back_at_once(peer: Peer) -> None:
     session = peer.open()
-    asking = peer._pool.submit(session.find, ask)
+    asking = peer._pool.submit(session.find, find)
     peer.receive_until(wire.Find)
     peer.drop()
     peer.admit(welcome())
@@ -125,19 +125,19 @@ def test_a_question_ends_when_the_connection_does_even_if_it_is_back_at_once(pee
     session.close()
 
 
-def test_a_question_to_a_daemon_that_is_gone_is_answered_at_once(peer: Peer) -> None:
+def test_find_raises_at_once_when_the_daemon_is_gone(peer: Peer) -> None:
     session = peer.open()
     peer.die()
-    wait_until(lambda: not session.is_attached, "the end to be heard")
+    wait_until(lambda: not session.is_attached, "the session to notice")
     began = time.monotonic()
     with pytest.raises(DaemonUnreachable, match="is gone"):
-        session.find(ask)
+        session.find(find)
     assert time.monotonic() - began < 10
     session.close()
 
 
-def test_daemon_that_has_just_died_is_not_there_even_before_the_thread_hears_of_it(peer: Peer) -> None:
-    """What it had accepted is not safe with it: a client that closes now must wait for its successor."""
+def test_dead_daemon_is_not_there_even_before_the_thread_notices(peer: Peer) -> None:
+    """A snapshot that it had accepted is gone: a client that closes now must wait for the next daemon."""
     session = peer.open()
     assert session.is_there()
     with session.lock:  # the thread cannot mark it detached
@@ -146,10 +146,10 @@ def test_daemon_that_has_just_died_is_not_there_even_before_the_thread_hears_of_
     session.close()
 
 
-# ── re-attaching ──
+# ── reconnecting ──
 
 
-def test_it_comes_back_as_the_generation_that_it_was_given(peer: Peer) -> None:
+def test_session_reconnects_as_the_generation_that_it_was_given(peer: Peer) -> None:
     attached = threading.Event()
     session = peer.open(on_attach=attached.set)
     peer.drop()
@@ -161,7 +161,7 @@ def test_it_comes_back_as_the_generation_that_it_was_given(peer: Peer) -> None:
     session.close()
 
 
-def test_a_daemon_that_throws_it_out_each_time_is_not_run_down(peer: Peer) -> None:
+def test_daemon_that_drops_every_connection_is_retried_with_backoff(peer: Peer) -> None:
     session = peer.open()
     pauses: list[float] = []
     for _ in range(4):
@@ -174,7 +174,7 @@ def test_a_daemon_that_throws_it_out_each_time_is_not_run_down(peer: Peer) -> No
     session.close()
 
 
-def test_sending_to_a_daemon_that_does_not_read_never_blocks(peer: Peer) -> None:
+def test_send_to_a_daemon_that_does_not_read_never_blocks(peer: Peer) -> None:
     session = peer.open()
     report = wire.Report(outcome="failed", step=1, tier="", seconds=0.0, detail="x" * 4096)
     began = time.monotonic()
@@ -185,7 +185,7 @@ def test_sending_to_a_daemon_that_does_not_read_never_blocks(peer: Peer) -> None
     session.close()
 
 
-def test_a_packet_that_is_no_message_is_passed_over(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_packet_that_is_not_a_message_is_skipped(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[wire.ToClient] = []
     session = peer.open(on_message=heard.append)
     before = descriptors()
@@ -199,7 +199,7 @@ def test_a_packet_that_is_no_message_is_passed_over(peer: Peer, caplog: pytest.L
     session.close()
 
 
-def test_once_fenced_it_ends_for_good_and_says_why(peer: Peer) -> None:
+def test_fenced_session_ends_for_good_with_stale(peer: Peer) -> None:
     session = peer.open()
     peer.send(wire.Fenced(generation=7))
     wait_until(lambda: session.ended_by, "the news")
@@ -207,11 +207,11 @@ def test_once_fenced_it_ends_for_good_and_says_why(peer: Peer) -> None:
     assert "generation 7 has taken over" in str(session.ended_by)
     assert not session.is_attached
     with pytest.raises(Stale):
-        session.find(ask)
+        session.find(find)
     session.close()
 
 
-def test_fenced_while_it_was_away_it_ends_as_well(peer: Peer) -> None:
+def test_session_fenced_while_disconnected_ends_with_stale(peer: Peer) -> None:
     session = peer.open()
     peer.drop()
     peer.admit(wire.Refused(request=0, kind="stale", message="join run: generation 3 has taken over", hint=""))
@@ -220,7 +220,7 @@ def test_fenced_while_it_was_away_it_ends_as_well(peer: Peer) -> None:
     session.close()
 
 
-def test_fenced_by_its_own_successor_it_ends_without_a_word(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_session_fenced_by_its_own_successor_logs_no_error(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     session = peer.open()
     session.has_successor = True
     peer.send(wire.Fenced(generation=2))
@@ -230,7 +230,7 @@ def test_fenced_by_its_own_successor_it_ends_without_a_word(peer: Peer, caplog: 
 
 
 @pytest.mark.parametrize("where", ["on_message", "on_attach"])
-def test_a_bug_in_a_callback_is_told_and_not_a_silence(peer: Peer, where: str) -> None:
+def test_bug_in_a_listener_ends_the_session_with_an_error(peer: Peer, where: str) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -240,23 +240,23 @@ def test_a_bug_in_a_callback_is_told_and_not_a_silence(peer: Peer, where: str) -
         peer.admit(welcome())
     else:
         peer.send(wire.Released(slot=0))
-    wait_until(lambda: session.ended_by, "the bug to be told")
+    wait_until(lambda: session.ended_by, "the session to end")
     assert "a bug" in str(session.ended_by)
     session.close()
 
 
-def test_closing_ends_the_thread_and_says_goodbye(peer: Peer) -> None:
+def test_close_sends_goodbye_and_ends_the_thread(peer: Peer) -> None:
     session = peer.open()
     session.close()
     assert isinstance(peer.receive(), wire.Goodbye)
     assert not [thread for thread in threading.enumerate() if thread.name == "tierd-session"]
 
 
-def test_closed_while_it_looks_for_the_daemon_it_does_not_come_back(peer: Peer) -> None:
+def test_session_closed_while_reconnecting_stays_closed(peer: Peer) -> None:
     attached = threading.Event()
     session = peer.open(on_attach=attached.set)
     peer.drop()
-    wait_until(lambda: not session.is_attached, "the end to be heard")
+    wait_until(lambda: not session.is_attached, "the session to notice")
     closing = threading.Thread(target=session.close)
     closing.start()
     closing.join(DEADLINE_S)
@@ -264,10 +264,10 @@ def test_closed_while_it_looks_for_the_daemon_it_does_not_come_back(peer: Peer) 
     assert not attached.is_set()
 
 
-def test_a_session_that_was_never_started_can_be_closed(peer: Peer) -> None:
+def test_session_that_was_never_started_can_be_closed(peer: Peer) -> None:
     opening = peer.begin()
     peer.admit(welcome())
     session: DaemonSession = opening.result(DEADLINE_S)
     session.close()
     with pytest.raises(TierdError):
-        session.find(ask)
+        session.find(find)

@@ -1,4 +1,4 @@
-"""How long steps take: only what the training itself does, and of that only what is like the rest."""
+"""Step times: only the time of the training itself, without the steps that waited for a snapshot or copied one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Loop:
         self.now_s += seconds
 
     def call(self, step: int, seconds: float = 0.0) -> None:
-        with self.times.apart(step):
+        with self.times.outside_steps(step):
             self.now_s += seconds
 
 
-def test_step_is_from_the_end_of_one_call_to_the_first_of_the_next_step() -> None:
+def test_step_lasts_from_the_end_of_the_last_call_to_the_first_call_of_the_next_step() -> None:
     loop = Loop()
     for step in range(1, 6):
         loop.train(0.5)
@@ -29,7 +29,7 @@ def test_step_is_from_the_end_of_one_call_to_the_first_of_the_next_step() -> Non
     assert loop.times.report(1.0) == pytest.approx(0.5)
 
 
-def test_report_is_the_median_since_the_last_one_and_due_every_so_often() -> None:
+def test_report_is_the_median_since_the_last_report_and_due_at_an_interval() -> None:
     loop = Loop()
     loop.call(0)
     for step, seconds in enumerate((0.1, 0.1, 0.5), 1):
@@ -44,7 +44,7 @@ def test_report_is_the_median_since_the_last_one_and_due_every_so_often() -> Non
     assert loop.times.report(0.5) == pytest.approx(0.9)
 
 
-def test_loop_that_calls_after_every_third_step_is_counted_by_steps() -> None:
+def test_loop_that_calls_after_every_third_step_reports_a_third_of_the_time() -> None:
     loop = Loop()
     for step in (3, 6, 9):
         loop.train(0.6)
@@ -52,11 +52,11 @@ def test_loop_that_calls_after_every_third_step_is_counted_by_steps() -> None:
     assert loop.times.report(1.0) == pytest.approx(0.2)
 
 
-def test_spoilt_step_is_left_out_and_only_that_one() -> None:
+def test_skipped_step_is_left_out_and_no_other() -> None:
     loop = Loop()
     loop.call(1)
     loop.train(50.0)
-    loop.times.spoil()
+    loop.times.skip_step()
     loop.call(2)
     assert loop.times.report(1.0) is None
     loop.train(0.25)
@@ -64,7 +64,7 @@ def test_spoilt_step_is_left_out_and_only_that_one() -> None:
     assert loop.times.report(1.0) == pytest.approx(0.25)
 
 
-def test_going_back_to_an_earlier_step_is_no_step() -> None:
+def test_return_to_an_earlier_step_is_not_counted() -> None:
     loop = Loop()
     loop.call(9)
     loop.train(5.0)
@@ -72,9 +72,9 @@ def test_going_back_to_an_earlier_step_is_no_step() -> None:
     assert loop.times.report(1.0) is None
 
 
-def test_call_that_raises_is_no_part_of_a_step_either() -> None:
+def test_time_in_a_call_that_raises_is_not_counted() -> None:
     loop = Loop()
-    with pytest.raises(ZeroDivisionError), loop.times.apart(1):
+    with pytest.raises(ZeroDivisionError), loop.times.outside_steps(1):
         loop.train(1 / 0)
     loop.call(1, seconds=9.0)
     loop.train(0.5)

@@ -165,7 +165,7 @@ def test_hung_it_costs_a_bounded_wait_and_a_typed_error(daemon: Daemon, trainer:
 
 
 def test_hung_for_long_it_counts_as_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd_client.client.SILENCE_S", 0.1)
+    monkeypatch.setattr("tierd_client.generation.SILENCE_S", 0.1)
     client = tierd_client.connect("run", socket=daemon.socket, slot_wait_s=0.3)
     model = tierd_client.TrainingState(model=__import__("torch").nn.Linear(2, 2))
     client.snapshot(1, model).wait_persisted(30)

@@ -35,23 +35,24 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-class EndlessCopier(Copier):
-    """A copy that is not done while the process lives."""
+def copy_half(training: Training) -> None:
+    """From now on a deferred copy does not end while the process lives."""
 
-    def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
-        running.append(self._pool.submit(self._copy_half, list(to), list(from_)))
+    def start(
+        copier: Copier, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]
+    ) -> None:
+        def work() -> None:
+            copier.copy(to[::2], from_[::2])
+            threading.Event().wait(DEADLINE_S)
 
-    def _copy_half(self, to: list[torch.Tensor], from_: list[torch.Tensor]) -> None:
-        self.copy(to[::2], from_[::2])
-        threading.Event().wait(DEADLINE_S)
+        running.append(copier._pool.submit(work))
+
+    Copier.start = start
 
 
-def copy_endlessly(training: Training) -> None:
-    training.client._taker._stager._copier = EndlessCopier()
-
-
-def is_under_way(training: Training) -> bool:
-    return training.client._taker.underway.slot is not None
+def wait_filling(daemon: Daemon) -> None:
+    """A slot is filling until the training thread hands the deferred copy over."""
+    wait_until(lambda: daemon.status()["slots"]["filling"] == 1, "the slot to be filling")
 
 
 def change(training: Training) -> None:
@@ -78,7 +79,7 @@ def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_no
             for _ in range(steps):
                 losses += trainer.train(1)
                 trainer.snapshot()
-            assert trainer.apply(is_under_way)
+            wait_filling(daemon)
             losses += trainer.train(1)  # the last snapshot is handed over in its step
             trainer.kill()
     with Trainer(width=WIDTH, seed=3) as last:
@@ -94,11 +95,11 @@ def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon
         first.train(1)
         first.durable()
         digest = first.digest()
-        first.apply(copy_endlessly)
+        first.apply(copy_half)
         first.train(1)
         first.snapshot()
         first.begin("train", 1)  # waits in its step
-        wait_until(lambda: daemon.status()["slots"]["filling"], "the slot to be filling")
+        wait_filling(daemon)
         assert first.is_busy
         first.kill()
     wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
@@ -152,5 +153,5 @@ def test_the_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
         trainer.connect(daemon.socket)
         trainer.train(1)
         trainer.snapshot()
-        assert trainer.apply(is_under_way)
+        wait_filling(daemon)
         trainer.wait_persisted()

@@ -13,6 +13,7 @@ import pytest
 import tierd_client
 from safetensors import safe_open
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
+from tierd_client.snapshot.slot_pool import SlotPool
 
 from tests.support.runs import Daemon, Trainer, Training, joined, refusals, together
 
@@ -203,22 +204,21 @@ def test_damage_that_one_rank_finds_sends_all_ranks_to_the_next_replica(daemon: 
 
 def _hold_before_seal(training: Training) -> None:
     """Stop this process just before it says that its snapshot is sealed: a kill at that very instant."""
-    held = training.client._held
-    training.seal = held.seal
-    held.seal = lambda sealed: signal.raise_signal(signal.SIGSTOP)
+    training.seal = SlotPool.seal
+    SlotPool.seal = lambda pool, sealed: signal.raise_signal(signal.SIGSTOP)
 
 
 def _release_seal(training: Training) -> None:
-    training.client._held.seal = training.seal
+    SlotPool.seal = training.seal
 
 
 def _hide_slots(training: Training) -> None:
-    training.take = training.client._held.take
-    training.client._held.take = lambda step, wait_s: None
+    training.take = SlotPool.take
+    SlotPool.take = lambda pool, step, wait_s: None
 
 
 def _show_slots(training: Training) -> None:
-    training.client._held.take = training.take
+    SlotPool.take = training.take
 
 
 def _put_in_extra(training: Training, name: str) -> None:

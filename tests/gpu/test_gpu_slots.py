@@ -54,7 +54,7 @@ def test_what_is_refused_leaves_no_error_behind_and_copies_go_on(slot: Slot) -> 
     again.tensor = slot.tensor  # the very addresses that are locked already: refused
     try:
         again.pin(DEVICE)
-        assert "cudaHostRegister says" in again.refusal
+        assert "cudaHostRegister returns" in again.refusal
         ones = torch.ones(MIB, device=DEVICE)
         ones.add_(1)  # torch would find the refusal here, were it left to this thread
         torch.cuda.synchronize()

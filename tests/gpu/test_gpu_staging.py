@@ -13,7 +13,7 @@ from tierd_client.snapshot.staging import Stager
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
-from tests.support.state import metadata
+from tests.support.state import metadata, stage_into
 
 pytestmark = needs_cuda
 
@@ -35,8 +35,8 @@ def test_gpu_state_is_staged_behind_the_work_that_makes_it(slot: Slot) -> None:
             for _ in range(50):
                 model.weight.copy_(torch.full((2048, 2048), float(value), device=DEVICE))
         captured = state.capture(0, 1)
-        size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
-        assert (load(bytes(slot.view[:size_bytes]))["model.weight"] == value).all()
+        raw = stage_into(slot, stager, captured, metadata(captured.tree))
+        assert (load(raw)["model.weight"] == value).all()
 
 
 def test_what_is_copied_later_holds_back_the_step_and_not_the_host(slot: Slot) -> None:

@@ -8,20 +8,29 @@ import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from tierd_client.session import DaemonSession, Identity
+from tierd_client.session import DaemonSession
 
 from tierd.format import wire
 
 DEADLINE_S = 60.0
-IDENTITY = Identity(run="run", rank=0, world_size=1, generation=None)
+HELLO = wire.Hello(protocol=wire.PROTOCOL_VERSION, version="0", run="run", rank=0, world_size=1, generation=None)
 
 
 def welcome(boot: str = "first", **more: Any) -> wire.Welcome:
     told: dict[str, Any] = {"generation": 1, "slots": [], "every_steps": 10, "every_s": 0.0, "slots_per_rank": 2}
     told |= {"slot_wait_s": 1.0, "when_busy": "wait", "node": "n", "version": "0", "protocol": wire.PROTOCOL_VERSION}
     return wire.Welcome(boot=boot, **{**told, **more})
+
+
+@dataclass
+class Calls:
+    """A listener of the session."""
+
+    on_message: Callable[[wire.ToClient], None] = lambda message: None
+    on_attach: Callable[[], None] = lambda: None
 
 
 class Peer:
@@ -51,7 +60,7 @@ class Peer:
 
     def begin(self, timeout_s: float = DEADLINE_S) -> Future[DaemonSession]:
         """A session is being opened, in a thread."""
-        return self._pool.submit(DaemonSession, self.path, IDENTITY, timeout_s=timeout_s)
+        return self._pool.submit(DaemonSession, self.path, HELLO, timeout_s=timeout_s)
 
     def admit(self, message: wire.ToClient, descriptors: Sequence[int] = ()) -> wire.Hello:
         """Take the next connection and answer its Hello."""
@@ -64,17 +73,12 @@ class Peer:
         self.send(message, descriptors)
         return hello
 
-    def open(
-        self,
-        *,
-        on_message: Callable[[wire.ToClient], None] = lambda message: None,
-        on_attach: Callable[[], None] = lambda: None,
-    ) -> DaemonSession:
-        """A session that has been welcomed and listens."""
+    def open(self, **calls: Callable[..., None]) -> DaemonSession:
+        """A session that has been welcomed and listens, with the `calls` of a listener."""
         opening = self.begin()
         self.admit(welcome())
         session = opening.result(DEADLINE_S)
-        session.start(on_message=on_message, on_attach=on_attach)
+        session.start(Calls(**calls))
         return session
 
     def send(self, message: wire.ToClient, descriptors: Sequence[int] = ()) -> None:

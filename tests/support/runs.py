@@ -261,8 +261,8 @@ class Training:
         return self.client.stopping
 
     def enter(self) -> None:
-        """The `with client:` of the loop."""
-        self.client.__enter__()
+        """The beginning of `with client:`."""
+        self.client.start()
 
     def close(self) -> None:
         self.client.close()

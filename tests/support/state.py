@@ -13,7 +13,7 @@ from tierd_client.restore.load import SourceFile, index_tensors, load, read_head
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
-from tierd_client.state.training_state import Capturable, State, TrainingState
+from tierd_client.state.training_state import Capturable, Captured, State, TrainingState
 
 from tests.support.cli import make_manifest
 from tierd.format import checksum
@@ -69,10 +69,18 @@ def stage(state: Capturable, *, rank: int = 0, world_size: int = 1, owned: set[s
     stager = Stager()
     slot = Slot.create(stager.plan(captured, owned, tierd).size_bytes)
     try:
-        size_bytes = stager.stage(captured, owned, slot, tierd)
-        return bytes(slot.view[:size_bytes])
+        return stage_into(slot, stager, captured, tierd, owned)
     finally:
         slot.close()
+
+
+def stage_into(
+    slot: Slot, stager: Stager, captured: Captured, metadata: dict[str, Any], owned: set[str] | None = None
+) -> bytes:
+    """Copy all of it during the call. The bytes of the shard."""
+    staging = stager.begin(captured, owned, slot, metadata, {})
+    staging.finish()
+    return bytes(slot.view[: staging.size_bytes])
 
 
 def entry_of(raw: bytes, name: str = "rank-00000-of-00001.safetensors", chunk_bytes: int = CHUNK_BYTES) -> FileEntry:

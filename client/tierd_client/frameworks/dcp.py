@@ -274,7 +274,7 @@ class TierdReader(StorageReader):
             self._contents = contents_of(replica)
 
         self._contents = None
-        self._client.look(self._wanted, take)
+        self._client.inspect(self._wanted, take)
         assert self._contents is not None
         return self._contents.metadata()
 

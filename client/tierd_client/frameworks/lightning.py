@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from tierd.errors import Mismatch, Transient, Unsupported
-from tierd_client.client import Client, Found, connect
+from tierd_client.client import Client, Found
+from tierd_client.connection import connect
 from tierd_client.state import rng
 from tierd_client.state.dict_state import DictState
 
@@ -104,7 +105,7 @@ class TierdCallback(Callback):
             )
         if self.client is not None:
             # In place of Lightning's own handler, which ends each rank where it happens to be.
-            self.client.__enter__()
+            self.client.start()
         self._asked = self._taken = trainer.global_step
         if self.found is not None:
             self._fill()  # lets go of what was restored, and says how much room a snapshot takes
@@ -200,7 +201,7 @@ class TierdCallback(Callback):
             vars(self._trainer.fit_loop._data_source).pop("dataloader", None)
         client, self.client, self._trainer, self._values = self.client, None, None, {}
         if client is not None:
-            client.__exit__(None, None, None)
+            client.stop()
 
 
 class WatchedLoader(CombinedLoader):

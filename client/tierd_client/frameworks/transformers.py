@@ -25,7 +25,8 @@ from transformers.trainer_callback import ExportableState
 
 from tierd.errors import BadRequest, Mismatch, TierdError, Transient, Unsupported
 from tierd.format.tagged import Json
-from tierd_client.client import Client, Found, connect
+from tierd_client.client import Client, Found
+from tierd_client.connection import connect
 from tierd_client.frameworks.read_ahead import ReadAhead
 from tierd_client.restore import resume as resuming
 from tierd_client.restore.resume import Resume
@@ -129,7 +130,7 @@ class TierdCallback(TrainerCallback):
         if not isinstance(loader.dataset, torch.utils.data.IterableDataset):  # of which Trainer reads all batches again
             self._progress.ahead.watch(getattr(loader, "base_dataloader", loader))
         self.stopped = False
-        client.__enter__()  # SIGTERM is seen from here on
+        client.start()  # SIGTERM is seen from here on
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -232,7 +233,7 @@ class TierdCallback(TrainerCallback):
 
     def _leave(self) -> None:
         if self._client is not None:
-            self._client.__exit__(None, None, None)
+            self._client.stop()
         if self._folder is not None:
             self._folder.cleanup()
         self._client = self._trainer = self._folder = self._found = None

@@ -158,7 +158,7 @@ def restore(
             passed_by = error  # what rank 0 has just seen is out of this rank's reach
         except TierdError as error:
             final = error
-        ranks.agree(final)
+        ranks.raise_on_all(final)
         is_bad = ranks.maximum([passed_by is not None])[0]
         if replica is not None and not is_bad:
             return replica
@@ -167,14 +167,14 @@ def restore(
 
 def _choose(session: DaemonSession, ranks: Ranks, wanted: RestoreRequest, bad: Sequence[str]) -> Replica | None:
     """On rank 0; None on the others."""
-    return ranks.together(lambda: _find(session, wanted, bad) if ranks.rank == 0 else None)
+    return ranks.run_on_all(lambda: _find(session, wanted, bad) if ranks.rank == 0 else None)
 
 
 def _tell(ranks: Ranks, first: Replica | None) -> tuple[str, RestoreRequest]:
     """The name of what rank 0 has chosen, and how to ask for it."""
     raw = b"" if first is None else msgspec.json.encode((first.name, _exactly(first)))
     # Rank 0 has decided: the others take what it took.
-    return msgspec.json.decode(ranks.from_first(raw) or b"", type=tuple[str, RestoreRequest])
+    return msgspec.json.decode(ranks.broadcast(raw) or b"", type=tuple[str, RestoreRequest])
 
 
 def _find(

@@ -37,8 +37,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 def agree_on(resume: Resume | None, ranks: Ranks, environ: Mapping[str, str]) -> Policy:
     """Rank 0's policy, on all ranks. Raises BadConfig, listing the choices."""
-    mine = ranks.together(lambda: parse(resume, environ))
-    return msgspec.json.decode(ranks.from_first(msgspec.json.encode(mine)) or b"", type=Policy)
+    mine = ranks.run_on_all(lambda: parse(resume, environ))
+    return msgspec.json.decode(ranks.broadcast(msgspec.json.encode(mine)) or b"", type=Policy)
 
 
 def parse(resume: Resume | None, environ: Mapping[str, str]) -> Policy:
@@ -87,7 +87,7 @@ def restore(
             )
         if policy.path is not None:
             return _restore_directory(policy.path, ranks, take, allow_unhealthy=wanted.allow_unhealthy)
-        ranks.together(lambda: _start_from_scratch(run, session, force=force) if ranks.rank == 0 else None)
+        ranks.run_on_all(lambda: _start_from_scratch(run, session, force=force) if ranks.rank == 0 else None)
         return None
     try:
         return replicas.restore(session, ranks, wanted, take, on_corrupt=on_corrupt)
@@ -108,7 +108,7 @@ def _start_from_scratch(run: str, session: DaemonSession, *, force: bool) -> Non
             f"start {run} from scratch: it has checkpoints, the newest is {found}",
             hint='resume="auto" goes on from there; else take another run name, or say force=True',
         )
-    elif unseen and session.identity.starts_anew:
+    elif unseen and session.hello.starts_anew:
         log.warning("tierd: %s starts from scratch; what may lie there cannot be listed: %s", run, "; ".join(unseen))
     elif unseen:
         raise TierUnreachable(
@@ -128,7 +128,7 @@ def _restore_directory(path: str, ranks: Ranks, take: Callable[[Replica], None],
             )
         return _read_manifest(path)
 
-    raw = ranks.from_first(ranks.together(choose))
+    raw = ranks.broadcast(ranks.run_on_all(choose))
 
     def load() -> Replica:
         if _read_manifest(path) != raw:
@@ -144,7 +144,7 @@ def _restore_directory(path: str, ranks: Ranks, take: Callable[[Replica], None],
                 ) from error
         return replica
 
-    return ranks.together(load)
+    return ranks.run_on_all(load)
 
 
 def open_directory(path: str) -> Replica:

@@ -1,8 +1,8 @@
-"""Copies many tensors in host memory at the speed of that memory, also while others use the cores.
+"""Copies many tensors in host memory at memory bandwidth, also while other processes use the cores.
 
-In a few threads, each taking the next job when it is done with one: torch's own copy splits every tensor evenly over
-its threads, and one thread that is kept waiting holds up all. A job is a piece of a large tensor, by memmove, or some
-small ones, by one call of torch. Large ones in other strides are left to torch and its threads.
+A few threads take jobs from one queue. torch's own copy splits each tensor evenly over its threads, so one thread that
+is not scheduled delays all. A job is a piece of a large tensor, copied by memmove, or many small tensors, copied by one
+call of torch. Large tensors that are not contiguous are left to torch and its threads.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from operator import length_hint
 
 import torch
 
-LARGE_BYTES = 32 << 10  # below, torch copies in the calling thread alone, many tensors by one call
+LARGE_BYTES = 32 << 10  # smaller tensors are copied many by one call, in one thread
 PIECE_BYTES = 16 << 20  # so that the threads end together
-TENSORS_A_CALL = 1024  # fewer are copied sooner than a thread has begun
+TENSORS_A_CALL = 1024  # of small tensors; fewer take less time than it takes to start a thread
 THREADS_MAX = 16  # more do not add bandwidth
 
 Job = Callable[[], object]
-"""A share of the copying, done without the GIL but for its beginning."""
+"""Holds the GIL only at its start."""
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Tensors to copy to, and those to copy from."""
 
 
 class Copier:
-    """Keeps its threads. `copy` returns when all is copied, `start` at once."""
+    """Keeps its threads."""
 
     def __init__(self) -> None:
-        # More than the cores that torch was given: those that others keep waiting do not hold up the rest.
+        # More threads than torch may use: those that are not scheduled do not delay the rest.
         self._threads = min(2 * torch.get_num_threads(), THREADS_MAX)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierd-copy")
 
     def copy(
         self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Each of `from_` into the contiguous one of `to`, of the same dtype and shape, all in host memory. The caller
-        does `meanwhile` while the threads copy, then helps them."""
+        """Copy each tensor of `from_` into the contiguous tensor of `to`, of the same dtype and shape, all in host
+        memory. The calling thread runs `meanwhile` while the threads copy, then copies too."""
         jobs, strided = _sort(to, from_)
         running: list[Future[None]] = []
         try:
@@ -49,13 +49,13 @@ class Copier:
             copy_each(*strided)
             _take(jobs)
         finally:
-            wait(running)  # whatever happens here: the threads hold bare addresses
-        for one in running:
-            one.result()
+            wait(running)  # also after an error: the threads hold bare addresses
+        for job in running:
+            job.result()
 
     def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
-        """As `copy`, but all of it is done by the threads: what is added to `running` says when, and what went wrong.
-        The tensors must be kept alive until then."""
+        """As `copy`, but only the threads copy. Adds their futures to `running`; the caller keeps the tensors alive
+        until these are done."""
         jobs, strided = _sort(to, from_)
         if strided[0]:
             running.append(self._pool.submit(copy_each, *strided))
@@ -66,7 +66,7 @@ class Copier:
 
 
 def _sort(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> tuple[Iterator[Job], Pairs]:
-    """What the threads copy, and the large tensors that are not plain bytes."""
+    """The jobs for the threads, and the large tensors that torch must copy."""
     jobs: list[Job] = []
     small: Pairs = [], []
     strided: Pairs = [], []
@@ -95,7 +95,7 @@ def _take(jobs: Iterator[Job]) -> None:
 
 
 def copy_each(to: list[torch.Tensor], from_: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Any devices, any strides: the loop is in C++."""
+    """For any devices and strides: the loop is in C++."""
     if not to:
         return
     with torch.no_grad():
@@ -103,5 +103,5 @@ def copy_each(to: list[torch.Tensor], from_: list[torch.Tensor], *, non_blocking
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its value in C order: contiguous, with no conjugate or sign left to apply."""
+    """Whether the tensor's memory is its value in C order: contiguous, without a lazy conjugate or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

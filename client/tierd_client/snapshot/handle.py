@@ -1,33 +1,40 @@
-"""A snapshot as its taker sees it: what it cost, and whether it has become durable yet."""
+"""The handle of a snapshot, as `Client.snapshot` returns it: what it cost, and whether it is durable yet."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tierd.errors import TierdError, Transient
 
-ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that had it: ask again
+ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that sent it: ask again
+
+
+class ShotOwner(Protocol):
+    """What took the snapshot. `ask` has the daemon report which tiers hold it, or raises why waiting is pointless."""
+
+    def before_wait(self, shot: Shot) -> None: ...
+    def ask(self, shot: Shot) -> None: ...
+    def why_waiting(self) -> TierdError | None: ...
 
 
 @dataclass(eq=False)
 class Shot:
     """One snapshot. `stall_s`: how long the call held up training, waiting for a slot included. `guard_wait_s`: with
-    staging="overlap", how long the next step of an optimizer waited for the copy; a GPU waits by itself, uncounted."""
+    staging="overlap", how long the next optimizer step waited on the host for the copy. A wait on the GPU is not
+    counted."""
 
     step: int
     generation: int
     stall_s: float = 0.0
     guard_wait_s: float = 0.0
-    _ask: Callable[[Shot], None] = field(default=lambda shot: None, repr=False)
-    _why_waiting: Callable[[], TierdError | None] = field(default=lambda: None, repr=False)
-    _settle: Callable[[Shot], None] = field(default=lambda shot: None, repr=False)
+    _owner: ShotOwner | None = field(default=None, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
     _tiers: set[str] = field(default_factory=set, repr=False)
-    _trouble: TierdError | None = field(default=None, repr=False)
-    _ended: TierdError | None = field(default=None, repr=False)
+    _retried_error: TierdError | None = field(default=None, repr=False)
+    _final_error: TierdError | None = field(default=None, repr=False)
 
     @property
     def is_persisted(self) -> bool:
@@ -35,43 +42,44 @@ class Shot:
         return "hot" in self._tiers
 
     def wait_persisted(self, timeout_s: float = 600.0) -> None:
-        """Until the checkpoint is committed in the hot tier: durable, whatever dies next.
+        """Wait until the checkpoint is committed in the hot tier: durable, even if every process dies.
 
-        Raises what has gone wrong for good, or, when the time is over, what has kept it waiting.
+        Raises the error that ended it for good. After `timeout_s`: what kept it waiting, or Transient.
         """
         self._wait("hot", timeout_s)
 
     def wait_replicated(self, tier: str = "cold", timeout_s: float = 3600.0) -> None:
-        """Until the checkpoint is committed in a cold tier. Raises as `wait_persisted` does."""
+        """Wait until the checkpoint is committed in a cold tier. Raises as `wait_persisted` does."""
         self._wait(tier, timeout_s)
 
     def _wait(self, tier: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        self._settle(self)
-        with self._changed:
-            while tier not in self._tiers:
-                if self._ended is not None:
-                    raise self._ended
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise (
-                        self._why_waiting()
-                        or self._trouble
-                        or Transient(
-                            f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
-                            hint="`tierd status` shows what is queued, and what went wrong",
-                        )
-                    )
-                self._changed.release()
-                try:
-                    self._ask(self)  # at once: what somebody waits for is not held back
-                finally:
-                    self._changed.acquire()
+        if self._owner is not None:
+            self._owner.before_wait(self)
+        while True:
+            with self._changed:
+                if tier in self._tiers:
+                    return
+                if self._final_error is not None:
+                    raise self._final_error
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                reason = self._owner.why_waiting() if self._owner is not None else None
+                raise reason or self._retried_error or self._late(tier, timeout_s)
+            if self._owner is not None:
+                self._owner.ask(self)  # also the first time: a daemon does not slow down what a trainer waits for
+            with self._changed:
                 self._changed.wait_for(
-                    lambda: tier in self._tiers or self._ended is not None, min(ASK_INTERVAL_S, left_s)
+                    lambda: tier in self._tiers or self._final_error is not None, min(ASK_INTERVAL_S, left_s)
                 )
 
-    # ── told by the client ──
+    def _late(self, tier: str, timeout_s: float) -> Transient:
+        return Transient(
+            f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
+            hint="`tierd status` shows what is queued, and what went wrong",
+        )
+
+    # ── called by the owner ──
 
     def reached(self, tier: str) -> None:
         """Called by the client: the checkpoint is committed in `tier`."""
@@ -83,7 +91,7 @@ class Shot:
         """Called by the client. A final error ends all waits; another one is only what a timeout then raises."""
         with self._changed:
             if is_final:
-                self._ended = error
+                self._final_error = error
             else:
-                self._trouble = error
+                self._retried_error = error
             self._changed.notify_all()

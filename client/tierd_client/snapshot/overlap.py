@@ -1,7 +1,7 @@
-"""The snapshot that is being copied while training goes on: at most one, and the thread that trains ends it.
+"""The snapshot that is copied while training goes on: at most one, and the training thread ends it.
 
-In a step of an optimizer, in `poll` or in `settle` it is sealed, or given up because something changed what was still
-being copied: that snapshot is then lost on every rank, loudly, and the next one copies those tensors at once.
+In an optimizer step, in `poll` or in `finish` it is sealed. If something changed a tensor that was still being copied,
+the snapshot fails on every rank with Torn, and the next one copies that tensor before snapshot() returns.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import torch
 
 from tierd.errors import TierdError, Torn
 from tierd.format import wire
+from tierd_client.generation import Generation
+from tierd_client.session import TEXT_CHARS_MAX
 from tierd_client.snapshot.guards import Guard, deferrable, is_guarded
 from tierd_client.snapshot.handle import Shot
-from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Staging
 from tierd_client.state.training_state import Captured
 
 log = logging.getLogger("tierd_client")
 
-TEXT_MAX = 4096  # of what went wrong: it travels in one message
-
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """`sealed` is what will be said of it."""
+    """`sealed`: the message for the daemon once the copy is done."""
 
     shot: Shot
     staging: Staging
@@ -38,73 +37,73 @@ class _Copy:
 
 
 class Overlap:
-    def __init__(self, run: str, held: SlotPool) -> None:
-        self._run = run
-        self._held = held
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self._copy: _Copy | None = None
         self._thread = 0
         self._lock = threading.RLock()  # backward may step optimizers on threads of its own
         self._guard: Guard | None = None
         self._guarded: list[torch.optim.Optimizer] = []
-        self._restless: set[str] = set()
+        self._torn_names: set[str] = set()  # of tensors that were changed during a copy: they are no more deferred
         self._has_warned = False
 
     def deferrable(self, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-        """Names of the tensors that may be copied later, each with the live object."""
-        self._guarded = [one for one in optimizers if is_guarded(one)]
-        unguarded = sorted({type(one).__qualname__ for one in optimizers if one not in self._guarded})
+        """Names of the tensors that may be copied later, each with the live tensor."""
+        self._guarded = [optimizer for optimizer in optimizers if is_guarded(optimizer)]
+        unguarded = sorted({type(optimizer).__qualname__ for optimizer in optimizers if not is_guarded(optimizer)})
         if unguarded and not self._has_warned:
             self._has_warned = True
             log.warning(
                 'tierd: staging="overlap": %s may step without running step hooks, or inside a CUDA graph; '
-                "what it changes is copied before snapshot() returns",
+                "the tensors it changes are copied before snapshot() returns",
                 ", ".join(unguarded),
             )
-        found = deferrable(captured, self._guarded)
-        return {name: live for name, live in found.items() if name not in self._restless}
+        live = deferrable(captured, self._guarded)
+        return {name: tensor for name, tensor in live.items() if name not in self._torn_names}
 
     def begin(self, shot: Shot, staging: Staging, sealed: wire.Sealed) -> None:
-        """Hand over what is staged; or let the rest be copied from now on, guarded."""
+        """Seal what is staged; or start to copy the deferred tensors, guarded."""
         self._thread = threading.get_ident()
         self._copy = _Copy(shot, staging, sealed)
         if staging.is_deferred:
             self._guard = self._guard or Guard(self._before_step)
             staging.start()
         else:
-            self.settle()
+            self.finish()
 
     @property
     def slot(self) -> int | None:
-        """The one that is being filled."""
+        """The slot that is being copied into."""
         copy = self._copy
         return copy.sealed.slot if copy is not None else None
 
-    def settle(self) -> None:
-        """Waits for the copy, and hands it over or gives it up: then the state may be changed by any means."""
+    def finish(self) -> None:
+        """Wait for the copy, and seal it or fail it. The state may then be changed by any means."""
         with self._lock:
             if self._copy is not None:
-                self._hand_over(self._copy)
+                self._seal(self._copy)
 
-    def settle_here(self, shot: Shot) -> None:
-        """The same for this shot, if this is the thread that trains: no other one may judge what that has changed."""
+    def finish_on_training_thread(self, shot: Shot) -> None:
+        """`finish` this shot if called on the thread that took it: version counters can be compared only there."""
         copy = self._copy
         if copy is not None and copy.shot is shot and threading.get_ident() == self._thread:
-            self.settle()
+            self.finish()
 
     def poll(self) -> None:
-        """Hands over a copy that is done. Waits for nothing."""
+        """Seal a copy that is done. Never waits."""
         copy = self._copy
         if copy is not None and copy.staging.is_copied:
-            self.settle()
+            self.finish()
 
     def close(self) -> None:
-        """After the last `settle`: optimizers step unseen from now on."""
+        """Wait for the copy and remove the hook of the optimizers."""
+        self.finish()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
 
     def _before_step(self) -> None:
-        """An optimizer is about to change what may still be read."""
+        """An optimizer is about to change tensors that may still be copied."""
         with self._lock:
             copy = self._copy
             if copy is None:
@@ -112,27 +111,28 @@ class Overlap:
             began = time.perf_counter()
             copy.staging.release()
             copy.shot.guard_wait_s += time.perf_counter() - began
-            if copy.staging.is_copied:  # else a GPU is still at it, and the step waits there
-                self._hand_over(copy)
+            if copy.staging.is_copied:  # else a GPU still copies, and the step waits on the GPU
+                self._seal(copy)
 
-    def _hand_over(self, copy: _Copy) -> None:
+    def _seal(self, copy: _Copy) -> None:
         shot, staging, sealed = copy.shot, copy.staging, copy.sealed
-        doing = f"snapshot step {shot.step} of {self._run}"
+        action = f"snapshot step {shot.step} of {self._generation.run}"
         error: TierdError | None = None
         try:
             staging.finish()
             if staging.is_deferred and not all(map(is_guarded, self._guarded)):
                 raise Torn("copy the state: an optimizer has stopped running step hooks meanwhile")
         except Torn as torn:
-            error = Torn(f"{doing}: {torn.message}", hint=torn.hint)
-            self._restless.update(staging.changed or ())
-        except RuntimeError as raised:  # torch's, of a copy on a thread or a GPU
-            error = TierdError(f"{doing}: copy the state: {raised}")
+            error = Torn(f"{action}: {torn.message}", hint=torn.hint)
+            self._torn_names.update(staging.changed or ())
+        except RuntimeError as raised:  # from torch, of a copy on a thread or a GPU
+            error = TierdError(f"{action}: copy the state: {raised}")
         self._copy = None
+        pool = self._generation.pool
         if error is None:
-            self._held.seal(msgspec.structs.replace(sealed, stall_s=shot.stall_s + shot.guard_wait_s))
+            pool.seal(msgspec.structs.replace(sealed, stall_s=shot.stall_s + shot.guard_wait_s))
             return
         log.error("tierd: %s", error)
-        lost = wire.Lost(step=shot.step, kind=error.kind, message=error.message[:TEXT_MAX], hint=error.hint)
-        self._held.lose(sealed.slot, lost)
+        message = error.message[:TEXT_CHARS_MAX]
+        pool.abandon(sealed.slot, wire.Lost(step=shot.step, kind=error.kind, message=message, hint=error.hint))
         shot.failed(error, is_final=True)

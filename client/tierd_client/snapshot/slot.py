@@ -1,7 +1,7 @@
-"""A slot: one memfd that holds one snapshot, mapped shared, faulted in beforehand, pinned where there is a GPU.
+"""A slot: one memfd that holds one snapshot, mapped shared, faulted in beforehand, page-locked where there is a GPU.
 
-The daemon gets the same memory by its descriptor, so the bytes outlive the trainer. Sealed against shrinking:
-a daemon would die of a truncated mapping. A mapping lives until its last tensor is gone, never shorter.
+The daemon gets the descriptor of the same memory, so the bytes outlive the trainer. It is sealed against shrinking:
+access to a truncated mapping would kill the daemon. A mapping lives until its last tensor is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierd.errors import Corrupt, Full
 
 logger = logging.getLogger(__name__)
 
-PREFAULT_BYTES = 64 << 20  # one step: how much lies between two looks at the clock, or at a request to stop
+PREFAULT_BYTES = 64 << 20  # faulted in between two checks for a request to stop
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 _MADV_POPULATE_WRITE = 23
@@ -33,29 +33,28 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _open: weakref.WeakSet[Slot] = weakref.WeakSet()
-"""Those that this process has mapped."""
+"""The slots that this process has mapped."""
 
 
 class Slot:
-    """Use `create` or `adopt`. `tensor` is the mapping as uint8, `fd` what the daemon is given."""
+    """Use `create` or `adopt`. `tensor` is the mapping as uint8; `fd`, which the slot owns, goes to the daemon too."""
 
     def __init__(self, fd: int, capacity_bytes: int) -> None:
-        """Takes over `fd`, a sealed memfd of at least `capacity_bytes`."""
         self.fd = fd
         self.capacity_bytes = capacity_bytes
         self.tensor = _map(fd, capacity_bytes)
         self.refusal = ""
-        """Why the mapping is not page-locked, once a GPU's driver has refused."""
+        """Why the GPU's driver refused to page-lock the mapping."""
         self._pinning: threading.Thread | None = None
         self._pinned_for: torch.device | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._trouble: Full | None = None
+        self._error: Full | None = None
         _open.add(self)
 
     @classmethod
     def create(cls, capacity_bytes: int) -> Slot:
-        """A new slot, faulted in from now on in the background. Raises Full when the kernel refuses the size."""
+        """A new slot, faulted in by a thread. Raises Full when the kernel refuses the size."""
         capacity_bytes = _round_up(capacity_bytes)
         fd = os.memfd_create("tierd-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -70,28 +69,28 @@ class Slot:
 
     @classmethod
     def adopt(cls, fd: int, capacity_bytes: int) -> Slot:
-        """Maps a slot that outlived its trainer, pages warm. Takes over `fd`. Raises Corrupt when it is no slot."""
-        try:
-            found_bytes = os.fstat(fd).st_size
-            if not is_sealed(fd) or found_bytes < capacity_bytes:
+        """The slot of a trainer that has ended, pages faulted in. Owns or closes `fd`. Raises Corrupt when it is no
+        slot of that size, OSError when it cannot be mapped."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, fd)
+            size_bytes = os.fstat(fd).st_size
+            if not is_sealed(fd) or size_bytes < capacity_bytes:
                 raise Corrupt(
-                    f"adopt a slot of {capacity_bytes} bytes: the descriptor has {found_bytes} bytes, "
+                    f"adopt a slot of {capacity_bytes} bytes: the descriptor has {size_bytes} bytes, "
                     f"sealed against shrinking: {is_sealed(fd)}"
                 )
             slot = cls(fd, capacity_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+            on_error.pop_all()
         slot._prefault(is_new=False)
         return slot
 
     @property
     def view(self) -> memoryview:
-        """The mapping as bytes. Do not keep it beyond a `grow` or `close`."""
+        """The mapping as bytes, valid until `grow` or `close`."""
         return self.tensor.numpy().data
 
     def grow(self, capacity_bytes: int) -> None:
-        """Makes room for `capacity_bytes`. What it held stays; `tensor` is a new one. Raises Full without memory."""
+        """Make room for `capacity_bytes`. The bytes stay; `tensor` is a new one. Raises Full when memory is short."""
         capacity_bytes = _round_up(capacity_bytes)
         if capacity_bytes <= self.capacity_bytes:
             return
@@ -106,27 +105,27 @@ class Slot:
         self._prefault(is_new=True)
 
     def wait_prefaulted(self, timeout_s: float) -> bool:
-        """True when all pages are there, False when they are not within the time. Raises Full when memory ran short."""
+        """True when all pages are faulted in, False at the timeout. Raises Full when memory ran short."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return False
-        if self._trouble is not None:
-            raise self._trouble
+        if self._error is not None:
+            raise self._error
         return True
 
     def pin(self, device: torch.device) -> None:
-        """Page-locks the mapping, so that copies from GPUs go at full speed and by themselves. Asked once: where it is
-        refused, `refusal` says why, and copies hold up the host. `device`: a GPU that is in use."""
+        """Page-lock the mapping, so that copies from GPUs run at full speed and asynchronously. Tried once per mapping:
+        when the driver refuses, `refusal` says why. `device`: a GPU that is in use."""
         if self._pinning is None:
-            # On a thread of its own: what is refused stays behind as the last error of the thread that asked, and torch
-            # would find it there after the next kernel of the training.
+            # On a thread of its own: CUDA keeps an error as the last error of the calling thread, and torch would raise
+            # it after the next kernel of the training.
             self._pinning = threading.Thread(target=self._register, args=(device,), name="tierd-pin", daemon=True)
             self._pinning.start()
         self._pinning.join()
 
     def close(self) -> None:
-        """Gives the descriptor back. The memory goes with the last tensor on it, and the daemon's descriptor."""
+        """Close the descriptor. The memory is freed with the last tensor on it and the daemon's descriptor."""
         if self.fd < 0:
             return
         _open.discard(self)
@@ -138,36 +137,36 @@ class Slot:
 
     def _register(self, device: torch.device) -> None:
         try:
-            with torch.cuda.device(device):  # else a process that has chosen none gets a context on GPU 0 besides
+            with torch.cuda.device(device):  # otherwise a process that has chosen none gets a context on GPU 0 too
                 address = self.tensor.data_ptr()
                 status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, _REGISTER_PORTABLE))
-            refusal = f"cudaHostRegister says {status}" if status else ""
+            refusal = f"cudaHostRegister returns {status}" if status else ""
         except RuntimeError as error:
             refusal = str(error)
         if not refusal:
             self._pinned_for = device
             return
         self.refusal = f"page-lock a slot of {self.capacity_bytes} bytes for {device}: {refusal}"
-        logger.warning('tierd: %s; copies are slower, and staging="overlap" holds up the host', self.refusal)
+        logger.warning('tierd: %s; copies are slower, and with staging="overlap" the host waits for them', self.refusal)
 
     def _unpin(self) -> None:
-        """Before the mapping goes, and once no copy can be writing to it."""
+        """Before the mapping is freed, when no copy can be writing to it."""
         if self._pinning is not None:
             self._pinning.join()
         if self._pinned_for is not None:
             try:
                 with torch.cuda.device(self._pinned_for):
-                    torch.cuda.synchronize()  # a snapshot that was broken off may have left a copy behind
+                    torch.cuda.synchronize()  # an interrupted snapshot may have left a copy running
                     status = int(_cudart().cudaHostUnregister(self.tensor.data_ptr()))
-                trouble = f"cudaHostUnregister says {status}" if status else ""
-            except RuntimeError as error:  # a GPU that has failed lets nothing be given back
-                trouble = str(error)
-            if trouble:
-                logger.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, trouble)
+                refusal = f"cudaHostUnregister returns {status}" if status else ""
+            except RuntimeError as error:  # a GPU that has failed
+                refusal = str(error)
+            if refusal:
+                logger.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, refusal)
         self._pinning, self._pinned_for, self.refusal = None, None, ""
 
     def _prefault(self, *, is_new: bool) -> None:
-        self._trouble = None
+        self._error = None
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._prefault_all, args=(self.tensor, is_new), name="tierd-prefault", daemon=True
@@ -175,17 +174,17 @@ class Slot:
         self._thread.start()
 
     def _prefault_all(self, mapping: torch.Tensor, is_new: bool) -> None:
-        """Runs in a thread; both calls let go of the GIL. `mapping` keeps the memory mapped while it runs."""
+        """Runs in a thread; both system calls release the GIL. `mapping` keeps the memory mapped meanwhile."""
         address, capacity_bytes = mapping.data_ptr(), mapping.numel()
         for offset in range(0, capacity_bytes, PREFAULT_BYTES):
             if self._stop.is_set():
                 return
             length = min(PREFAULT_BYTES, capacity_bytes - offset)
             try:
-                # Allocating by a call turns a lack of memory into an error; by a touch it would be a SIGBUS.
+                # When memory is short this call returns an error; touching the page would raise SIGBUS.
                 os.posix_fallocate(self.fd, offset, length)
             except OSError as error:
-                self._trouble = _full(capacity_bytes, error)
+                self._error = _full(capacity_bytes, error)
                 return
             populate(address + offset, length, are_new=is_new)
 
@@ -200,18 +199,17 @@ def _cudart() -> Any:
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether `fd` is memory that nobody can shrink: safe to map."""
+    """Whether `fd` is memory that cannot shrink, so that it is safe to map."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # EINVAL: a file of a disk has no seals
+    except OSError:  # EINVAL: a file on a disk has no seals
         return False
 
 
 def map_to_read(fd: int, size_bytes: int) -> torch.Tensor:
-    """The first `size_bytes` of a sealed memfd, as uint8, not to be written to.
+    """The first `size_bytes` of a sealed memfd, as uint8, for reading.
 
-    A slot that this process has open is mapped already, and its pages are there. Other memory is mapped anew, and
-    privately: a write to it would reach nobody.
+    A slot that this process has open is mapped and faulted in already. Other memory gets a private mapping.
     """
     for slot in _open:
         if size_bytes <= slot.capacity_bytes and os.path.sameopenfile(fd, slot.fd):
@@ -221,18 +219,18 @@ def map_to_read(fd: int, size_bytes: int) -> torch.Tensor:
 
 
 def populate(address: int, length: int, *, are_new: bool) -> None:
-    """Maps pages by one call instead of one fault each. A kernel that does not know how leaves it to the faults.
+    """Fault pages in by one call. A kernel without that call does nothing.
 
-    Pages that hold bytes are mapped to be read: 16 at a time, so in half the time. Shared memory that may be written
-    can then be written with no more faults. New pages are quicker to write.
+    Pages that hold bytes are faulted in for reading, which maps 16 at a time and takes half the time; in shared
+    writable memory a later write causes no fault. For new pages, faulting in for writing is faster.
     """
     _libc.madvise(address, length, _MADV_POPULATE_WRITE if are_new else _MADV_POPULATE_READ)
 
 
 def _map(fd: int, capacity_bytes: int) -> torch.Tensor:
-    """A shared mapping, alive as long as any tensor on it. Never unmapped by hand: that would leave them dangling."""
+    """A shared mapping that lives as long as any tensor on it."""
     mapping = mmap.mmap(fd, capacity_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    mapping.madvise(mmap.MADV_DONTFORK)  # a forked data loader must not hold, or copy, what a GPU has page-locked
+    mapping.madvise(mmap.MADV_DONTFORK)  # a forked data loader must not share page-locked memory
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""This rank's slots, and what lies in each as far as we know: nothing, a snapshot being staged, a sealed one.
+"""This rank's slots, with the state of each: free, being filled, or holding a snapshot.
 
-A daemon that comes back, or another one in its place, is offered them all and sent again what it may have lost.
-The training thread fills them, the session's thread hears when they are free again; the session's lock guards both.
+A daemon that comes back, or another one in its place, is offered all slots and sent again what it may have lost.
+The training thread fills slots, the session's thread hears when they are free again; the session's lock guards both.
 """
 
 from __future__ import annotations
@@ -11,43 +11,40 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
 
 import msgspec
 
 from tierd.errors import Corrupt, Full
 from tierd.format import wire
-from tierd_client.session import DaemonSession
+from tierd_client.session import TEXT_CHARS_MAX, DaemonSession
 from tierd_client.snapshot.slot import Slot
+from tierd_client.snapshot.slot_states import PooledSlotEvent as Event
+from tierd_client.snapshot.slot_states import PooledSlotState as State
+from tierd_client.snapshot.slot_states import next_state
 
 log = logging.getLogger("tierd_client")
 
-LOOK_S = 0.25  # how soon a wait sees that the daemon has gone
-LOST_MAX = 16  # as many as a rank may have slots, in which parts could be kept
-ABSENCE_S = 3.0  # a daemon that is being restarted is worth a wait, once; one that stays away is not
-
-
-class Use(Enum):
-    FREE = "free"
-    FILLING = "filling"
-    SEALED = "sealed"  # ours, until the daemon says that it needs the slot no more
-    INHERITED = "inherited"  # our predecessor's newest snapshot, which the daemon keeps until ours is whole
+POLL_S = 0.25  # how often a wait checks whether the daemon is still there
+LOST_MAX = 16  # the most slots that a rank can have
+ABSENCE_S = 3.0  # wait so long for a daemon that restarts, and no longer
 
 
 @dataclass(slots=True)
-class _Held:
-    """`offered_bytes`: the capacity that the daemon knows. `accepted_by` and `inherited_from` name a start of it.
-    `refusal`: why it is not page-locked, as the daemon was told."""
+class _PooledSlot:
+    """`offered_bytes`: the capacity that the daemon knows. `sealed`: what was sent, or is to be, about the snapshot in
+    it; `sent_s`: when. `reported_refusal`: why it is not page-locked, as last reported."""
 
     slot: Slot
-    use: Use = Use.FREE
+    state: State = State.FREE
     offered_bytes: int = 0
-    refusal: str = ""
     sealed: wire.Sealed | None = None
     sent_s: float = 0.0
-    accepted_by: str = ""
-    is_persisted: bool = False
-    inherited_from: str = ""
+    reported_refusal: str = ""
+
+    def on(self, event: Event) -> None:
+        self.state = next_state(self.state, event)
+        if self.state is State.FREE:
+            self.sealed = None
 
     @property
     def is_offered(self) -> bool:
@@ -55,142 +52,134 @@ class _Held:
 
 
 class SlotPool:
-    """Begins with the slots that outlived our predecessor: their pages are warm."""
+    """Starts with the slots that the daemon kept from the process before us: their pages are faulted in."""
 
     def __init__(self, session: DaemonSession) -> None:
         self._session = session
         self._changed = threading.Condition(session.lock)
-        self._held: dict[int, _Held] = {}
+        self._slots: dict[int, _PooledSlot] = {}
         self._lost: deque[wire.Lost] = deque(maxlen=LOST_MAX)
-        descriptors = session.kept_descriptors
-        for kept, descriptor in zip(session.welcome.slots, descriptors, strict=True):
+        self._keeper = session.welcome.boot  # the daemon process that keeps INHERITED slots
+        for kept, descriptor in zip(session.welcome.slots, session.kept_descriptors, strict=True):
             try:
                 slot = Slot.adopt(descriptor, kept.capacity_bytes)
             except (Corrupt, Full, OSError) as error:
-                log.warning("tierd: adopt slot %d: %s; a new one takes its place", kept.slot, error)
+                log.warning("tierd: adopt slot %d: %s; a new slot replaces it", kept.slot, error)
                 continue
-            held = self._held[kept.slot] = _Held(slot, offered_bytes=kept.capacity_bytes)
-            if not kept.is_free:
-                held.use, held.inherited_from = Use.INHERITED, session.welcome.boot
+            state = State.FREE if kept.is_free else State.INHERITED
+            self._slots[kept.slot] = _PooledSlot(slot, state, offered_bytes=kept.capacity_bytes)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._slots)
 
     # ── the training thread ──
 
     def make(self, count: int, size_bytes: int) -> None:
-        """At least `count` slots. Raises Full when there is no memory for them."""
+        """Create slots until there are `count`. Raises Full when there is no memory for them."""
         for index in range(count):
-            if index not in self._held:
+            if index not in self._slots:
                 slot = Slot.create(size_bytes)
                 with self._session.lock:
-                    self._held[index] = _Held(slot)
+                    self._slots[index] = _PooledSlot(slot)
                     self._offer(index)
 
     def take(self, step: int, wait_s: float) -> int | None:
-        """A free slot, now being filled; None when there is none within `wait_s`."""
+        """The index of a free slot, now being filled; None when no slot becomes free within `wait_s`."""
         deadline_s = time.monotonic() + wait_s
         with self._changed:
             while True:
-                for index, held in self._held.items():
-                    if held.use is Use.FREE:
-                        held.use = Use.FILLING
-                        if not held.is_offered:
+                for index, pooled in self._slots.items():
+                    if pooled.state is State.FREE:
+                        pooled.on(Event.TAKE)
+                        if not pooled.is_offered:
                             self._offer(index)
                         self._session.send(wire.Filling(slot=index, step=step))
                         return index
                 left_s = deadline_s - time.monotonic()
-                # Without a daemon no slot can become free: the wait would only hold up training.
+                # Only the daemon frees slots: without one, stop waiting.
                 if left_s <= 0 or self._session.absent_s > ABSENCE_S or self._session.ended_by is not None:
                     return None
-                self._changed.wait(min(left_s, LOOK_S))
+                self._changed.wait(min(left_s, POLL_S))
 
     def slot(self, index: int) -> Slot:
-        return self._held[index].slot
+        return self._slots[index].slot
 
     def report_unpinned(self, index: int, step: int) -> None:
-        """Tell the daemon, once, when copies from a GPU go into memory that is not page-locked."""
-        held = self._held[index]
-        if held.refusal != held.slot.refusal:
-            held.refusal = held.slot.refusal
-            report = wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=held.refusal[:4096])
-            self._session.send(report)
+        """Tell the daemon, once per reason, that copies from a GPU go into memory that is not page-locked."""
+        pooled = self._slots[index]
+        if pooled.reported_refusal != pooled.slot.refusal:
+            pooled.reported_refusal = pooled.slot.refusal
+            detail = pooled.slot.refusal[:TEXT_CHARS_MAX]
+            self._session.send(wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=detail))
 
     def seal(self, sealed: wire.Sealed) -> None:
-        """The slot holds the whole snapshot: hand it to the daemon, now or when it is back."""
+        """The slot holds the whole snapshot: send it to the daemon, now or when the daemon is back."""
         with self._session.lock:
-            held = self._held[sealed.slot]
-            held.use, held.sealed = Use.SEALED, sealed
-            held.sent_s, held.accepted_by, held.is_persisted = 0.0, "", False
-            if not held.is_offered:
-                self._offer(sealed.slot)
-                # The daemon takes a slot that it has just been given as free.
-                self._session.send(wire.Filling(slot=sealed.slot, step=sealed.step))
-            self._session.send(sealed)
-            held.sent_s = time.monotonic()
+            pooled = self._slots[sealed.slot]
+            pooled.sealed = sealed
+            pooled.on(Event.SEAL)
+            self._send(pooled, sealed)
 
-    def lose(self, index: int, lost: wire.Lost) -> None:
-        """What was to be sealed in the slot never will be: the other ranks must not keep their parts for it."""
+    def abandon(self, index: int, lost: wire.Lost) -> None:
+        """The snapshot being copied into the slot failed: the other ranks must not keep their shards of it."""
         with self._changed:
             self._lost.append(lost)
-            self._free(index)
+            self._abandon(index)
             self._session.send(lost)
             self._changed.notify_all()
 
     def reclaim(self, *, keep: int | None = None) -> None:
-        """Free what a snapshot that was broken off had taken, wherever that was: one thread takes snapshots.
-        `keep` is the slot into which one is being copied."""
+        """Free the slots that an interrupted snapshot took, and send what it sealed. One thread takes snapshots, so
+        no other snapshot can be in progress, except the one that is being copied into slot `keep`."""
         with self._changed:
-            for index, held in self._held.items():
-                if held.use is Use.FILLING:
-                    if index != keep:
-                        self._free(index)
-                elif held.use is Use.SEALED and held.sealed is not None and not held.sent_s:
-                    self.seal(msgspec.structs.replace(held.sealed, resent=True))
+            for index, pooled in self._slots.items():
+                if pooled.state is State.FILLING and index != keep:
+                    self._abandon(index)
+                elif pooled.state is State.SEALED and pooled.sealed is not None:
+                    self._send(pooled, msgspec.structs.replace(pooled.sealed, resent=True))
             self._changed.notify_all()
 
     def silent_s(self) -> float:
-        """How long the daemon has owed us a word about a sealed snapshot."""
+        """How long the daemon has not acknowledged a snapshot that was sent to it; 0 when it has answered all."""
         now_s = time.monotonic()
         with self._session.lock:
-            unheard = [one for one in self._held.values() if one.use is Use.SEALED and not one.accepted_by]
-            return max((now_s - one.sent_s for one in unheard), default=0.0)
+            waiting = [pooled for pooled in self._slots.values() if pooled.state in (State.SENT, State.RESENT)]
+            return max((now_s - pooled.sent_s for pooled in waiting), default=0.0)
 
     def wait_safe(self, timeout_s: float) -> bool:
-        """Until every sealed snapshot is durable, or in the hands of a daemon that is there now."""
+        """Wait until every sealed snapshot is durable, or accepted by a daemon that is still running."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._are_safe():
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._session.ended_by is not None:
                     return False
-                self._changed.wait(min(left_s, LOOK_S))
+                self._changed.wait(min(left_s, POLL_S))
             return True
 
     def close(self) -> None:
         with self._session.lock:
-            for held in self._held.values():
-                held.slot.close()
-            self._held.clear()
+            for pooled in self._slots.values():
+                pooled.slot.close()
+            self._slots.clear()
 
     # ── the session's thread ──
 
     def on_attach(self) -> None:
-        """The daemon is back, perhaps a new one: offer the slots, and send again what is in them, oldest first."""
-        boot = self._session.welcome.boot
-        for index, held in self._held.items():
-            if held.use is Use.FILLING:
-                held.offered_bytes = 0  # it may be growing at this moment: offered when it is sealed
+        """A daemon is back, perhaps a new process: offer the slots, and send their snapshots again, oldest first."""
+        has_keeper = self._session.welcome.boot == self._keeper
+        for index, pooled in self._slots.items():
+            pooled.on(Event.REATTACH)
+            if pooled.state is State.FILLING:
+                pooled.offered_bytes = 0  # it may be growing at this moment: `seal` offers it
                 continue
             self._offer(index)
-            held.accepted_by = ""
-            if held.use is Use.INHERITED and held.inherited_from != boot:
-                held.use = Use.FREE  # who kept it for our predecessor is gone
-        sealed = [held for held in self._held.values() if held.use is Use.SEALED]
-        for held in sorted(sealed, key=_step):
-            if held.sealed is not None:
-                self._session.send(msgspec.structs.replace(held.sealed, resent=True))
-                held.sent_s = time.monotonic()
+            if pooled.state is State.INHERITED and not has_keeper:
+                pooled.on(Event.KEEPER_GONE)
+        sent = [pooled for pooled in self._slots.values() if pooled.state in (State.SENT, State.RESENT)]
+        for sealed in sorted((pooled.sealed for pooled in sent if pooled.sealed), key=lambda sealed: sealed.step):
+            self._session.send(msgspec.structs.replace(sealed, resent=True))
+            self._slots[sealed.slot].sent_s = time.monotonic()
         for lost in self._lost:
             self._session.send(lost)
         self._changed.notify_all()
@@ -199,45 +188,49 @@ class SlotPool:
         with self._changed:
             match message:
                 case wire.Accepted():
-                    held = self._held.get(message.slot)
-                    if held is not None and held.sealed is not None and held.sealed.step == message.step:
-                        held.accepted_by = self._session.welcome.boot
+                    pooled = self._slots.get(message.slot)
+                    if pooled is not None and pooled.sealed is not None and pooled.sealed.step == message.step:
+                        pooled.on(Event.ACCEPT)
                 case wire.Released():
-                    held = self._held.get(message.slot)
-                    if held is not None and held.use in (Use.SEALED, Use.INHERITED):
-                        held.use, held.sealed = Use.FREE, None
+                    pooled = self._slots.get(message.slot)
+                    if pooled is not None:
+                        pooled.on(Event.RELEASE)
                 case wire.Persisted() if message.generation == self._session.welcome.generation:
-                    for held in self._held.values():
-                        if held.sealed is not None and held.sealed.step == message.step:
-                            held.is_persisted = True
+                    for pooled in self._slots.values():
+                        if pooled.sealed is not None and pooled.sealed.step == message.step:
+                            pooled.on(Event.PERSIST)
                     while self._lost and self._lost[0].step < message.step:
-                        self._lost.popleft()  # a newer one is whole: nobody keeps parts of it any more
+                        self._lost.popleft()  # no rank keeps a shard that is older than a whole checkpoint
                 case _:
                     return
             self._changed.notify_all()
 
     # ── with the lock held ──
 
-    def _free(self, index: int) -> None:
-        held = self._held[index]
-        held.use = Use.FREE
-        if held.is_offered:
+    def _abandon(self, index: int) -> None:
+        pooled = self._slots[index]
+        pooled.on(Event.ABANDON)
+        if pooled.is_offered:
             self._session.send(wire.Abandon(slot=index))
         else:
             self._offer(index)
 
     def _offer(self, index: int) -> None:
-        held = self._held[index]
-        held.offered_bytes = held.slot.capacity_bytes
-        self._session.send(wire.AttachSlot(slot=index, capacity_bytes=held.offered_bytes), [held.slot.fd])
+        pooled = self._slots[index]
+        pooled.offered_bytes = pooled.slot.capacity_bytes
+        self._session.send(wire.AttachSlot(slot=index, capacity_bytes=pooled.offered_bytes), [pooled.slot.fd])
+
+    def _send(self, pooled: _PooledSlot, sealed: wire.Sealed) -> None:
+        if not pooled.is_offered:
+            self._offer(sealed.slot)
+            # The daemon takes a slot that it has just been given as free.
+            self._session.send(wire.Filling(slot=sealed.slot, step=sealed.step))
+        self._session.send(sealed)
+        pooled.sent_s = time.monotonic()
+        pooled.on(Event.SEND)
 
     def _are_safe(self) -> bool:
-        boot = self._session.welcome.boot if self._session.is_there() else ""
-        return all(
-            held.use is not Use.SEALED or held.is_persisted or (held.accepted_by and held.accepted_by == boot)
-            for held in self._held.values()
-        )
-
-
-def _step(held: _Held) -> int:
-    return held.sealed.step if held.sealed is not None else 0
+        unsafe = {State.SEALED, State.SENT}
+        if not self._session.is_there():
+            unsafe.add(State.ACCEPTED)
+        return not any(pooled.state in unsafe for pooled in self._slots.values())

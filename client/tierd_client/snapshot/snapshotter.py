@@ -1,11 +1,15 @@
-"""Takes one rank's snapshots: capture, share out, find a slot, stage. All ranks do each part, or all raise."""
+"""Takes one rank's snapshots: capture the state, divide it among the ranks, take a slot, stage.
+
+Each of these happens on all ranks, or raises on all.
+"""
 
 from __future__ import annotations
 
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,96 +17,92 @@ import msgspec
 import torch
 
 import tierd
-from tierd.errors import BadRequest, SlotsBusy, TierdError
+from tierd.errors import BadRequest, SlotsBusy, TierdError, from_kind
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import CheckpointRef
 from tierd.format.shard import FORMAT_VERSION
+from tierd_client.generation import Generation
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
-from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.ownership import HeldTensor, owner_of
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
+from tierd_client.step_times import StepTimes
 
 log = logging.getLogger("tierd_client")
 
-METRICS_BYTES_MAX = 32 << 10  # they travel in one message of 64 KiB
+METRICS_BYTES_MAX = 32 << 10  # half of a message to the daemon
+VERSIONS = {"tierd": tierd.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 class Snapshotter:
-    """Belongs to one generation: going back in time begins a new one."""
+    """Also owns the handles of its snapshots: it tells them what the daemon says (a Listener of the session)."""
 
-    def __init__(
-        self,
-        run: str,
-        generation: int,
-        ranks: Ranks,
-        held: SlotPool,
-        told: wire.Welcome,
-        *,
-        check_open: Callable[[], None],
-        why_waiting: Callable[[], TierdError | None],
-    ) -> None:
-        """`check_open` raises what forbids a snapshot; `why_waiting` says why no slot becomes free, if it is known."""
-        self.last_step: int | None = None
-        self.underway = Overlap(run, held)
-        self._run = run
+    def __init__(self, generation: Generation, ranks: Ranks, step_times: StepTimes) -> None:
+        self.overlap = Overlap(generation)
         self._generation = generation
         self._ranks = ranks
-        self._held = held
-        self._told = told
-        self._check_open = check_open
-        self._why_waiting = why_waiting
+        self._step_times = step_times
         self._stager = Stager()
-        self._is_prepared = False
+        self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
+        self._last: tuple[int, int] | None = None  # (generation, step)
+        self._prepared: int | None = None  # the generation whose slots were made
         self._owned: set[str] | None = None
-        self._owned_of: list[tuple[str, int]] | None = None
+        self._owned_sizes: list[tuple[str, int]] | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that has a snapshot of the present generation."""
+        return self._last[1] if self._last is not None and self._last[0] == self._generation.number else None
 
     def prepare(self, state: State) -> None:
-        """Make the slots before they are needed, so that even the first snapshot finds warm memory.
+        """Make the slots before they are needed, so that their pages are faulted in before the first snapshot.
 
-        Before the first optimizer step there are no moments yet, and the size is not known: later then. What
-        goes wrong here goes wrong again in `take`, which says so.
+        Does nothing before the first optimizer step, when the optimizer has no moments and the size is not known. An
+        error is only logged: `take` raises it again.
         """
-        if self._is_prepared or self._ranks.maximum([not state.is_stepped])[0]:
+        number = self._generation.number
+        if self._prepared == number or self._ranks.maximum([not state.is_stepped])[0]:
             return
-        self._is_prepared = True
+        self._prepared = number
         try:
-            captured = self._ranks.together(lambda: state.capture(self._ranks.rank, self._ranks.world_size))
-            self._share_out(captured)
+            captured = self._ranks.run_on_all(lambda: state.capture(self._ranks.rank, self._ranks.world_size))
+            self._divide(captured)
             self._make_slots(captured)
         except TierdError as error:
             log.warning("tierd: make the slots ready: %s", error)
 
     def take(
         self,
-        shot: Shot,
+        step: int,
         state: Capturable,
         *,
         metrics: Mapping[str, float],
         milestone: str | None,
         parent: CheckpointRef | None,
-    ) -> None:
-        """Returns when training may go on; `shot.stall_s` is how long it could not.
+    ) -> Shot:
+        """Returns when training may go on; `stall_s` of the handle is how long it could not.
 
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time, Unsupported for state with no safe form.
         """
         began = time.perf_counter()
+        shot = Shot(step, self._generation.number, _owner=self)
+        self._shots[step, shot.generation] = shot
 
         def capture() -> tuple[Captured, dict[str, float | str]]:
-            self._check(shot.step, milestone)
+            self._check(step, milestone)
             return state.capture(self._ranks.rank, self._ranks.world_size), plain_metrics(metrics)
 
-        captured, plain = self._ranks.together(capture)
-        self._share_out(captured)
-        index = self._ranks.together(lambda: self._take_slot(captured, shot.step))
-        staging = self._ranks.together(lambda: self._stage(index, captured, shot.step, state))
-        self.last_step = shot.step
+        captured, plain = self._ranks.run_on_all(capture)
+        self._divide(captured)
+        index = self._ranks.run_on_all(lambda: self._take_slot(captured, step))
+        staging = self._ranks.run_on_all(lambda: self._stage(index, captured, step, state))
+        self._last = shot.generation, step
         sealed = wire.Sealed(
             slot=index,
-            step=shot.step,
+            step=step,
             size_bytes=staging.size_bytes,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             stall_s=0.0,
@@ -110,83 +110,117 @@ class Snapshotter:
             milestone=milestone,
             parent=parent,
             architecture_hash=architecture_hash(captured),
-            versions={
-                "tierd": tierd.__version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
+            versions=VERSIONS,
             resent=False,
         )
         shot.stall_s = time.perf_counter() - began
-        self.underway.begin(shot, staging, sealed)
+        self.overlap.begin(shot, staging, sealed)
         if staging.is_deferred:
             shot.stall_s = time.perf_counter() - began
+            self._step_times.skip_step()  # the next step shares the machine with the copy
+        return shot
+
+    def clean_up(self) -> None:
+        """After `take` was interrupted, or has raised."""
+        self._generation.pool.reclaim(keep=self.overlap.slot)
 
     def _check(self, step: int, milestone: str | None) -> None:
-        self._check_open()
-        self.underway.settle()
-        self._held.reclaim()  # from a snapshot that an interrupt broke off
-        checkpoint = checkpoint_id(self._run, step, self._generation)
+        self._generation.check_open()
+        self.overlap.finish()
+        self._generation.pool.reclaim()  # an interrupt may have come before `clean_up`
+        checkpoint = checkpoint_id(self._generation.run, step, self._generation.number)
         if self.last_step is not None and step <= self.last_step:
             raise BadRequest(
-                f"snapshot step {step} of {self._run}: step {self.last_step} was taken before it",
+                f"snapshot step {step} of {self._generation.run}: step {self.last_step} was taken before it",
                 hint="to go back, restore that step first: it begins a new generation",
             )
         if milestone is not None:
             layout.milestone_key(checkpoint, milestone)
 
-    def _share_out(self, captured: Captured) -> None:
-        """Decide which rank writes what several hold. Asked anew only when some rank's tensors have changed."""
+    def _divide(self, captured: Captured) -> None:
+        """Decide which rank writes a tensor that several ranks have. Only when the tensors of some rank changed."""
         sizes = captured.sizes() if self._ranks.world_size > 1 else None
-        if self._ranks.maximum([sizes != self._owned_of])[0]:
-            mine = captured.held() if sizes is not None else []
-            held = [
-                msgspec.json.decode(one, type=list[HeldTensor]) for one in self._ranks.gather(msgspec.json.encode(mine))
-            ]
-            self._owned = owner_of(held)[self._ranks.rank]
-            self._owned_of = sizes
+        if self._ranks.maximum([sizes != self._owned_sizes])[0]:
+            tensors = captured.held() if sizes is not None else []
+            gathered = self._ranks.gather(msgspec.json.encode(tensors))
+            by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
+            self._owned = owner_of(by_rank)[self._ranks.rank]
+            self._owned_sizes = sizes
 
     def _take_slot(self, captured: Captured, step: int) -> int:
         self._make_slots(captured)
-        wait_s = self._told.slot_wait_s if self._told.when_busy == "wait" else 0.0
-        index = self._held.take(step, wait_s)
+        settings = self._generation.settings
+        wait_s = settings.slot_wait_s if settings.when_busy == "wait" else 0.0
+        index = self._generation.pool.take(step, wait_s)
         if index is not None:
             return index
-        raise self._why_waiting() or SlotsBusy(
-            f"snapshot step {step} of {self._run}: no slot free{f' after {wait_s:g} s' if wait_s else ''}",
-            hint="the hot tier is slower than the snapshots come: take fewer, or give more slots",
+        raise self._generation.why_waiting() or SlotsBusy(
+            f"snapshot step {step} of {self._generation.run}: no slot free{f' after {wait_s:g} s' if wait_s else ''}",
+            hint="snapshots come faster than the hot tier persists them: take fewer, or give more slots",
         )
 
     def _make_slots(self, captured: Captured) -> None:
-        if len(self._held) < self._told.slots_per_rank:
+        pool, count = self._generation.pool, self._generation.settings.slots_per_rank
+        if len(pool) < count:
             plan = self._stager.plan(captured, self._owned, {"format_version": FORMAT_VERSION, "state": captured.tree})
-            self._held.make(self._told.slots_per_rank, plan.size_bytes)
+            pool.make(count, plan.size_bytes)
 
     def _stage(self, index: int, captured: Captured, step: int, state: Capturable) -> Staging:
+        generation = self._generation
         metadata = {
             "format_version": FORMAT_VERSION,
-            "run": self._run,
+            "run": generation.run,
             "step": step,
-            "generation": self._generation,
+            "generation": generation.number,
             "rank": self._ranks.rank,
             "world_size": self._ranks.world_size,
             "state": captured.tree,
         }
-        later: dict[str, torch.Tensor] = {}
-        if self._told.staging == "overlap" and isinstance(state, TrainingState):  # of others no optimizer is known
-            later = self.underway.deferrable(captured, state.optimizers)
+        deferrable: dict[str, torch.Tensor] = {}
+        if generation.settings.staging == "overlap" and isinstance(state, TrainingState):  # no other has optimizers
+            deferrable = self.overlap.deferrable(captured, state.optimizers)
         try:
-            staging = self._stager.begin(captured, self._owned, self._held.slot(index), metadata, later)
+            staging = self._stager.begin(captured, self._owned, generation.pool.slot(index), metadata, deferrable)
             if not staging.is_deferred:
                 staging.finish()
-        except RuntimeError as error:  # torch's: a GPU that has failed, or has no memory left
-            raise TierdError(f"snapshot step {step} of {self._run}: copy the state: {error}") from error
-        self._held.report_unpinned(index, step)
+        except RuntimeError as error:  # from torch: a GPU that has failed, or has no memory left
+            raise TierdError(f"snapshot step {step} of {generation.run}: copy the state: {error}") from error
+        generation.pool.report_unpinned(index, step)
         return staging
+
+    # ── a handle that is waited for ──
+
+    def before_wait(self, shot: Shot) -> None:
+        self._step_times.skip_step()
+        self.overlap.finish_on_training_thread(shot)
+
+    def ask(self, shot: Shot) -> None:
+        self._generation.check_open()
+        self._generation.send(wire.Ask(step=shot.step, generation=shot.generation))
+
+    def why_waiting(self) -> TierdError | None:
+        return self._generation.why_waiting()
+
+    # ── the session's thread ──
+
+    def on_message(self, message: wire.ToClient) -> None:
+        if not isinstance(message, wire.Persisted | wire.Replicated | wire.Failed):
+            return
+        shot = self._shots.get((message.step, message.generation))
+        if isinstance(message, wire.Failed):
+            error = from_kind(message.kind, message.message, message.hint)
+            log.warning("tierd: step %d, %s: %s", message.step, message.stage, error)
+            if shot is not None:
+                shot.failed(error, is_final=message.is_final)
+        elif shot is not None:
+            shot.reached(message.tier if isinstance(message, wire.Replicated) else "hot")
+
+    def on_attach(self) -> None:
+        """Nothing to send again: a handle that is waited for asks by itself."""
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Metrics as a manifest holds them. Raises BadRequest for what is no number, or for too many to send."""
+    """Metrics as a manifest holds them. Raises BadRequest for a value that is not a number, or for too many to send."""
     try:
         plain = manifest.plain_metrics(
             {

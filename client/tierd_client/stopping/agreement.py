@@ -1,9 +1,9 @@
-"""The ranks agree on the step at which a wish comes true (stop, take a snapshot), and no rank passes it unaware.
+"""The ranks agree on the step at which a request (stop, take a snapshot) takes effect, the same on all ranks.
 
-With nothing wished for it costs a lock. A rank with a wish has the daemon call all ranks to a meeting; a thread of
-each then takes part, so that the training goes on meanwhile. First all come together and hear each other's wishes:
-a rank that was never called costs nobody a wait. Only then does each promise not to pass its next step, and one
-maximum of the promised steps is where all act. From the promise on a meeting needs the ranks alone, no daemon.
+Without requests a step costs a lock. A rank with a request has the daemon call all ranks to a round, in which a thread
+of each takes part while training goes on. First all exchange their requests; a rank that was never called makes no
+training wait. Only then does each rank hold its training back from passing its next step, and the maximum of these
+steps is where all act. From there on a round needs only the ranks, no daemon.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from tierd.errors import TierdError, Transient
+from tierd.format import wire
 from tierd_client.ranks import Ranks
+from tierd_client.session import Sender
 
 log = logging.getLogger("tierd_client")
 
 CLOSE_TIMEOUT_S = 1.0
-PROMISE_TIMEOUT_S = 300.0  # it takes milliseconds, unless a rank is stopped in the middle of it
+ROUND_TIMEOUT_S = 300.0  # it takes milliseconds, unless a rank is stopped in the middle of it
 
 
-class Wish(IntEnum):
-    """What a rank may wish for, as an index of what is exchanged. All but the first mean: stop."""
+class RequestKind(IntEnum):
+    """Index of a request in what the ranks exchange. All but the first ask the run to stop."""
 
     SNAPSHOT = 0
     SIGNAL = 1
@@ -33,133 +35,129 @@ class Wish(IntEnum):
     OPERATOR = 4
 
 
-class _Nudge:
-    """Has the thread look whether it is over."""
-
-
 class Agreement:
-    """`wish` may be called anywhere, in a signal handler too; `at` on the training thread.
+    """`request` may be called anywhere, in a signal handler too; `agreed_at` on the training thread.
 
-    A point is a step at which a rank has asked. Points are counted, not steps: all ranks ask at the same steps.
+    Calls of `agreed_at` with a new step are counted, and the ranks agree on a count: all ask at the same steps.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, daemon: Sender) -> None:
         self._ranks = ranks
+        self._daemon = daemon
         # Its put() may interrupt a put() of the same thread: the only way out of a signal handler that never blocks.
-        self._inbox: queue.SimpleQueue[Wish | int | _Nudge] = queue.SimpleQueue()
-        self._convene: Callable[[int], None] = lambda meeting: None
+        # An int is the number of a round that all ranks are called to; None only wakes the thread.
+        self._inbox: queue.SimpleQueue[RequestKind | int | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._step: int | None = None
-        self._points = 0
-        self._ceiling: int | None = None
-        self._agreed: list[tuple[int, frozenset[Wish]]] = []
-        self._met = 0
-        self._called = 0  # meetings that somebody has called, by the highest number
-        self._asked = -1  # the meeting that we have had called
+        self._steps = 0
+        self._last_step: int | None = None  # the count that training may not pass while a round goes on
+        self._agreed: list[tuple[int, frozenset[RequestKind]]] = []
+        self._rounds = 0  # that are done
+        self._called = 0  # rounds that all ranks were called to
+        self._asked = -1  # the round that this rank asked the daemon to call
         self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def start(self, convene: Callable[[int], None], look: Callable[[], float | None]) -> None:
-        """`convene` has the daemon call all ranks to that meeting. `look` is called on the thread, before anything
-        else after so many seconds as it has returned (None: only when there is a word)."""
-        self._convene = convene
+    def start(self, poll: Callable[[], float | None]) -> None:
+        """With several ranks, start the thread. It calls `poll` now, and again after as many seconds as that returned
+        or when something arrives (None: only then)."""
         if self._ranks.world_size > 1:
-            self._thread = threading.Thread(target=self._run, args=(look,), name="tierd-agreement", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(poll,), name="tierd-agreement", daemon=True)
             self._thread.start()
 
-    def wish(self, wish: Wish) -> None:
-        self._inbox.put(wish)
+    def request(self, kind: RequestKind) -> None:
+        self._inbox.put(kind)
 
-    def hear(self, meeting: int) -> None:
-        """All ranks are called to this meeting. Hearing it twice, or too late, does nothing."""
-        self._inbox.put(meeting)
+    def join_round(self, number: int) -> None:
+        """The daemon calls all ranks to this round. A repeated or late call does nothing."""
+        self._inbox.put(number)
 
     def on_attach(self) -> None:
-        """Another daemon, or the same again, may not have heard of the meeting that we wait for."""
-        if self._asked == self._met or self._called > self._met:
-            self._convene(self._met)
+        """The daemon may not have received the call to the round that we wait for: send it again."""
+        if self._asked == self._rounds or self._called > self._rounds:
+            self._call_round()
 
-    def at(self, step: int) -> frozenset[Wish]:
-        """The wishes that come true at this step, on all ranks; each is told once.
+    def agreed_at(self, step: int) -> frozenset[RequestKind]:
+        """The requests that take effect at this step, on all ranks; each is returned once.
 
-        Raises Transient when a rank that has promised says nothing for five minutes."""
+        Raises Transient when another rank does not complete a round within five minutes."""
         with self._changed:
             if step != self._step:
                 self._step = step
-                self._points += 1
+                self._steps += 1
             if self._ranks.world_size == 1:
-                return self.now()
-            if not self._changed.wait_for(lambda: not self._is_held_up, PROMISE_TIMEOUT_S):
+                return self.take_requests()
+            if not self._changed.wait_for(self._may_go_on, ROUND_TIMEOUT_S):
                 raise Transient(
-                    f"agree with the other ranks at step {step}: no answer for {PROMISE_TIMEOUT_S:.0f} s",
+                    f"agree with the other ranks at step {step}: no answer for {ROUND_TIMEOUT_S:.0f} s",
                     hint="is one of them stopped, or stuck?",
                 )
             if not self._agreed:
                 return frozenset()
-            true = [wishes for point, wishes in self._agreed if point <= self._points]
-            self._agreed = [one for one in self._agreed if one[0] > self._points]
-            return frozenset[Wish]().union(*true)
+            due = [kinds for count, kinds in self._agreed if count <= self._steps]
+            self._agreed = [(count, kinds) for count, kinds in self._agreed if count > self._steps]
+            return frozenset[RequestKind]().union(*due)
 
-    @property
-    def _is_held_up(self) -> bool:
-        return self._ceiling is not None and self._points >= self._ceiling
+    def _may_go_on(self) -> bool:
+        return self._last_step is None or self._steps < self._last_step
 
-    def now(self) -> frozenset[Wish]:
-        """What a single rank has wished for: it has nobody to agree with."""
-        found: set[Wish] = set()
+    def take_requests(self) -> frozenset[RequestKind]:
+        """The requests of a single rank, which take effect at once."""
+        kinds: set[RequestKind] = set()
         while self._ranks.world_size == 1 and not self._inbox.empty():
-            word = self._inbox.get_nowait()
-            if isinstance(word, Wish):
-                found.add(word)
-        return frozenset(found)
+            received = self._inbox.get_nowait()
+            if isinstance(received, RequestKind):
+                kinds.add(received)
+        return frozenset(kinds)
 
     def close(self) -> None:
         self._is_over = True
-        self._inbox.put(_Nudge())
+        self._inbox.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
+    def _call_round(self) -> None:
+        self._daemon.send(wire.Convene(meeting=self._rounds))
+
     # ── the thread ──
 
-    def _run(self, look: Callable[[], float | None]) -> None:
-        wishes: set[Wish] = set()
+    def _run(self, poll: Callable[[], float | None]) -> None:
+        requested: set[RequestKind] = set()
         try:
             while not self._is_over:
                 try:
-                    word = self._inbox.get(timeout=look())
+                    received = self._inbox.get(timeout=poll())
                 except queue.Empty:
                     continue
-                if isinstance(word, Wish):
-                    wishes.add(word)
-                elif isinstance(word, int):
-                    self._called = max(self._called, word + 1)
-                if wishes and self._called <= self._met and self._asked != self._met:
-                    self._asked = self._met
-                    self._convene(self._met)
-                while self._called > self._met:
-                    self._meet(frozenset(wishes))
-                    wishes.clear()
+                if isinstance(received, RequestKind):
+                    requested.add(received)
+                elif received is not None:
+                    self._called = max(self._called, received + 1)
+                if requested and self._called <= self._rounds and self._asked != self._rounds:
+                    self._asked = self._rounds
+                    self._call_round()
+                while self._called > self._rounds:
+                    self._run_round(frozenset(requested))
+                    requested.clear()
         except TierdError as error:
-            # A rank has ended or died. Who depends on it hears of it in the next exchange of the training.
+            # A rank has ended or died: the next exchange of the training raises that error, if it matters.
             if not self._is_over:
-                log.warning("tierd: the ranks can no more agree on a step to stop at: %s", error)
-        except Exception:
-            log.exception("tierd: the thread that agrees with the other ranks ended: a bug in tierd, please report it")
+                log.warning("tierd: the ranks can no longer agree on a step to stop at: %s", error)
         finally:
-            self._ranks.leave_apart()
+            self._ranks.close_background()
             with self._changed:
-                self._ceiling = None
+                self._last_step = None
                 self._changed.notify_all()
 
-    def _meet(self, wishes: frozenset[Wish]) -> None:
-        everyone = self._ranks.maximum_apart([wish in wishes for wish in Wish], self._has_ended)
+    def _run_round(self, requested: frozenset[RequestKind]) -> None:
+        on_any = self._ranks.background_maximum([kind in requested for kind in RequestKind], self._has_ended)
         with self._changed:
-            ceiling = self._ceiling = self._points + 1
-        (point,) = self._ranks.maximum_apart([ceiling], self._has_ended)
+            last_step = self._last_step = self._steps + 1
+        (count,) = self._ranks.background_maximum([last_step], self._has_ended)
         with self._changed:
-            self._agreed.append((point, frozenset(wish for wish in Wish if everyone[wish])))
-            self._ceiling = None
-            self._met += 1
+            self._agreed.append((count, frozenset(kind for kind in RequestKind if on_any[kind])))
+            self._last_step = None
+            self._rounds += 1
             self._changed.notify_all()
 
     def _has_ended(self) -> bool:

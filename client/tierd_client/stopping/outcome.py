@@ -1,4 +1,4 @@
-"""How a run ends, as its loop was left: the word for the daemon, and the wait for the last snapshot after a stop."""
+"""How a run ended, as the daemon records it, and the wait for the last snapshot after a stop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 from tierd.errors import EXIT_HALTED, Full, TierdError, Transient
 from tierd.format import wire
 from tierd_client.snapshot.handle import Shot
-from tierd_client.stopping.requests import StopRequests
 
 log = logging.getLogger("tierd_client")
 
@@ -22,11 +21,11 @@ class Halted(SystemExit):
         self.reason = reason
 
 
-def ending_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
-    """What is told of a `with client:` that was left so.
+def outcome_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
+    """The outcome of a `with client:` block that `error` has ended, or that ended without one.
 
-    stopped: start the same command again. finished: the loop has come to its end. halted: a person must decide,
-    because somebody said so, or the same command would meet the same refusal. failed: anything else.
+    stopped: start the same command again. finished: the loop came to its end. halted: a person must decide, because
+    the loop said so, or because the same command would get the same error. failed: anything else.
     """
     match error:
         case Halted():
@@ -38,16 +37,15 @@ def ending_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
         case None:
             state, reason = ("stopped", stop_reason) if stop_reason else ("finished", "")
         case SystemExit() if error.code in (None, 0):
-            return ending_of(None, stop_reason)
+            return outcome_of(None, stop_reason)
         case _:
             state, reason = "failed", f"{type(error).__name__}: {error}"
     return wire.Goodbye(state=state, reason=reason[:REASON_CHARS_MAX])
 
 
-def wait_last(stops: StopRequests, shot: Shot | None, timeout_s: float) -> None:
-    """Until the last snapshot is durable. Raises Transient when it is not in time: what the stop has cost is unknown,
-    and the exit code must say so. A loop that was left without one is told of, for its last steps are lost."""
-    step = stops.last_step
+def wait_last_snapshot(step: int | None, shot: Shot | None, timeout_s: float) -> None:
+    """After a stop at `step`, wait until the newest snapshot is durable. Raises Transient when it is not in time: the
+    exit code must not claim that nothing was lost. Logs an error when there is no snapshot of `step`."""
     if shot is None or shot.step != step:
         newest = f"the newest is of step {shot.step}" if shot is not None else "none was taken"
         log.error("tierd: stopped at step %s without a snapshot of it: %s; the steps since are lost", step, newest)

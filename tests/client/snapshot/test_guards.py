@@ -1,4 +1,4 @@
-"""What may be copied later: only what a step pre-hook guards, and whose changes are seen."""
+"""Deferred tensors: only those that a step pre-hook guards, and whose changes are detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 128
 
 
 def stepped(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], **options)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
     model(torch.randn(4, WIDTH)).square().mean().backward()
     optimizer.step()
     return optimizer
@@ -28,7 +28,7 @@ def names(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Any)
     return set(deferrable(state.capture(0, 1), state.optimizers))
 
 
-def test_parameters_and_moments_may_be_copied_later_and_nothing_else() -> None:
+def test_only_large_parameters_and_moments_are_deferred() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
     )
@@ -36,19 +36,19 @@ def test_parameters_and_moments_may_be_copied_later_and_nothing_else() -> None:
     model.register_buffer("table", torch.zeros(WIDTH, WIDTH))
     optimizer = stepped(model)
     ema = torch.optim.swa_utils.AveragedModel(model)
-    found = names(model, optimizer, ema=ema, extra={"big": torch.zeros(WIDTH, WIDTH)})
+    deferred = names(model, optimizer, ema=ema, extra={"big": torch.zeros(WIDTH, WIDTH)})
     weight = "0.weight"
-    assert found == {f"model.{weight}", f"optimizer.state.{weight}.exp_avg", f"optimizer.state.{weight}.exp_avg_sq"}
-    assert model[0].bias.nbytes < DEFERRED_BYTES_MIN, "small ones are copied at once"
+    assert deferred == {f"model.{weight}", f"optimizer.state.{weight}.exp_avg", f"optimizer.state.{weight}.exp_avg_sq"}
+    assert model[0].bias.nbytes < DEFERRED_BYTES_MIN, "small tensors are copied during the call"
 
 
-def test_names_of_one_tied_parameter_are_all_guarded_and_a_part_of_one_is_not() -> None:
+def test_all_names_of_a_tied_parameter_are_deferred_and_a_view_of_a_part_is_not() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
     model[1].weight = model[0].weight
     model.register_buffer("part", model[0].weight.detach()[:100])
-    found = names(model, stepped(model))
-    assert {"model.0.weight", "model.1.weight"} <= found
-    assert "model.part" not in found
+    deferred = names(model, stepped(model))
+    assert {"model.0.weight", "model.1.weight"} <= deferred
+    assert "model.part" not in deferred
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
@@ -56,7 +56,7 @@ def test_optimizers_of_torch_are_guarded(options: dict[str, bool]) -> None:
     assert is_guarded(stepped(torch.nn.Linear(WIDTH, WIDTH), **options))
 
 
-def test_an_optimizer_that_took_its_step_out_of_torchs_hands_is_not() -> None:
+def test_optimizer_whose_step_runs_no_hooks_is_not_guarded() -> None:
     class Bare(torch.optim.SGD):
         pass
 
@@ -69,7 +69,7 @@ def test_an_optimizer_that_took_its_step_out_of_torchs_hands_is_not() -> None:
     assert not is_guarded(captured), "a CUDA graph that is replayed runs no hook"
 
 
-def test_a_wrapper_that_makes_no_hooks_is_as_good_as_what_it_wraps() -> None:
+def test_wrapper_of_a_guarded_optimizer_is_guarded() -> None:
     from accelerate import Accelerator
 
     wrapper = Accelerator(cpu=True).prepare(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
@@ -94,20 +94,20 @@ def read(tensor: torch.Tensor) -> None:
     (tensor * 2).sum().backward()
 
 
-@pytest.mark.parametrize(("act", "is_seen"), [(in_place, True), (by_index, True), (swapped, False), (read, False)])
-def test_a_change_in_place_is_seen_and_what_leaves_the_memory_alone_is_none(
-    act: Callable[[torch.Tensor], None], is_seen: bool
+@pytest.mark.parametrize(("act", "is_detected"), [(in_place, True), (by_index, True), (swapped, False), (read, False)])
+def test_only_changes_of_the_memory_in_place_are_detected(
+    act: Callable[[torch.Tensor], None], is_detected: bool
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
-    held = parameter.detach()
-    watch = Watch([("p", parameter, held)])
+    copied = parameter.detach()
+    watch = Watch([("p", parameter, copied)])
     act(parameter)
-    assert watch.changed() == (["p"] if is_seen else [])
-    assert torch.equal(held, torch.zeros(3)) is not is_seen
+    assert watch.changed() == (["p"] if is_detected else [])
+    assert torch.equal(copied, torch.zeros(3)) is not is_detected
 
 
-def test_a_change_through_data_is_not_seen() -> None:
-    """The limit that the documentation names. The day that torch counts it, this test and that sentence go."""
+def test_change_through_data_is_not_detected() -> None:
+    """A limit that the documentation names. When torch counts such changes, remove this test and that sentence."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     watch = Watch([("p", parameter, parameter.detach())])
     parameter.data.add_(1)
@@ -128,7 +128,7 @@ def sharded(tmp_path: Path) -> Any:
         dist.destroy_process_group()
 
 
-def test_shards_of_fsdp_are_guarded_and_both_of_their_counters_are_watched(sharded: torch.nn.Module) -> None:
+def test_fsdp_shards_are_deferred_and_both_of_their_counters_are_compared(sharded: torch.nn.Module) -> None:
     optimizer = stepped(sharded)
     state = TrainingState(model=sharded, optimizer=optimizer)
 
@@ -136,11 +136,13 @@ def test_shards_of_fsdp_are_guarded_and_both_of_their_counters_are_watched(shard
         captured = state.capture(0, 1)
         live = deferrable(captured, state.optimizers)
         assert set(live) == {"model.weight", "optimizer.state.weight.exp_avg", "optimizer.state.weight.exp_avg_sq"}
-        return Watch([(one.name, live[one.name], one.tensor) for one in captured.tensors if one.name in live])
+        return Watch(
+            [(source.name, live[source.name], source.tensor) for source in captured.tensors if source.name in live]
+        )
 
     untouched = watch()
     sharded(torch.randn(4, WIDTH)).sum().backward()
-    assert untouched.changed() == [], "forward and backward unshard into memory of their own"
+    assert untouched.changed() == [], "forward and backward unshard into other memory"
     with torch.no_grad():
         sharded.weight.mul_(2)
     assert untouched.changed() == ["model.weight"]
@@ -151,16 +153,16 @@ def test_shards_of_fsdp_are_guarded_and_both_of_their_counters_are_watched(shard
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on its way to compile
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_hook_runs_before_anything_changes(is_compiled: bool) -> None:
+def test_hook_runs_before_the_step_changes_anything(is_compiled: bool) -> None:
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = stepped(model, fused=True)
     step = torch.compile(lambda: optimizer.step(), backend="eager") if is_compiled else optimizer.step
-    seen: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
     for _ in range(2):
-        guard = Guard(lambda: seen.append(model.weight.detach().clone()))
+        guard = Guard(lambda: weights.append(model.weight.detach().clone()))
         before = model.weight.detach().clone()
         step()
         guard.close()
         step()
-        assert torch.equal(seen.pop(), before)
-        assert not seen
+        assert torch.equal(weights.pop(), before)
+        assert not weights

@@ -1,4 +1,4 @@
-"""The trainer's slots: sealed memory that outlives its maker, grows, and never leaves a tensor dangling."""
+"""The trainer's slots: sealed memory that outlives the trainer, grows, and stays mapped while a tensor uses it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_slot_closes_on_exec(slot: Slot) -> None:
     assert fcntl.fcntl(slot.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_slot_is_faulted_in_beforehand(slot: Slot) -> None:
+def test_slot_is_faulted_in_before_use(slot: Slot) -> None:
     assert slot.wait_prefaulted(30)
     assert os.fstat(slot.fd).st_blocks * 512 >= slot.capacity_bytes
     assert slot.tensor.sum() == 0
 
 
-def test_bytes_are_seen_by_whoever_has_the_descriptor(slot: Slot) -> None:
+def test_bytes_are_visible_through_the_descriptor(slot: Slot) -> None:
     slot.view[:5] = b"hello"
     assert os.pread(slot.fd, 5, 0) == b"hello"
     slot.tensor[0] = ord("J")
@@ -64,7 +64,7 @@ def test_bytes_are_seen_by_whoever_has_the_descriptor(slot: Slot) -> None:
     os.close(descriptor)
 
 
-def test_slot_that_is_open_is_read_by_its_own_mapping_also_once_it_has_grown(slot: Slot) -> None:
+def test_open_slot_is_read_through_its_own_mapping_also_after_it_has_grown(slot: Slot) -> None:
     other = Slot.create(3 * MIB)
     descriptor = os.dup(slot.fd)
     for _ in range(2):
@@ -75,14 +75,14 @@ def test_slot_that_is_open_is_read_by_its_own_mapping_also_once_it_has_grown(slo
     other.close()
 
 
-def test_memory_that_others_have_grown_beyond_our_mapping_is_mapped_anew(slot: Slot) -> None:
+def test_memory_that_grew_beyond_our_mapping_is_mapped_again(slot: Slot) -> None:
     os.ftruncate(slot.fd, slot.capacity_bytes + MIB)
-    found = map_to_read(slot.fd, slot.capacity_bytes + MIB)
-    assert found.numel() == slot.capacity_bytes + MIB
-    assert found[-1] == 0
+    mapping = map_to_read(slot.fd, slot.capacity_bytes + MIB)
+    assert mapping.numel() == slot.capacity_bytes + MIB
+    assert mapping[-1] == 0
 
 
-def test_a_mapping_of_others_memory_does_not_write_through(slot: Slot) -> None:
+def test_mapping_of_another_processs_memory_is_private(slot: Slot) -> None:
     descriptor = os.dup(slot.fd)
     slot.close()
     map_to_read(descriptor, 4096)[0] = 9
@@ -101,9 +101,9 @@ def test_slot_that_outlived_its_trainer_is_adopted_with_its_bytes(slot: Slot) ->
     adopted.close()
 
 
-@pytest.mark.skipif(KERNEL < (5, 14), reason="it cannot populate a mapping")
-def test_writing_to_an_adopted_slot_costs_no_faults(slot: Slot) -> None:
-    """Though its pages were mapped to be read: else each would hold up the first snapshot."""
+@pytest.mark.skipif(KERNEL < (5, 14), reason="the kernel cannot populate a mapping")
+def test_write_to_an_adopted_slot_causes_no_faults(slot: Slot) -> None:
+    """Its pages were faulted in for reading: a fault per page would slow the first snapshot."""
     slot.tensor.fill_(1)
     adopted = Slot.adopt(os.dup(slot.fd), slot.capacity_bytes)
     assert adopted.wait_prefaulted(30)
@@ -128,7 +128,7 @@ def _short() -> int:
 
 
 @pytest.mark.parametrize("make", [_unsealed, _short])
-def test_memory_that_could_kill_its_user_is_not_adopted(make: object) -> None:
+def test_memory_that_can_shrink_or_is_too_small_is_not_adopted(make: object) -> None:
     descriptor = make()  # type: ignore[operator]
     with pytest.raises(Corrupt, match="adopt a slot"):
         Slot.adopt(descriptor, 2 * MIB)
@@ -136,7 +136,7 @@ def test_memory_that_could_kill_its_user_is_not_adopted(make: object) -> None:
         os.fstat(descriptor)
 
 
-def test_file_of_a_disk_is_not_adopted(tmp_path: Path) -> None:
+def test_file_on_a_disk_is_not_adopted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(2 * MIB))
     with pytest.raises(Corrupt, match="sealed against shrinking: False"):
@@ -150,14 +150,14 @@ def test_slot_grows_and_keeps_its_bytes_and_its_descriptor(slot: Slot) -> None:
     assert slot.fd == descriptor
     assert slot.capacity_bytes == slot.tensor.numel() == os.fstat(descriptor).st_size >= 9 * MIB
     assert bytes(slot.view[:5]) == b"hello"
-    before[0] = ord("J")  # the former mapping still is one
+    before[0] = ord("J")  # the former mapping is still valid
     assert slot.tensor[0] == ord("J")
     assert slot.wait_prefaulted(30)
     slot.grow(MIB)
     assert slot.capacity_bytes >= 9 * MIB
 
 
-def test_tensor_that_is_kept_outlives_the_closed_slot() -> None:
+def test_tensor_outlives_the_closed_slot() -> None:
     slot = Slot.create(MIB)
     kept = slot.tensor[:4]
     kept.fill_(7)
@@ -166,14 +166,14 @@ def test_tensor_that_is_kept_outlives_the_closed_slot() -> None:
     assert kept.tolist() == [7, 7, 7, 7]
 
 
-def test_size_that_no_memory_has_is_full_and_leaks_nothing() -> None:
+def test_impossible_size_raises_full_and_leaks_nothing() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Full, match="allocate a slot"):
         Slot.create(1 << 62)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_that_runs_short_in_the_background_is_full_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_short_in_the_background_raises_full_in_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
@@ -184,13 +184,13 @@ def test_memory_that_runs_short_in_the_background_is_full_when_asked(monkeypatch
     slot.close()
 
 
-def test_kernel_that_cannot_populate_leaves_it_to_the_faults(slot: Slot) -> None:
+def test_populate_refused_by_the_kernel_is_ignored(slot: Slot) -> None:
     assert slot.wait_prefaulted(30)
-    slots.populate(1, mmap.PAGESIZE, are_new=True)  # refused by the kernel, and that is all
+    slots.populate(1, mmap.PAGESIZE, are_new=True)  # refused by the kernel, and not raised
 
 
 def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
-    """A child that touches it dies of SIGSEGV, alone."""
+    """A child that touches it dies of SIGSEGV; the parent goes on."""
     script = (
         "import os, sys\n"
         "from tierd_client.snapshot.slot import Slot\n"
@@ -216,7 +216,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return Runtime(monkeypatch)
 
 
-def test_the_mapping_is_page_locked_once_by_the_gpu_that_is_in_use(slot: Slot, runtime: Runtime) -> None:
+def test_mapping_is_page_locked_once_by_the_gpu_in_use(slot: Slot, runtime: Runtime) -> None:
     slot.pin(GPU)
     slot.pin(GPU)
     assert runtime.calls == [("register", "cuda:1")]
@@ -224,7 +224,7 @@ def test_the_mapping_is_page_locked_once_by_the_gpu_that_is_in_use(slot: Slot, r
     assert not slot.refusal
 
 
-def test_a_mapping_is_unlocked_before_it_goes_and_once_the_gpu_is_done_with_it(slot: Slot, runtime: Runtime) -> None:
+def test_mapping_is_unlocked_before_it_is_freed_and_after_the_gpu_has_finished(slot: Slot, runtime: Runtime) -> None:
     end = [("synchronize", "cuda:1"), ("unregister", "cuda:1")]
     slot.pin(GPU)
     slot.grow(9 * MIB)
@@ -236,14 +236,14 @@ def test_a_mapping_is_unlocked_before_it_goes_and_once_the_gpu_is_done_with_it(s
     assert not runtime.locked
 
 
-def test_what_is_refused_is_said_once_and_asked_again_of_a_new_mapping(
+def test_refused_page_lock_is_logged_once_and_tried_again_for_a_new_mapping(
     slot: Slot, runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refuses_with = 2
     for _ in range(3):
         slot.pin(GPU)
     assert runtime.calls == [("register", "cuda:1")]
-    assert "cudaHostRegister says 2" in slot.refusal
+    assert "cudaHostRegister returns 2" in slot.refusal
     assert caplog.text.count("copies are slower") == 1
     runtime.refuses_with = 0
     slot.grow(9 * MIB)
@@ -252,8 +252,8 @@ def test_what_is_refused_is_said_once_and_asked_again_of_a_new_mapping(
     assert runtime.locked
 
 
-def test_a_refusal_is_no_error_of_the_thread_that_trains(slot: Slot, runtime: Runtime) -> None:
-    """The runtime keeps a thread's last error, and torch looks at it after the next kernel."""
+def test_refused_page_lock_leaves_no_error_on_the_training_thread(slot: Slot, runtime: Runtime) -> None:
+    """CUDA keeps the last error of each thread, and torch checks it after the next kernel."""
     threads: list[int] = []
     ask = runtime.cudaHostRegister
     runtime.cudaHostRegister = lambda *args: threads.append(threading.get_ident()) or ask(*args)  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ def test_a_refusal_is_no_error_of_the_thread_that_trains(slot: Slot, runtime: Ru
     assert threads[0] != threading.get_ident()
 
 
-def test_a_gpu_that_has_failed_neither_ends_training_nor_the_close(
+def test_failed_gpu_breaks_neither_grow_nor_close(
     slot: Slot, runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     slot.pin(GPU)

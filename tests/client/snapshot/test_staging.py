@@ -1,4 +1,4 @@
-"""Staging: a valid shard in the slot, laid out once, whatever the tensors' strides, sizes and changes."""
+"""Staging: a valid shard in the slot, with one layout while the state keeps its shape, for any strides and sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierd_client.snapshot.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.gpu import DEVICE, gpu_that_draws_lots
-from tests.support.state import Training, metadata, one_step, stage
+from tests.support.state import Training, metadata, one_step, stage, stage_into
 from tierd.errors import Full, Torn
 from tierd.format.shard import parse_header, plan_layout
 
@@ -34,8 +34,7 @@ def slot() -> Iterator[Slot]:
 
 def into(slot: Slot, stager: Stager, state: TrainingState, step: int = 5, **also: Any) -> bytes:
     captured = state.capture(0, 1)
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree, step=step) | also)
-    return bytes(slot.view[:size_bytes])
+    return stage_into(slot, stager, captured, metadata(captured.tree, step=step) | also)
 
 
 def test_staged_bytes_are_a_safetensors_file_with_everything_in_it() -> None:
@@ -58,7 +57,7 @@ def test_the_same_state_gives_the_same_bytes() -> None:
     assert stage(training.state()) == stage(training.state())
 
 
-def test_layout_is_made_once_and_follows_the_state_when_it_changes(slot: Slot) -> None:
+def test_layout_is_kept_until_the_state_changes(slot: Slot) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     state, stager = TrainingState(model=model, optimizer=optimizer), Stager()
@@ -100,7 +99,7 @@ def test_slot_that_is_too_small_grows(slot: Slot) -> None:
     assert torch.equal(load(raw)["model.weight"], model.weight)
 
 
-def test_metadata_that_has_outgrown_its_area_gets_a_larger_one(slot: Slot) -> None:
+def test_metadata_that_does_not_fit_gets_a_larger_area(slot: Slot) -> None:
     model, stager = torch.nn.Linear(2, 2), Stager()
     state = TrainingState(model=model)
     small = into(slot, stager, state, note="x")
@@ -122,7 +121,7 @@ def test_state_without_tensors_is_a_shard_too() -> None:
     assert parse_header(raw, len(raw), where="slot").tierd["state"]["extra.step"]["value"] == 3
 
 
-def test_memory_that_runs_short_is_full_before_a_byte_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_raises_full_before_a_byte_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     def short(fd: int, offset: int, length: int) -> None:
@@ -135,7 +134,7 @@ def test_memory_that_runs_short_is_full_before_a_byte_is_staged(monkeypatch: pyt
     slot.close()
 
 
-def test_what_may_be_copied_later_is_copied_when_started_and_the_header_comes_last(slot: Slot) -> None:
+def test_deferred_tensors_are_copied_after_start_and_the_header_is_written_last(slot: Slot) -> None:
     model = torch.nn.Linear(300, 300)
     state, stager = TrainingState(model=model, optimizer=torch.optim.SGD(model.parameters())), Stager()
     captured = state.capture(0, 1)
@@ -156,7 +155,7 @@ def test_what_may_be_copied_later_is_copied_when_started_and_the_header_comes_la
     assert torch.equal(load(raw)["model.weight"], before)
 
 
-def test_strided_tensors_may_be_copied_later_too(slot: Slot) -> None:
+def test_strided_tensors_are_deferred_too(slot: Slot) -> None:
     convolution = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     state, stager = TrainingState(model=convolution, optimizer=torch.optim.SGD(convolution.parameters())), Stager()
     captured = state.capture(0, 1)
@@ -181,7 +180,7 @@ def test_large_and_small_contiguous_and_strided_tensors_are_copied_whole(sizes: 
         patch.setattr(copying, "LARGE_BYTES", 64 * 12)
         patch.setattr(copying, "PIECE_BYTES", 500)
         Copier().copy(to, from_)
-    assert all(torch.equal(one, other) for one, other in zip(to, from_, strict=True))
+    assert all(torch.equal(copy, source) for copy, source in zip(to, from_, strict=True))
 
 
 def test_lazy_conjugates_are_copied_by_value() -> None:
@@ -195,7 +194,7 @@ def test_lazy_conjugates_are_copied_by_value() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at_the_call(seed: int) -> None:
+def test_shard_is_the_state_at_the_call_in_any_order_of_gpu_streams(seed: int) -> None:
     weight, buffer = torch.zeros(8), torch.zeros(8)
     mapping = torch.zeros(EMPTY.size_bytes + 64, dtype=torch.uint8)
     weight_to, buffer_to = mapping[EMPTY.size_bytes :].view(torch.float32).chunk(2)
@@ -203,8 +202,8 @@ def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at
         later: ByDevice = {DEVICE: ([weight_to], [weight])}
         streams = Streams()
         for step in (1.0, 2.0):
-            for one in (weight, buffer):
-                one.fill_(step)
+            for tensor in (weight, buffer):
+                tensor.fill_(step)
             watch = Watch([("weight", weight, weight.detach())])
             staging = Staging(mapping, EMPTY, {}, later, watch, Copier(), streams)
             staging.copy({DEVICE: ([buffer_to], [buffer])})
@@ -218,7 +217,7 @@ def test_in_whatever_order_a_gpu_works_its_streams_off_the_shard_is_the_state_at
             assert (weight_to.tolist(), buffer_to.tolist()) == ([step] * 8, [step] * 8)
 
 
-def test_a_change_on_a_gpu_before_the_step_is_seen_when_it_is_queued_and_without_a_look_at_the_bytes() -> None:
+def test_change_on_a_gpu_is_detected_when_it_is_queued() -> None:
     weight, to = torch.zeros(8), torch.zeros(8)
     with gpu_that_draws_lots(0):
         watch = Watch([("weight", weight, weight.detach())])
@@ -234,18 +233,18 @@ def test_a_change_on_a_gpu_before_the_step_is_seen_when_it_is_queued_and_without
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_broken_off_snapshot_has_queued_does_not_reach_the_slot_of_the_next(seed: int, slot: Slot) -> None:
+def test_copies_of_an_interrupted_snapshot_do_not_write_into_the_next(seed: int, slot: Slot) -> None:
     model, weight, stager = torch.nn.Linear(2, 2), torch.full((1 << 18,), 1.0), Stager()
     with gpu_that_draws_lots(seed) as gpu:
         stager._streams.copy(DEVICE, [slot.tensor.view(torch.float32)[: 1 << 18]], [weight])
         gpu.work(gpu.random.randrange(3))
     captured = TrainingState(model=model).capture(0, 1)
-    size_bytes = stager.stage(captured, None, slot, metadata(captured.tree))
-    stager._streams.drain()
-    assert torch.equal(load(bytes(slot.view[:size_bytes]))["model.weight"], model.weight)
+    raw = stage_into(slot, stager, captured, metadata(captured.tree))
+    stager._streams.synchronize()
+    assert torch.equal(load(raw)["model.weight"], model.weight)
 
 
-def test_a_gpu_without_memory_for_a_copy_spoils_the_snapshot_and_not_the_call() -> None:
+def test_copy_that_a_gpu_has_no_memory_for_fails_in_finish_and_not_in_start() -> None:
     class Streamless(Streams):
         def copy(self, *_: object) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,11 +1,11 @@
-"""Ranks agree on the step at which a wish comes true: the same on all, whoever wishes, whatever dies meanwhile."""
+"""The ranks agree on the step at which a request takes effect, whichever rank requests, whatever dies meanwhile."""
 
 from __future__ import annotations
 
 import random
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,17 @@ import torch.distributed as dist
 from tierd_client import Transient
 from tierd_client.ranks import Ranks
 from tierd_client.stopping import agreement as module
-from tierd_client.stopping.agreement import Agreement, Wish
+from tierd_client.stopping.agreement import Agreement, RequestKind
 
 from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
+from tierd.format import wire
 
 FOREVER = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One for all tests, who leave it as it was: the ranks of each are a new generation of one run."""
+    """Shared by all tests: the ranks of each are a new generation of one run."""
     with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
@@ -37,27 +38,33 @@ def ranks(daemon: Daemon, world_size: int, **options: Any) -> Generator[list[Tra
         yield trainers
 
 
-# ── a rank by itself ──
+# ── a single rank ──
 
 
-def test_a_rank_by_itself_has_what_it_wishes_for_at_once_and_once() -> None:
-    alone = Agreement(Ranks(0, 1))
-    alone.start(lambda meeting: pytest.fail("there is nobody to call"), lambda: None)
-    assert alone.at(1) == frozenset()
-    alone.wish(Wish.SNAPSHOT)
-    alone.wish(Wish.SIGNAL)
-    assert alone.at(1) == {Wish.SNAPSHOT, Wish.SIGNAL}
-    assert alone.at(2) == frozenset()
-    alone.on_attach()
-    alone.close()
+class Outbox:
+    """A daemon that must not be asked for anything."""
+
+    def send(self, message: wire.ToDaemon) -> None:
+        pytest.fail(f"a single rank sent {message}")
 
 
-# ── several ranks; what follows the underscore runs in a trainer ──
+def test_requests_of_a_single_rank_take_effect_at_once_and_once() -> None:
+    agreement = Agreement(Ranks(0, 1), Outbox())
+    agreement.start(lambda: None)
+    assert agreement.agreed_at(1) == frozenset()
+    agreement.request(RequestKind.SNAPSHOT)
+    agreement.request(RequestKind.SIGNAL)
+    assert agreement.agreed_at(1) == {RequestKind.SNAPSHOT, RequestKind.SIGNAL}
+    assert agreement.agreed_at(2) == frozenset()
+    agreement.on_attach()
+    agreement.close()
+
+
+# ── several ranks; functions with a leading underscore run in a trainer ──
 
 
 def _loop(training: Training, seed: int, slowest_s: float, every: int = 1) -> tuple[list[int], int | None]:
-    """(the steps that were due, the step that it stopped at), at a speed of its own: nothing keeps the ranks together
-    but what they agree on."""
+    """(the steps that were due, the step of the stop), at a random speed."""
     chance, due = random.Random(seed), list[int]()
     with training.client as client:
         for step in range(every, FOREVER, every):
@@ -83,7 +90,7 @@ def _loop_until_due(training: Training, seed: int, count: int) -> list[int]:
 
 
 def _loop_with_snapshots(training: Training) -> list[int]:
-    """It never asks whether one is due: snapshots are its points."""
+    """A loop that never calls due()."""
     taken: list[int] = []
     with training.client as client:
         for step in range(5, FOREVER, 5):
@@ -95,12 +102,12 @@ def _loop_with_snapshots(training: Training) -> list[int]:
 
 
 def _collectives(training: Training, steps: int) -> list[str]:
-    """What is exchanged during so many steps."""
-    seen: list[str] = []
+    """The names of the collectives that are called during so many steps."""
+    called: list[str] = []
 
     def counted(name: str) -> Any:
         real = getattr(dist, name)
-        return lambda *arguments, **options: (seen.append(name), real(*arguments, **options))[1]
+        return lambda *arguments, **options: (called.append(name), real(*arguments, **options))[1]
 
     names = ["all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"]
     former = {name: getattr(dist, name) for name in names}
@@ -114,35 +121,48 @@ def _collectives(training: Training, steps: int) -> list[str]:
     finally:
         for name in names:
             setattr(dist, name, former[name])
-    return seen
+    return called
 
 
-def _hear(training: Training, meeting: int) -> None:
-    training.client._stops._agreement.hear(meeting)
+def _call_to_round(training: Training, number: int) -> None:
+    """As if the daemon had called this rank, and no other."""
+    training.client._requests.on_message(wire.Convened(meeting=number))
 
 
 def _due(training: Training, step: int) -> tuple[bool, bool]:
     return training.client.due(step), training.client.stopping
 
 
-def _is_agreed(training: Training) -> bool:
-    return bool(training.client._stops._agreement._agreed)
+def _after_first_exchange(act: Callable[[], object]) -> None:
+    """In this process: `act` between the two exchanges of a round."""
+    maximum = Ranks.background_maximum
+
+    def once(ranks: Ranks, values: list[int], is_over: Any) -> list[int]:
+        values = maximum(ranks, values, is_over)
+        act()
+        return values
+
+    Ranks.background_maximum = once
 
 
-def _promise_and_vanish(training: Training) -> None:
-    """Die as soon as all have come to the meeting: after the first exchange, before the second."""
-    own = training.client._stops._agreement._ranks
-    meet = own.maximum_apart
-
-    def once(values: list[int], is_over: Any) -> list[int]:
-        found = meet(values, is_over)
-        signal.raise_signal(signal.SIGKILL)
-        return found
-
-    own.maximum_apart = once
+def _die_in_a_round(training: Training) -> None:
+    _after_first_exchange(lambda: signal.raise_signal(signal.SIGKILL))
 
 
-def test_with_nothing_wished_for_a_step_costs_no_exchange(daemon: Daemon) -> None:
+def _hang_in_a_round(training: Training) -> None:
+    _after_first_exchange(lambda: time.sleep(FOREVER))
+
+
+def stop_together(trainers: list[Trainer], first_step: int) -> None:
+    """Let the ranks step one by one, each waiting for the others, until they stop: all at the same step."""
+    for step in range(first_step, FOREVER):
+        stopping = [is_stopping for _, is_stopping in together(trainers, "apply", _due, step)]
+        assert stopping in ([False] * len(trainers), [True] * len(trainers))
+        if stopping[0]:
+            return
+
+
+def test_step_without_requests_costs_no_collective(daemon: Daemon) -> None:
     with ranks(daemon, 2, every_s=3600.0) as trainers:
         together(trainers, "train", 1)
         assert together(trainers, "apply", _due, 1) == [(False, False)] * 2
@@ -150,40 +170,37 @@ def test_with_nothing_wished_for_a_step_costs_no_exchange(daemon: Daemon) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 1), (4, 1), (2, 7)])
-def test_a_stop_that_one_rank_is_asked_for_is_all_ranks_at_the_same_step(
-    daemon: Daemon, world_size: int, every: int
-) -> None:
+def test_stop_request_on_one_rank_stops_all_ranks_at_the_same_step(daemon: Daemon, world_size: int, every: int) -> None:
     with ranks(daemon, world_size) as trainers:
         for rank, trainer in enumerate(trainers):
             trainer.begin("apply", _loop, rank, 0.002 * (1 + rank), every)
         trainers[-1].signal(signal.SIGTERM)
-        found = [trainer.end() for trainer in trainers]
-    stops = {step for _, step in found}
+        results = [trainer.end() for trainer in trainers]
+    stops = {step for _, step in results}
     assert len(stops) == 1
     assert stops.pop() % every == 0
 
 
-def test_a_loop_that_only_takes_snapshots_stops_at_the_same_one_on_all_ranks(daemon: Daemon) -> None:
+def test_loop_that_only_takes_snapshots_stops_at_the_same_snapshot_on_all_ranks(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "train", 1)
         for trainer in trainers:
             trainer.begin("apply", _loop_with_snapshots)
         wait_until(lambda: daemon.newest("hot") >= 10, "some snapshots")
         trainers[1].signal(signal.SIGTERM)
-        found = [trainer.end() for trainer in trainers]
-        assert found[0] == found[1]
-        assert daemon.newest("hot") == found[0][-1]
+        first, second = [trainer.end() for trainer in trainers]
+        assert first == second
+        assert daemon.newest("hot") == first[-1]
 
 
-def test_a_wish_before_the_first_step_comes_true_there(daemon: Daemon) -> None:
+def test_stop_request_before_the_first_step_stops_all_ranks_at_the_same_step(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         trainers[1].signal(signal.SIGTERM)
-        wait_until(lambda: all(together(trainers, "apply", _is_agreed)), "the ranks to agree")
         assert together(trainers, "is_stopping") == [False, False]
-        assert together(trainers, "apply", _due, 1) == [(False, True)] * 2
+        stop_together(trainers, 1)
 
 
-def test_by_time_the_clock_of_rank_0_makes_the_same_steps_due_on_all(daemon: Daemon) -> None:
+def test_snapshots_by_time_are_due_at_the_same_steps_on_all_ranks(daemon: Daemon) -> None:
     with ranks(daemon, 2, every_s=0.1) as trainers:
         for rank, trainer in enumerate(trainers):
             trainer.begin("apply", _loop_until_due, rank, 3)
@@ -191,7 +208,7 @@ def test_by_time_the_clock_of_rank_0_makes_the_same_steps_due_on_all(daemon: Dae
         assert due == other
 
 
-def test_many_wishes_on_ranks_of_different_speeds_with_the_daemon_killed_between_never_part_them(
+def test_ranks_of_different_speeds_agree_on_many_requests_while_the_daemon_is_killed(
     daemon: Daemon,
 ) -> None:
     chance = random.Random(5)
@@ -207,57 +224,43 @@ def test_many_wishes_on_ranks_of_different_speeds_with_the_daemon_killed_between
                 chance.choice(trainers).signal(signal.SIGUSR1)
                 daemon.start()
         chance.choice(trainers).signal(signal.SIGTERM)
-        found = [trainer.end() for trainer in trainers]
-    assert all(one == found[0] for one in found), found
-    due, stopped = found[0]
-    assert due, "wishes that come close together, or while there is no daemon, come true as one"
+        results = [trainer.end() for trainer in trainers]
+    assert all(result == results[0] for result in results), results
+    due, stopped = results[0]
+    assert due, "requests that are close together, or made while there is no daemon, take effect as one"
     assert stopped is not None
 
 
-def test_a_rank_that_nobody_called_holds_up_no_other(daemon: Daemon) -> None:
-    """As when the daemon dies in the middle of calling them: the first waits for the other beside its training."""
+def test_rank_that_was_never_called_to_a_round_delays_no_training(daemon: Daemon) -> None:
+    """As when the daemon dies while it calls the ranks: the thread of the called rank waits, not its training."""
     with ranks(daemon, 2) as trainers:
         daemon.signal(signal.SIGSTOP)
         trainers[0].signal(signal.SIGTERM)
-        trainers[0].apply(_hear, 0)
+        trainers[0].apply(_call_to_round, 0)
         for trainer in trainers:
             for step in range(1, 50):
                 assert trainer.apply(_due, step) == (False, False)
         daemon.signal(signal.SIGCONT)
-        wait_until(lambda: all(together(trainers, "apply", _is_agreed)), "the ranks to agree")
-        assert together(trainers, "apply", _due, 50) == [(False, True)] * 2
+        stop_together(trainers, 50)
 
 
-def test_while_the_daemon_hangs_a_wish_waits_and_training_does_not(daemon: Daemon) -> None:
+def test_request_waits_for_a_hung_daemon_and_training_does_not(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         daemon.signal(signal.SIGSTOP)
         trainers[0].signal(signal.SIGTERM)
         for step in range(1, 30):
             assert together(trainers, "apply", _due, step) == [(False, False)] * 2
         daemon.signal(signal.SIGCONT)
-        wait_until(lambda: all(together(trainers, "apply", _is_agreed)), "the ranks to agree")
-        assert together(trainers, "apply", _due, 30) == [(False, True)] * 2
+        stop_together(trainers, 30)
 
 
-def test_a_rank_that_dies_in_the_middle_of_a_meeting_holds_up_no_other(daemon: Daemon) -> None:
+def test_rank_that_dies_in_a_round_delays_no_other(daemon: Daemon) -> None:
     with ranks(daemon, 3) as trainers:
-        trainers[2].apply(_promise_and_vanish)
+        trainers[2].apply(_die_in_a_round)
         trainers[0].signal(signal.SIGTERM)
         trainers[2]._process.join(DEADLINE_S)
         for step in range(1, 20):
             assert together(trainers[:2], "apply", _due, step) == [(False, False)] * 2
-
-
-def _stop_after_the_promise(training: Training) -> None:
-    own = training.client._stops._agreement._ranks
-    meet = own.maximum_apart
-
-    def once(values: list[int], is_over: Any) -> list[int]:
-        found = meet(values, is_over)
-        time.sleep(FOREVER)
-        return found
-
-    own.maximum_apart = once
 
 
 def _due_until_it_raises(training: Training) -> None:
@@ -267,21 +270,21 @@ def _due_until_it_raises(training: Training) -> None:
 
 
 def _wait_briefly(training: Training) -> None:
-    module.PROMISE_TIMEOUT_S = 0.2
+    module.ROUND_TIMEOUT_S = 0.2
 
 
-def test_a_rank_that_hangs_in_the_middle_of_a_meeting_is_a_typed_error_of_the_others(daemon: Daemon) -> None:
+def test_rank_that_hangs_in_a_round_raises_transient_on_the_others(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         trainers[0].apply(_wait_briefly)
-        trainers[1].apply(_stop_after_the_promise)
+        trainers[1].apply(_hang_in_a_round)
         trainers[0].signal(signal.SIGTERM)
         with pytest.raises(Transient, match=r"agree with the other ranks at step \d+: no answer"):
             trainers[0].apply(_due_until_it_raises)
 
 
-def test_a_loop_that_ends_while_the_ranks_meet_is_no_error(daemon: Daemon) -> None:
+def test_close_during_a_round_is_not_an_error(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "apply", _due, 1)
-        trainers[0].apply(_hear, 0)
+        trainers[0].apply(_call_to_round, 0)
         together(trainers, "close")
         assert [trainer.leave() for trainer in trainers] == [0, 0]

@@ -1,4 +1,4 @@
-"""The walltime: what sets it, what is refused by name, and that a run which heeds the reserve is over in time."""
+"""The walltime: what sets it, what is refused, and that a run which stops at the reserve ends in time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NOW_S = 1_700_000_000.0
 seconds = st.floats(0, 10_000)
 
 
-def test_with_nothing_set_there_is_none() -> None:
+def test_without_settings_there_is_no_deadline() -> None:
     assert find_deadline({}, None, NOW_S) is None
     assert find_deadline({"SLURM_JOB_END_TIME": "", "TIERD_DEADLINE": ""}, None, NOW_S) is None
 
 
-def test_the_earliest_counts_and_is_named() -> None:
+def test_earliest_deadline_counts_and_is_named() -> None:
     environ = {"SLURM_JOB_END_TIME": f"{NOW_S + 100:.0f}", "TIERD_DEADLINE": f"{NOW_S + 50}"}
-    found = [find_deadline(environ, most, NOW_S) for most in (None, 60.0, 40.0)]
-    assert [(one.at_s - NOW_S, one.source) for one in found if one] == [
+    deadlines = [find_deadline(environ, max_runtime_s, NOW_S) for max_runtime_s in (None, 60.0, 40.0)]
+    assert [(deadline.at_s - NOW_S, deadline.source) for deadline in deadlines if deadline] == [
         (50, "$TIERD_DEADLINE"),
         (50, "$TIERD_DEADLINE"),
         (40, "max_runtime_s=40"),
@@ -35,10 +35,10 @@ def test_the_earliest_counts_and_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["2023-11-14T22:13:20Z", "2023-11-14T23:13:20+01:00", "2023-11-14 22:13:20.000+00:00"])
-def test_a_moment_with_its_zone_is_that_moment(text: str) -> None:
-    found = find_deadline({"TIERD_DEADLINE": text}, None, 0.0)
-    assert found is not None
-    assert datetime.fromtimestamp(found.at_s, UTC) == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+def test_time_with_a_zone_is_understood(text: str) -> None:
+    deadline = find_deadline({"TIERD_DEADLINE": text}, None, 0.0)
+    assert deadline is not None
+    assert datetime.fromtimestamp(deadline.at_s, UTC) == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_a_moment_with_its_zone_is_that_moment(text: str) -> None:
         ("TIERD_DEADLINE", "2023-11-14T22:13:20"),
     ],
 )
-def test_what_is_no_moment_is_refused_by_the_name_of_its_variable(name: str, text: str) -> None:
+def test_invalid_time_is_refused_by_the_name_of_its_variable(name: str, text: str) -> None:
     with pytest.raises(BadConfig) as caught:
         find_deadline({name: text}, None, NOW_S)
     assert f"${name} is {text!r}" in caught.value.message
 
 
-@pytest.mark.parametrize("most", [0.0, -1.0, math.nan, math.inf])
-def test_a_runtime_that_is_none_is_refused(most: float) -> None:
+@pytest.mark.parametrize("max_runtime_s", [0.0, -1.0, math.nan, math.inf])
+def test_invalid_max_runtime_is_refused(max_runtime_s: float) -> None:
     with pytest.raises(BadConfig, match="max_runtime_s"):
-        find_deadline({}, most, NOW_S)
+        find_deadline({}, max_runtime_s, NOW_S)
 
 
 @given(seconds, seconds, seconds, seconds)
-def test_the_reserve_holds_what_was_measured_and_grows_with_it(
+def test_reserve_covers_the_measured_times_and_grows_with_them(
     step_s: float, stage_s: float, persist_s: float, more_s: float
 ) -> None:
     reserve = reserve_s(step_s=step_s, stage_s=stage_s, persist_s=persist_s)
@@ -85,10 +85,10 @@ def test_the_reserve_holds_what_was_measured_and_grows_with_it(
     persist_s=st.floats(0, 120),
     walltime_s=st.floats(1000, 2000),
 )
-def test_a_run_that_heeds_it_is_durable_before_its_end(
+def test_run_that_stops_at_the_reserve_is_durable_before_the_walltime(
     step_s: float, factors: list[float], stage_s: float, persist_s: float, walltime_s: float
 ) -> None:
-    """Though steps differ by two fifths, the ranks agree a step later, and the last snapshot is the slowest of all."""
+    """Steps differ by up to 40 %, the ranks agree a step later, and the last snapshot is the slowest of all."""
     pace, now_s = Pace(), 0.0
     pace.stepped(now_s)
     pace.staged(stage_s)
@@ -101,13 +101,13 @@ def test_a_run_that_heeds_it_is_durable_before_its_end(
     assert now_s + 1.4 * (step_s + stage_s + persist_s) <= walltime_s
 
 
-def test_before_the_first_snapshot_persisting_is_taken_for_long_but_no_more_than_a_tenth_of_the_time() -> None:
+def test_before_the_first_snapshot_the_reserve_assumes_a_slow_persist_of_at_most_a_tenth_of_the_run() -> None:
     assert Pace().reserve_s(86_400) == reserve_s(step_s=0, stage_s=0, persist_s=UNMEASURED_S)
     assert Pace().reserve_s(60) == reserve_s(step_s=0, stage_s=0, persist_s=6)
     assert Pace().reserve_s(-5) == FLOOR_S
 
 
-def test_a_pause_long_ago_is_forgotten() -> None:
+def test_slow_step_long_ago_is_forgotten() -> None:
     pace = Pace()
     pace.persisted(0.0)
     pace.stepped(0)

@@ -1,10 +1,9 @@
-"""What is wished for from outside, on a rank by itself: signals, clocks, the stop file, operators."""
+"""Requests from outside, on a single rank: signals, clocks, the stop file, operators."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,29 @@ from tierd_client.stopping.requests import SIGNALS, StopRequests, signals_of
 from tierd.format import wire
 
 
+class Clock:
+    """Stands for the time module: it advances only by `advance`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_000.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
 class Lab:
     """StopRequests whose messages to the daemon are kept."""
 
@@ -30,97 +52,99 @@ class Lab:
         stop_file: str | None = None,
         every_s: float = 0.0,
     ) -> None:
-        self.stops = StopRequests(Ranks(0, 1), signals=signals, deadline=deadline, stop_file=stop_file)
+        self.requests = StopRequests(Ranks(0, 1), self, signals=signals, deadline=deadline, stop_file=stop_file)
         self.sent: list[wire.ToDaemon] = []
-        self.stops.start(self.sent.append, every_s)
+        self.requests.start(every_s)
 
-    def request(self, kind: str, milestone: str | None = None, number: int = 1) -> None:
-        self.stops.on_message(wire.Requested(request=number, kind=kind, milestone=milestone))
+    def send(self, message: wire.ToDaemon) -> None:
+        self.sent.append(message)
+
+    def receive(self, kind: str, milestone: str | None = None, number: int = 1) -> None:
+        self.requests.on_message(wire.Requested(request=number, kind=kind, milestone=milestone))
 
     def answers(self) -> list[tuple[int, int, str]]:
-        found = [(one.request, one.step, one.kind) for one in self.sent if isinstance(one, wire.Answer)]
+        answers = [(sent.request, sent.step, sent.kind) for sent in self.sent if isinstance(sent, wire.Answer)]
         self.sent.clear()
-        return found
+        return answers
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     lab = Lab()
-    lab.stops.catch_signals()
+    lab.requests.catch_signals()
     yield lab
-    lab.stops.release_signals()
-
-
-def test_a_signal_long_before_the_walltime_waits_for_the_last_snapshot_no_longer_than_told() -> None:
-    lab = Lab(deadline=Deadline(time.time() + 86_400, "$TIERD_DEADLINE"))
-    lab.stops.catch_signals()
-    signal.raise_signal(signal.SIGTERM)
-    lab.stops.release_signals()
-    assert is_stopping(lab)
-    assert lab.stops.grace_s(25.0) == 25.0
+    lab.requests.release_signals()
 
 
 def is_stopping(lab: Lab) -> bool:
-    lab.stops.look()
-    return bool(lab.stops.reason)
+    lab.requests.check_between_steps()
+    return bool(lab.requests.reason)
 
 
 # ── signals ──
 
 
+def test_stop_by_a_signal_long_before_the_walltime_waits_only_the_configured_time(clock: Clock) -> None:
+    lab = Lab(deadline=Deadline(clock.time() + 86_400, "$TIERD_DEADLINE"))
+    lab.requests.catch_signals()
+    signal.raise_signal(signal.SIGTERM)
+    lab.requests.release_signals()
+    assert is_stopping(lab)
+    assert lab.requests.grace_s(25.0) == 25.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_means_stop_is_seen_at_once_by_a_rank_by_itself(lab: Lab, number: signal.Signals) -> None:
-    assert not lab.stops.at(1)
+def test_stop_signal_is_seen_at_once_by_a_single_rank(lab: Lab, number: signal.Signals) -> None:
+    assert not lab.requests.at(1)
     assert not is_stopping(lab)
     signal.raise_signal(number)
     assert is_stopping(lab)
-    assert lab.stops.reason == "a signal"
-    assert not lab.stops.at(2), "a stop by itself is no wish for a snapshot: the loop asks `stopping`"
+    assert lab.requests.reason == "a signal"
+    assert not lab.requests.at(2), "a stop request makes no snapshot due: the loop asks `stopping`"
 
 
-def test_a_signal_that_means_snapshot_makes_the_next_step_due_and_only_that(lab: Lab) -> None:
+def test_snapshot_signal_makes_the_next_step_due_and_no_other(lab: Lab) -> None:
     signal.raise_signal(signal.SIGUSR1)
-    assert lab.stops.at(7)
-    assert lab.stops.at(7), "asked twice, it is the same answer"
-    assert not lab.stops.at(8)
+    assert lab.requests.at(7)
+    assert lab.requests.at(7), "the answer for a step stays the same"
+    assert not lab.requests.at(8)
     assert not is_stopping(lab)
 
 
-def test_a_wish_for_a_snapshot_that_comes_after_a_step_was_asked_for_makes_the_next_one_due(lab: Lab) -> None:
-    assert not lab.stops.at(7)
+def test_snapshot_request_after_the_answer_for_a_step_makes_the_next_step_due(lab: Lab) -> None:
+    assert not lab.requests.at(7)
     signal.raise_signal(signal.SIGUSR1)
     assert not is_stopping(lab)
-    assert lab.stops.at(8)
+    assert lab.requests.at(8)
 
 
-def test_a_second_interrupt_ends_at_once_but_an_echo_of_the_first_does_not(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_ends_at_once_but_an_echo_of_the_first_does_not(lab: Lab, clock: Clock) -> None:
     signal.raise_signal(signal.SIGINT)
+    clock.advance(0.1)
     signal.raise_signal(signal.SIGINT)
     assert is_stopping(lab)
-    monkeypatch.setattr(module, "ECHO_S", 0.0)
+    clock.advance(1.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_terminate_before_an_interrupt_does_not_count_as_one(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ECHO_S", 0.0)
+def test_sigterm_before_sigint_does_not_count_as_the_first_interrupt(lab: Lab, clock: Clock) -> None:
     signal.raise_signal(signal.SIGTERM)
+    clock.advance(1.0)
     signal.raise_signal(signal.SIGINT)
     assert is_stopping(lab)
 
 
-def test_former_reactions_are_back_afterwards() -> None:
+def test_former_handlers_are_restored() -> None:
     lab, former = Lab(), {number: signal.getsignal(number) for number in SIGNALS}
-    lab.stops.catch_signals()
+    lab.requests.catch_signals()
     assert all(signal.getsignal(number) != former[number] for number in SIGNALS)
-    lab.stops.release_signals()
+    lab.requests.release_signals()
     assert {number: signal.getsignal(number) for number in SIGNALS} == former
 
 
-def test_a_forked_child_ends_when_it_is_told_to(lab: Lab) -> None:
-    """Else a pool of workers that was forked inside `with client:` could not be ended."""
+def test_signal_ends_a_forked_child(lab: Lab) -> None:
+    """Otherwise a pool of workers that was forked inside `with client:` could not be terminated."""
     child = os.fork()
     if child == 0:
         signal.raise_signal(signal.SIGTERM)
@@ -129,14 +153,14 @@ def test_a_forked_child_ends_when_it_is_told_to(lab: Lab) -> None:
     assert not is_stopping(lab)
 
 
-def test_what_signals_mean_can_be_changed() -> None:
+def test_meanings_of_signals_can_be_changed() -> None:
     changed = signals_of({signal.SIGUSR1: "stop", signal.SIGUSR2: "snapshot", signal.SIGINT: None})
     assert changed == {signal.SIGTERM: "stop", signal.SIGUSR1: "stop", signal.SIGUSR2: "snapshot"}
     assert signals_of(None) == SIGNALS
 
 
 @pytest.mark.parametrize("changes", [{9: "stop"}, {19: "stop"}, {0: "stop"}, {1000: "stop"}, {10: "panic"}])
-def test_what_cannot_be_caught_is_refused(changes: dict[int, Any]) -> None:
+def test_signal_that_cannot_be_caught_is_refused(changes: dict[int, Any]) -> None:
     with pytest.raises(BadConfig, match="signals"):
         signals_of(changes)
 
@@ -144,140 +168,141 @@ def test_what_cannot_be_caught_is_refused(changes: dict[int, Any]) -> None:
 # ── clocks and the file ──
 
 
-def test_the_walltime_stops_it_when_no_more_than_the_reserve_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    far = Lab(deadline=Deadline(time.time() + 3600, "$SLURM_JOB_END_TIME"))
-    assert not far.stops.at(1)
+def test_walltime_stops_the_run_when_only_the_reserve_is_left(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    far = Lab(deadline=Deadline(clock.time() + 3600, "$SLURM_JOB_END_TIME"))
+    assert not far.requests.at(1)
     assert not is_stopping(far)
     assert not caplog.records
 
-    near = Lab(deadline=Deadline(time.time() + 3, "$SLURM_JOB_END_TIME"))
+    near = Lab(deadline=Deadline(clock.time() + 3, "$SLURM_JOB_END_TIME"))
     assert "only 3 s are left until $SLURM_JOB_END_TIME" in caplog.text
-    assert near.stops.grace_s(25.0) == 25.0
-    near.stops.at(1)
-    assert near.stops.reason == "the walltime"
-    assert near.stops.grace_s(0.5) > 2, "all that is left may be used"
+    assert near.requests.grace_s(25.0) == 25.0
+    near.requests.at(1)
+    assert near.requests.reason == "the walltime"
+    assert near.requests.grace_s(0.5) == 3, "all that is left"
 
 
-def test_a_slow_persist_makes_the_reserve_larger() -> None:
-    lab = Lab(deadline=Deadline(time.time() + 600, "max_runtime_s=600"))
-    lab.stops.on_message(wire.Persisted(step=1, generation=1, seconds=0.0))  # found committed: nothing was measured
-    lab.stops.at(1)
+def test_slow_persist_makes_the_reserve_larger(clock: Clock) -> None:
+    lab = Lab(deadline=Deadline(clock.time() + 600, "max_runtime_s=600"))
+    lab.requests.on_message(wire.Persisted(step=1, generation=1, seconds=0.0))  # it was committed before, and not timed
+    lab.requests.at(1)
     assert not is_stopping(lab)
-    lab.stops.on_message(wire.Persisted(step=2, generation=1, seconds=500.0))
-    lab.stops._next_look_s = 0.0
+    lab.requests.on_message(wire.Persisted(step=2, generation=1, seconds=500.0))
+    clock.advance(module.POLL_S)
     assert is_stopping(lab)
 
 
-def test_the_stop_file_stops_it_and_is_consumed(tmp_path: Path) -> None:
+def test_stop_file_stops_the_run_and_is_removed(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "stop"
     lab = Lab(stop_file=str(path))
-    lab.stops.at(1)
+    lab.requests.at(1)
     assert not is_stopping(lab)
     path.touch()
-    lab.stops._next_look_s = 0.0
-    lab.stops.at(2)
-    assert lab.stops.reason == "the stop file"
-    assert not path.exists(), "else the resumed run would stop at once"
+    clock.advance(module.POLL_S)
+    lab.requests.at(2)
+    assert lab.requests.reason == "the stop file"
+    assert not path.exists(), "otherwise the resumed run would stop at once"
 
 
-def test_a_stop_file_that_cannot_be_removed_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stop_file_that_cannot_be_removed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "stop"
     path.mkdir()
     lab = Lab(stop_file=str(path))
-    lab.stops.at(1)
+    lab.requests.at(1)
     assert is_stopping(lab)
     assert "or the next start stops at once" in caplog.text
 
 
-def test_by_time_a_snapshot_is_due_until_it_is_taken_and_then_not() -> None:
+def test_snapshot_due_by_time_stays_due_until_it_is_taken(clock: Clock) -> None:
     lab = Lab(every_s=3600.0)
-    assert not lab.stops.at(1)
-    lab.stops._timed_s -= 3600
-    lab.stops._next_look_s = 0.0
-    assert lab.stops.at(2)
-    lab.stops.taken(2, 0.01, None)
-    assert not lab.stops.at(3)
-    lab.stops.not_taken(SlotsBusy("no slot"))
-    lab.stops._next_look_s = 0.0
-    assert lab.stops.at(4), "what could not be taken is still due"
+    assert not lab.requests.at(1)
+    clock.advance(3600)
+    assert lab.requests.at(2)
+    lab.requests.taken(2, 0.01, None)
+    assert not lab.requests.at(3)
+    lab.requests.not_taken(SlotsBusy("no slot"))
+    clock.advance(module.POLL_S)
+    assert lab.requests.at(4), "a snapshot that could not be taken is still due"
 
 
-def test_within_a_second_neither_clock_nor_file_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_clock_and_file_are_checked_once_a_second(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[str] = []
+    checks: list[str] = []
     lab = Lab(stop_file=str(tmp_path / "stop"))
     exists = os.path.exists
-    monkeypatch.setattr(module.os.path, "exists", lambda path: looks.append(path) or exists(path))
+    monkeypatch.setattr(module.os.path, "exists", lambda path: checks.append(path) or exists(path))
     for step in range(1000):
-        lab.stops.at(step)
-    assert 1 <= len(looks) <= 3
+        lab.requests.at(step)
+        assert not is_stopping(lab)
+        clock.advance(0.003)
+    assert len(checks) == 3
 
 
 # ── operators ──
 
 
-def test_a_stop_that_was_asked_for_is_answered_with_its_step(lab: Lab) -> None:
-    lab.request("stop", number=5)
+def test_stop_request_is_answered_with_the_step_of_the_stop(lab: Lab) -> None:
+    lab.receive("stop", number=5)
     assert lab.answers() == []
-    lab.stops.at(12)
+    lab.requests.at(12)
     assert lab.answers() == [(5, 12, "")]
-    assert lab.stops.reason == "tierd stop"
-    lab.request("stop", number=6)
-    assert lab.answers() == [(6, 12, "")], "it stops already"
+    assert lab.requests.reason == "tierd stop"
+    lab.receive("stop", number=6)
+    assert lab.answers() == [(6, 12, "")], "the run stops already"
 
 
-def test_a_snapshot_that_was_asked_for_is_answered_when_it_is_sealed_and_gets_its_name(lab: Lab) -> None:
-    lab.request("snapshot", "best", number=5)
-    lab.request("snapshot", number=6)
-    assert lab.stops.at(3)
-    assert lab.stops.milestone(None) == "best"
+def test_snapshot_request_is_answered_when_the_snapshot_is_taken_and_names_it(lab: Lab) -> None:
+    lab.receive("snapshot", "best", number=5)
+    lab.receive("snapshot", number=6)
+    assert lab.requests.at(3)
+    assert lab.requests.milestone(None) == "best"
     assert lab.answers() == []
-    lab.stops.taken(3, 0.1, "best")
+    lab.requests.taken(3, 0.1, "best")
     assert lab.answers() == [(5, 3, ""), (6, 3, "")]
-    assert not lab.stops.at(4)
-    assert lab.stops.milestone(None) is None
+    assert not lab.requests.at(4)
+    assert lab.requests.milestone(None) is None
 
 
-def test_two_names_take_two_snapshots_and_the_loops_own_name_comes_first(lab: Lab) -> None:
+def test_two_milestone_names_take_two_snapshots_and_the_name_from_the_loop_wins(lab: Lab) -> None:
     for number, name in enumerate(["best", "last"]):
-        lab.request("snapshot", name, number=number)
-    assert lab.stops.at(1)
-    assert lab.stops.milestone("own") == "own"
-    lab.stops.taken(1, 0.1, "own")
+        lab.receive("snapshot", name, number=number)
+    assert lab.requests.at(1)
+    assert lab.requests.milestone("own") == "own"
+    lab.requests.taken(1, 0.1, "own")
     assert lab.answers() == []
     for step, name in ((2, "best"), (3, "last")):
-        assert lab.stops.at(step)
-        assert lab.stops.milestone(None) == name
-        lab.stops.taken(step, 0.1, name)
+        assert lab.requests.at(step)
+        assert lab.requests.milestone(None) == name
+        lab.requests.taken(step, 0.1, name)
         assert lab.answers() == [(step - 2, step, "")]
-    assert not lab.stops.at(4)
+    assert not lab.requests.at(4)
 
 
-def test_a_snapshot_that_could_not_be_taken_is_answered_with_why(lab: Lab) -> None:
-    lab.request("snapshot", number=5)
-    lab.stops.at(3)
-    lab.stops.not_taken(SlotsBusy("no slot free"))
+def test_snapshot_that_could_not_be_taken_is_answered_with_the_error(lab: Lab) -> None:
+    lab.receive("snapshot", number=5)
+    lab.requests.at(3)
+    lab.requests.not_taken(SlotsBusy("no slot free"))
     assert lab.answers() == [(5, 3, "slots_busy")]
 
 
 def test_force_interrupts_the_main_thread_at_once(lab: Lab) -> None:
-    lab.stops.at(3)
+    lab.requests.at(3)
     with pytest.raises(KeyboardInterrupt):
-        lab.request("force", number=5)
+        lab.receive("force", number=5)
     assert lab.answers() == [(5, 3, "")]
 
 
-def test_a_run_that_ends_before_it_has_agreed_to_stop_answers_with_its_last_step(lab: Lab) -> None:
-    lab.stops.at(3)
-    lab.request("stop", number=5)
-    lab.stops.close()
+def test_stop_request_is_answered_at_the_end_of_the_run_with_its_last_step(lab: Lab) -> None:
+    lab.requests.at(3)
+    lab.receive("stop", number=5)
+    lab.requests.close()
     assert lab.answers() == [(5, 3, "")]
 
 
-def test_a_request_before_the_first_step_comes_true_there() -> None:
+def test_request_before_the_first_step_takes_effect_at_the_first_step() -> None:
     lab = Lab()
-    lab.request("stop", number=5)
-    lab.stops.on_attach()
-    lab.stops.at(100)
+    lab.receive("stop", number=5)
+    lab.requests.on_attach()
+    lab.requests.at(100)
     assert lab.answers() == [(5, 100, "")]
