@@ -20,14 +20,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, SlotsBusy, TierdError, from_kind
+from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, SlotsBusy, TierdError, from_kind
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
 from tierd_client.generation import join
 from tierd_client.ranks import Ranks, find_ranks
-from tierd_client.restore import replica as replicas
-from tierd_client.restore import resume as resuming
-from tierd_client.restore.resume import Resume, agree_on
+from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
+from tierd_client.restore.resume import Resume, agree_on_policy, restore_by_policy, starts_anew
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.snapshotter import Snapshotter
@@ -178,41 +177,29 @@ class Client:
         never a silent start from scratch.
         """
         self._state = state
-        policy = agree_on(resume, self._ranks, os.environ)
-        wanted = replicas.RestoreRequest(
+        policy = agree_on_policy(resume, self._ranks, os.environ)
+        request = RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
 
-        def take(replica: replicas.Replica) -> None:
-            replica.load(state, self._ranks.rank, self._ranks.world_size)
+        def read(replica: Replica) -> None:
+            replica.read_into_state(state, self._ranks.rank, self._ranks.world_size)
 
-        def choose() -> replicas.Replica | None:
-            return resuming.restore(
-                self._session,
-                self._ranks,
-                policy,
-                wanted,
-                take,
-                run=self._run,
-                force=force,
-                on_corrupt=self._pass_by,
-            )
-
-        found = self._read(choose)
+        found = self._read(lambda: restore_by_policy(self._session, self._ranks, policy, request, read, force=force))
         self._prepare()
         return found
 
-    def read(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> Found:
-        """Have `take` read the replica that is wanted: what was read is the state from now on. For integrations.
+    def read(self, request: RestoreRequest, read: ReadReplica) -> Found:
+        """Have `read` restore the state from the requested replica. For integrations.
 
-        `take` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
-        is none, and else as `restore` does.
+        `read` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
+        is none, and otherwise as `restore` does.
         """
-        found = self._read(lambda: replicas.restore(self._session, self._ranks, wanted, take, on_corrupt=self._pass_by))
-        assert found is not None, "where there is none, NotFound was raised"
+        found = self._read(lambda: restore_replica(self._session, self._ranks, request, read))
+        assert found is not None, "restore_replica raises NotFound"
         return found
 
-    def _read(self, choose: Callable[[], replicas.Replica | None]) -> Found | None:
+    def _read(self, choose: Callable[[], Replica | None]) -> Found | None:
         began = time.monotonic()
         self._steps.spoil()
         self._ranks.together(self._check_open)
@@ -230,14 +217,10 @@ class Client:
         metrics = {name: float(value) for name, value in found.metrics.items()}
         return Found(found.step, found.generation, replica.tier, seconds, metrics)
 
-    def look(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> None:
-        """As `read`, but changes nothing: `take` only looks. For integrations."""
+    def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
+        """As `read`, where `read` changes nothing: the run goes on as before. For integrations."""
         self._ranks.together(self._check_open)
-        replicas.restore(self._session, self._ranks, wanted, take, on_corrupt=self._pass_by)
-
-    def _pass_by(self, replica: replicas.Replica, error: Corrupt) -> None:
-        log.error("tierd: %s; trying the next replica", error.message)
-        self._report("corrupt", replica.manifest.step, replica.tier, 0.0, error.message)
+        restore_replica(self._session, self._ranks, request, read)
 
     # ── snapshot ──
 
@@ -331,7 +314,7 @@ class Client:
             self._run,
             self._path,
             self._ranks,
-            resuming.is_told_to_start_anew(os.environ),
+            starts_anew(os.environ),
             self._on_message,
             self._stops.on_attach,
         )

@@ -59,9 +59,7 @@ def tensors_of(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("topology", "world_size"), [("ddp", 2), ("fsdp", 4), ("fsdp+tp", 4)])
-def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
-    daemon: Daemon, topology: str, world_size: int
-) -> None:
+def test_killed_training_resumes_with_bit_identical_losses(daemon: Daemon, topology: str, world_size: int) -> None:
     with arranged(daemon, topology, world_size) as first:
         assert together(first, "restore") == [None] * world_size
         every(first, train, 3)
@@ -79,7 +77,7 @@ def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
         assert one_of(every(second, train, 4)) == losses
 
 
-def test_fsdp_goes_from_4_ranks_to_2_to_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
+def test_fsdp_is_restored_from_4_ranks_to_2_and_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
     saved = save(daemon, "fsdp", 4)
     check(daemon, "fsdp", 2, saved, "memory")
     check(daemon, "fsdp", 3, saved, "hot")
@@ -116,7 +114,7 @@ def test_any_topology_is_restored_on_any_other(
         check(daemon, other, size, saved, tier)
 
 
-def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
+def test_bfloat16_is_restored_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
     state, _ = save(daemon, "fsdp", 3, dtype="bfloat16")
     assert state["up.weight.exp_avg"][0] == "torch.bfloat16"
     with arranged(daemon, "fsdp", 2, dtype="bfloat16") as trainers:
@@ -149,7 +147,7 @@ def test_stock_pytorch_loads_what_fsdp_on_4_ranks_saved(daemon: Daemon, tmp_path
     assert len(wanted) == 3 * 6 + 1
 
 
-def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for_replicas(daemon: Daemon) -> None:
+def test_tensor_parallel_with_plain_tensors_is_refused_by_name(daemon: Daemon) -> None:
     with arranged(daemon, "plain", 1) as alone:
         every(alone, train, 1)
         together(alone, "durable")
@@ -157,7 +155,7 @@ def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for
         every(trainers, _shard_by_hand)
         errors = refusals(trainers, "snapshot", 2)
         assert [type(error) for error in errors] == [Unsupported, Unsupported]
-        assert "model.up.weight: rank 1 has another one than rank 0" in str(errors[0])
+        assert "model.up.weight to a rank: ranks 0 and 1 hold different tensors" in str(errors[0])
         assert daemon.steps("hot") == [1]
 
         every(trainers, _make_equal)
@@ -165,7 +163,7 @@ def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for
         assert daemon.steps("hot") == [1, 3]
 
 
-def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: Daemon) -> None:
+def test_buffers_that_differ_between_ranks_are_restored_from_rank_0(daemon: Daemon) -> None:
     with arranged(daemon, "ddp", 3) as first:
         every(first, _add_statistics)
         every(first, train, 2)
@@ -182,7 +180,7 @@ def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: 
         assert every(second, _statistics) == after
 
 
-def test_sharded_module_in_extra_is_resharded_too(daemon: Daemon) -> None:
+def test_sharded_module_in_extra_is_resharded(daemon: Daemon) -> None:
     with arranged(daemon, "fsdp", 3) as first:
         every(first, _add_critic, 2)
         every(first, train, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
@@ -120,7 +120,7 @@ def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
     shards = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
     plan = state.plan_restore(tree, index_tensors(shards))
-    load(files, plan.destinations)
+    ReadPlan(files, plan.destinations.values()).run()
     plan.finish()
 
 

@@ -53,7 +53,7 @@ from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.restore_plan import Available, RestorePlan
-from tierd_client.state.tensors import DTYPES, CapturedTensor, captured, describe
+from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe
 from tierd_client.state.training_state import Captured
 
 KIND = "dcp"
@@ -164,7 +164,7 @@ def _captured(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
     if not isinstance(local, torch.Tensor) or item.tensor_data is None:
         raise Unsupported(f"capture {item.index.fqn}: the planner gives a {type(local).__qualname__} for a tensor")
     chunk = item.tensor_data.chunk
-    part = captured(item.index.fqn, local)
+    part = capture_tensor(item.index.fqn, local)
     return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
@@ -266,7 +266,7 @@ class TierdReader(StorageReader):
             self._contents = contents_of(replica)
 
         self._contents = None
-        self._client.look(self._wanted, take)
+        self._client.inspect(self._wanted, take)
         assert self._contents is not None
         return self._contents.metadata()
 
@@ -304,11 +304,11 @@ def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPla
     for number, item in enumerate(plan.items):
         if item.type == LoadItemType.BYTE_IO:
             value = into.decode(contents.objects[item.storage_index.fqn])
-            into.then(_setter(planner, item.dest_index.fqn, value))
+            into.on_finish(_setter(planner, item.dest_index.fqn, value))
         else:
             _plan_region(into, f"{number}", item, planner)
     into.check()
-    replica.read(files, into.destinations)
+    replica.read(files, into.destinations.values())
     into.finish()
 
 
@@ -322,11 +322,11 @@ def _plan_region(into: RestorePlan, key: str, item: ReadItem, planner: LoadPlann
     destination = target.detach()
     if destination.dtype != stored:
         destination = torch.empty(tuple(item.lengths), dtype=stored)
-        into.then(partial(_convert, destination, target.detach()))
+        into.on_finish(partial(_convert, destination, target.detach()))
     begin = tuple(map(sum, zip(chunk, item.storage_offsets, strict=True)))
-    part = captured(name, destination)
+    part = capture_tensor(name, destination)
     into.destinations[key] = msgspec.structs.replace(part, saved_offsets=begin)
-    into.then(partial(planner.commit_tensor, item, target))
+    into.on_finish(partial(planner.commit_tensor, item, target))
 
 
 def _convert(found: torch.Tensor, target: torch.Tensor) -> None:

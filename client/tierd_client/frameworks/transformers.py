@@ -27,8 +27,7 @@ from tierd.errors import BadRequest, Mismatch, TierdError, Transient, Unsupporte
 from tierd.format.tagged import Json
 from tierd_client.client import Client, Found, connect
 from tierd_client.frameworks.read_ahead import ReadAhead
-from tierd_client.restore import resume as resuming
-from tierd_client.restore.resume import Resume
+from tierd_client.restore.resume import Resume, parse_resume
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
 from tierd_client.state.rank_local import RankLocal
@@ -87,7 +86,7 @@ class TierdCallback(TrainerCallback):
         if self._found is None:
             return None
         # The very same once more, for all the rest: by its path, or as what it has turned out to be.
-        path = resuming.parse(resume, os.environ).path
+        path = parse_resume(resume, os.environ).path
         self._again = {"resume": path} if path else {"resume": self._found.step, "generation": self._found.generation}
         self._folder = tempfile.TemporaryDirectory(prefix="tierd-")
         saved = TrainerState(**position.saved["state"])
@@ -296,7 +295,7 @@ class _Position(TrainingState):
     def is_stepped(self) -> bool:
         return False  # nobody takes snapshots of this
 
-    def plan_restore(self, tree: Json, available: Available, local: RankLocal | None = None) -> RestorePlan:
+    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan:
         plan = RestorePlan(available, torch.device("cpu"))
         section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
         if not isinstance(section, dict) or "value" not in section:
@@ -305,5 +304,5 @@ class _Position(TrainingState):
                 hint="give TierdCallback another run",
             )
         saved = plan.decode(section["value"])
-        plan.then(lambda: self.saved.update(saved))
+        plan.on_finish(lambda: self.saved.update(saved))
         return plan

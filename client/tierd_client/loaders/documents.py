@@ -226,7 +226,7 @@ class _Share(IterableDataset[Any]):
             path, at, _ = rows[0]
             documents: Any = [document for _, _, document in rows]
             if self._collate:
-                with rng.drawn_from(rng.seed_of(self._seed, self._epoch, path, at.passes, at.documents)):
+                with rng.temporary_seed(rng.seed_of(self._seed, self._epoch, path, at.passes, at.documents)):
                     documents = self._collate(documents)
             yield worker, {path: at for path, at, _ in rows}, documents
 

@@ -79,7 +79,7 @@ class _Fetch(Dataset[Any]):
         self._collate = collate
 
     def __getitem__(self, batch: Batch) -> Any:
-        with rng.drawn_from(batch.seed):
+        with rng.temporary_seed(batch.seed):
             fetch_all = getattr(self._dataset, "__getitems__", None)  # torch's name for reading several at once
             samples = fetch_all(list(batch)) if fetch_all else [self._dataset[index] for index in batch]
             return self._collate(samples)

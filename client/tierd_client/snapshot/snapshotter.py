@@ -23,7 +23,7 @@ from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Stager, Staging
-from tierd_client.state.ownership import HeldTensor, owner_of
+from tierd_client.state.ownership import HeldTensor, assign_owners
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 
 log = logging.getLogger("tierd_client")
@@ -139,11 +139,11 @@ class Snapshotter:
         """Decide which rank writes what several hold. Asked anew only when some rank's tensors have changed."""
         sizes = captured.sizes() if self._ranks.world_size > 1 else None
         if self._ranks.maximum([sizes != self._owned_of])[0]:
-            mine = captured.held() if sizes is not None else []
+            mine = captured.held_tensors() if sizes is not None else []
             held = [
                 msgspec.json.decode(one, type=list[HeldTensor]) for one in self._ranks.gather(msgspec.json.encode(mine))
             ]
-            self._owned = owner_of(held)[self._ranks.rank]
+            self._owned = assign_owners(held)[self._ranks.rank]
             self._owned_of = sizes
 
     def _take_slot(self, captured: Captured, step: int) -> int:

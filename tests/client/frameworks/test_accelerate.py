@@ -25,7 +25,7 @@ def alone(forks: Forks) -> Done:
 
 
 @pytest.mark.parametrize(("resumed", "batches"), [(3, 6), (7, 0), (14, 0)])
-def test_killed_in_an_epoch_and_between_two_it_goes_on_as_if_left_alone(
+def test_accelerate_training_killed_within_or_between_epochs_resumes_identically(
     forks: Forks, alone: Done, tmp_path: Path, resumed: int, batches: int
 ) -> None:
     """7 steps an epoch of 14 batches, two to a step. The order of the data and the masks in it are random."""
@@ -40,7 +40,7 @@ def test_killed_in_an_epoch_and_between_two_it_goes_on_as_if_left_alone(
     assert again.result == alone.result
 
 
-def test_two_ranks_go_on_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path) -> None:
+def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo, each rank with batches of its own."""
     alone = forks.run("alone-ranks", ranks=2, socket=None, epochs=6)
     with Daemon(tmp_path) as daemon:
@@ -62,7 +62,7 @@ def test_two_ranks_go_on_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path)
         ({"every_batch": True}, "gradients are accumulated: they are no part of it"),
     ],
 )
-def test_what_could_not_go_on_exactly_is_refused(
+def test_accelerate_setup_that_cannot_resume_exactly_is_refused(
     forks: Forks, tmp_path: Path, wrong: dict[str, object], message: str
 ) -> None:
     with Daemon(tmp_path) as daemon:

@@ -83,7 +83,7 @@ def blank(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("without_pickle")
-def test_what_is_saved_is_loaded_in_place_and_objects_are_never_pickled(client: Client) -> None:
+def test_saved_state_is_loaded_in_place_and_objects_are_never_pickled(client: Client) -> None:
     saved = example()
     writer = TierdWriter(client, step=5, metrics={"loss": 0.5}, wait_persisted=True)
     dcp.save(saved, storage_writer=writer)
@@ -104,7 +104,7 @@ def test_what_is_saved_is_loaded_in_place_and_objects_are_never_pickled(client: 
     assert (reader.found.step, reader.found.metrics) == (5, {"loss": 0.5})
 
 
-def test_torchs_own_reader_reads_the_same_files(client: Client, daemon: Daemon, run: str) -> None:
+def test_stock_torch_reader_reads_the_same_files(client: Client, daemon: Daemon, run: str) -> None:
     writer = TierdWriter(client, wait_persisted=True)
     dcp.save(example(), storage_writer=writer, checkpoint_id="outputs/step-12")
 
@@ -117,7 +117,7 @@ def test_torchs_own_reader_reads_the_same_files(client: Client, daemon: Daemon, 
     assert_same(flat, {name: saved[name].contiguous() for name in names})
 
 
-def test_async_save_saves_what_was_there_when_it_was_called(client: Client) -> None:
+def test_async_save_saves_the_state_at_the_time_of_the_call(client: Client) -> None:
     state = {"weight": torch.ones(1000)}
     saving: Any = dcp.async_save(state, storage_writer=TierdWriter(client, step=1))
     state["weight"].zero_()
@@ -126,14 +126,14 @@ def test_async_save_saves_what_was_there_when_it_was_called(client: Client) -> N
     assert state["weight"].sum() == 1000
 
 
-def test_a_part_of_a_checkpoint_is_loaded_and_the_dtype_is_converted(client: Client) -> None:
+def test_part_of_a_checkpoint_is_loaded_and_converted_to_another_dtype(client: Client) -> None:
     dcp.save(example(), storage_writer=TierdWriter(client, step=1))
     part = {"model": {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}}
     dcp.load(part, storage_reader=TierdReader(client, step=1))
     assert torch.equal(part["model"]["weight"], example()["model"]["weight"].bfloat16())
 
 
-def test_a_training_states_checkpoint_is_loaded_by_its_names(client: Client) -> None:
+def test_checkpoint_of_a_training_state_is_loaded_by_its_names(client: Client) -> None:
     model = nn.Linear(3, 2)
     client.snapshot(1, tierd_client.TrainingState(model=model))
     found = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
@@ -141,9 +141,7 @@ def test_a_training_states_checkpoint_is_loaded_by_its_names(client: Client) -> 
     assert_same(found["model"], dict(model.state_dict()))
 
 
-def test_loading_an_older_step_begins_a_generation_that_descends_from_it(
-    client: Client, daemon: Daemon, run: str
-) -> None:
+def test_loading_an_older_step_starts_a_generation_with_that_parent(client: Client, daemon: Daemon, run: str) -> None:
     for step in (1, 2):
         dcp.save({"a": torch.tensor(step)}, storage_writer=TierdWriter(client, step, wait_persisted=True))
     found = {"a": torch.tensor(0)}
@@ -154,7 +152,7 @@ def test_loading_an_older_step_begins_a_generation_that_descends_from_it(
     assert (shown["generation"], shown["parent"]["step"], shown["parent"]["generation"]) == (2, 1, 1)
 
 
-def test_without_a_checkpoint_the_training_starts_fresh(client: Client) -> None:
+def test_find_returns_none_without_a_checkpoint(client: Client) -> None:
     assert TierdReader(client).find() is None
     with pytest.raises(NotFound):
         TierdReader(client, step=3).find()
@@ -162,7 +160,7 @@ def test_without_a_checkpoint_the_training_starts_fresh(client: Client) -> None:
         dcp.load({"a": torch.zeros(1)}, storage_reader=TierdReader(client))
 
 
-def test_damage_sends_the_load_to_another_replica_of_the_same_checkpoint(
+def test_damaged_replica_is_replaced_by_another_of_the_same_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Daemon(tmp_path) as daemon:
@@ -192,7 +190,7 @@ def raised(error: BaseException) -> str:
     return "; ".join(f"{type(one[0]).__name__}: {one[0]}" for one in failures.values())
 
 
-def test_an_object_without_a_safe_form_is_refused_by_its_name(client: Client) -> None:
+def test_object_without_a_safe_form_in_dcp_is_refused_by_its_name(client: Client) -> None:
     with pytest.raises(BaseException, match="dcp") as caught:
         dcp.save({"a": {"hook": print}}, storage_writer=TierdWriter(client, 1))
     assert "Unsupported: encode a.hook" in raised(caught.value) + str(caught.value)
@@ -225,7 +223,7 @@ class Opaque(DefaultLoadPlanner):
         raise AssertionError("never asked")
 
 
-def test_planners_that_only_pickle_are_refused_by_name(client: Client) -> None:
+def test_planners_that_require_pickle_are_refused_by_name(client: Client) -> None:
     with pytest.raises(BaseException, match=r".*") as caught:
         dcp.save({"a": 1}, storage_writer=TierdWriter(client, 1), planner=Foreign())
     assert "a Foreign gives objects only pickled" in raised(caught.value)
@@ -235,7 +233,7 @@ def test_planners_that_only_pickle_are_refused_by_name(client: Client) -> None:
     assert "a Opaque takes objects only pickled" in raised(caught.value)
 
 
-def test_a_step_is_the_number_that_a_checkpoint_id_ends_with() -> None:
+def test_step_is_the_number_at_the_end_of_a_checkpoint_id() -> None:
     assert [step_of(one) for one in ("7", "out/step-1000", Path("a/step_20"))] == [7, 1000, 20]
     with pytest.raises(BadConfig, match="ends with no number"):
         step_of("outputs/latest")
@@ -336,7 +334,7 @@ def sharded(daemon: Daemon, world_size: int, seed: int) -> Generator[list[Traine
             trainer.kill()
 
 
-def test_an_fsdp_training_killed_and_resumed_cannot_be_told_from_one_undisturbed(daemon: Daemon) -> None:
+def test_fsdp_training_killed_and_resumed_is_identical_to_an_undisturbed_one(daemon: Daemon) -> None:
     with sharded(daemon, 2, seed=1) as first:
         together(first, "apply", step_on, 3)
         together(first, "apply", save)
@@ -352,7 +350,7 @@ def test_an_fsdp_training_killed_and_resumed_cannot_be_told_from_one_undisturbed
         assert together(second, "apply", step_on, 2) == expected
 
 
-def test_another_number_of_ranks_loads_the_same_state(daemon: Daemon) -> None:
+def test_dcp_loads_the_same_state_on_another_number_of_ranks(daemon: Daemon) -> None:
     with sharded(daemon, 4, seed=3) as four:
         together(four, "apply", step_on, 2)
         together(four, "apply", save)

@@ -146,9 +146,7 @@ def gradients_on() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
-def test_killed_in_an_epoch_it_goes_on_as_a_training_without_tierd_that_nothing_happened_to(
-    kind: str, daemon: Daemon, tmp_path: Path
-) -> None:
+def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     fit(kind, tmp_path / "undisturbed", None)
 
     with Trainer() as killed:
@@ -174,7 +172,7 @@ def test_killed_in_an_epoch_it_goes_on_as_a_training_without_tierd_that_nothing_
 
 
 @pytest.mark.parametrize("kind", ["generator", "stream"])
-def test_other_loaders_give_the_same_batches_again(kind: str, daemon: Daemon, tmp_path: Path) -> None:
+def test_loaders_without_state_repeat_the_same_batches(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     class Dies(Exception):
         pass
 
@@ -196,7 +194,7 @@ def test_other_loaders_give_the_same_batches_again(kind: str, daemon: Daemon, tm
     assert said(tmp_path / "resumed") == said(tmp_path / "undisturbed", since=12)
 
 
-def test_a_training_that_ended_can_be_prolonged(daemon: Daemon, tmp_path: Path) -> None:
+def test_finished_training_can_be_extended(daemon: Daemon, tmp_path: Path) -> None:
     """`max_epochs` is no part of its state: two epochs, then two more, are four."""
     fit("plain", tmp_path / "undisturbed", None, epochs=4)
     fit("plain", tmp_path / "first", TierdCallback("prolonged", socket=daemon.socket), epochs=2)
@@ -207,7 +205,7 @@ def test_a_training_that_ended_can_be_prolonged(daemon: Daemon, tmp_path: Path) 
     assert said(tmp_path / "first") + said(tmp_path / "second") == said(tmp_path / "undisturbed")
 
 
-def test_with_a_ckpt_path_training_begins_there_and_it_is_told(
+def test_ckpt_path_takes_precedence_and_is_logged(
     daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = fit("plain", tmp_path / "other", None, epochs=1)
@@ -224,14 +222,14 @@ def test_with_a_ckpt_path_training_begins_there_and_it_is_told(
     assert "ckpt_path is given" in caplog.text
 
 
-def test_a_run_of_something_else_is_refused_before_anything_changes(daemon: Daemon, tmp_path: Path) -> None:
+def test_run_of_another_kind_of_training_is_refused_before_anything_changes(daemon: Daemon, tmp_path: Path) -> None:
     with connect("foreign", socket=daemon.socket) as client:
         client.snapshot(1, DictState({"model": {"net.0.weight": torch.zeros(8, 6)}})).wait_persisted(60)
     with pytest.raises(Mismatch, match="no snapshot of a Lightning training"):
         fit("plain", tmp_path / "heard", TierdCallback("foreign", socket=daemon.socket))
 
 
-def test_strategies_whose_checkpoints_are_directories_are_refused_by_name(daemon: Daemon) -> None:
+def test_lightning_strategies_with_directory_checkpoints_are_refused_by_name(daemon: Daemon) -> None:
     callback = TierdCallback("sharded", socket=daemon.socket)
     trainer: Any = type("", (), {"strategy": FSDPStrategy()})()
     with pytest.raises(Unsupported, match="FSDPStrategy") as caught:
@@ -240,7 +238,7 @@ def test_strategies_whose_checkpoints_are_directories_are_refused_by_name(daemon
     assert callback.client is None
 
 
-def test_a_loader_that_nobody_resumes_gives_what_lightnings_own_gives() -> None:
+def test_watched_loader_without_a_resume_yields_what_lightnings_loader_yields() -> None:
     calls: list[None] = []
     torch.manual_seed(4)
     plain = DataLoader(Rows(), batch_size=4, shuffle=True)

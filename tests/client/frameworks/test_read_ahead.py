@@ -23,7 +23,7 @@ def loader(collate: Any = drawn) -> tuple[ReadAhead, DataLoader[int]]:
     return ahead, found
 
 
-def test_batch_that_is_read_again_draws_what_it_drew_and_leaves_the_generators_alone() -> None:
+def test_repeated_batch_draws_the_same_numbers_and_leaves_the_generators_unchanged() -> None:
     ahead, first = loader()
     batches = iter(first)
     read = [next(batches) for _ in range(3)]
@@ -41,13 +41,13 @@ def test_batch_that_is_read_again_draws_what_it_drew_and_leaves_the_generators_a
     assert next(batches)[1:] == following[1:]
 
 
-def test_batch_that_draws_nothing_costs_nothing_in_a_snapshot() -> None:
+def test_batch_that_draws_no_numbers_adds_no_state() -> None:
     ahead, found = loader(list)
     list(found)
     assert ahead.states() == [None] * 6
 
 
-def test_only_the_newest_are_kept() -> None:
+def test_only_the_newest_batches_are_kept() -> None:
     ahead, found = loader()
     list(found)
     newest = ahead.states()[-1:]

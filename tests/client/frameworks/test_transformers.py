@@ -20,7 +20,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         yield found
 
 
-def test_killed_and_stopped_in_the_middle_of_epochs_it_ends_as_if_left_alone(forks: Forks, tmp_path: Path) -> None:
+def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(forks: Forks, tmp_path: Path) -> None:
     """10 steps an epoch of 20 batches, two to a step; logs every 3 steps, evaluations every 4."""
     output = tmp_path / "output"
     alone = forks.run("alone", socket=None, output=str(output))
@@ -46,7 +46,7 @@ def test_killed_and_stopped_in_the_middle_of_epochs_it_ends_as_if_left_alone(for
     assert list(output.glob("*")) == []
 
 
-def test_loss_that_train_returns_is_that_of_its_own_steps(forks: Forks, tmp_path: Path) -> None:
+def test_loss_returned_by_train_covers_only_its_own_steps(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": {"every_steps": 10}}
         whole = forks.run("loss", **command)
@@ -57,7 +57,7 @@ def test_loss_that_train_returns_is_that_of_its_own_steps(forks: Forks, tmp_path
     assert tail.steps(21) == whole.steps(21)
 
 
-def test_two_ranks_beside_trainers_own_checkpoints(forks: Forks, tmp_path: Path) -> None:
+def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo. Trainer saves as its user told it, and loads the best model at the end."""
     own = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "ddp_backend": "gloo"}
     settings = {"args": own, "samples": 150}
@@ -74,7 +74,7 @@ def test_two_ranks_beside_trainers_own_checkpoints(forks: Forks, tmp_path: Path)
     assert (tmp_path / "run/checkpoint-40/optimizer.pt").exists()
 
 
-def test_stream_is_read_again_up_to_its_place(forks: Forks, tmp_path: Path) -> None:
+def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 30}}
     alone = forks.run("alone-stream", socket=None, **settings)
     with Daemon(tmp_path) as daemon:
@@ -84,7 +84,7 @@ def test_stream_is_read_again_up_to_its_place(forks: Forks, tmp_path: Path) -> N
     assert again.steps(7) == alone.steps(7)
 
 
-def test_training_goes_on_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
+def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         done = forks.run(
             "hung",
@@ -98,7 +98,7 @@ def test_training_goes_on_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -
     assert "tierd: no snapshot of step 11 of hf" in done.stderr
 
 
-def test_train_that_does_not_ask_where_to_resume_is_refused(forks: Forks, tmp_path: Path) -> None:
+def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
         forgetful = forks.run("forgetful", **command, asks=False)
@@ -110,7 +110,7 @@ def test_train_that_does_not_ask_where_to_resume_is_refused(forks: Forks, tmp_pa
     assert "from step 0: its resume point is step 6" in deaf.stderr
 
 
-def test_run_that_was_not_trainers_is_refused(forks: Forks, tmp_path: Path) -> None:
+def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, Trainer() as other:
         other.connect(daemon.socket, "hf")
         other.train(1)

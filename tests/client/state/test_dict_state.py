@@ -33,7 +33,7 @@ def nested() -> dict[str, Any]:
     }
 
 
-def test_a_nested_dict_comes_back_as_it_was(files: Files) -> None:
+def test_nested_dict_is_restored_unchanged(files: Files) -> None:
     raw = stage(DictState({**nested(), "array": np.arange(4)}))
     found: dict[str, Any] = {}
     restore(DictState(found), [files.on_disk(raw)])
@@ -42,7 +42,7 @@ def test_a_nested_dict_comes_back_as_it_was(files: Files) -> None:
     assert_same(found, nested())
 
 
-def test_tensors_that_fit_are_restored_in_place_and_others_anew(files: Files) -> None:
+def test_tensors_that_fit_are_restored_in_place_and_others_are_replaced(files: Files) -> None:
     raw = stage(DictState(nested()))
     live = nested()
     live["model"]["weight"].zero_()
@@ -53,7 +53,7 @@ def test_tensors_that_fit_are_restored_in_place_and_others_anew(files: Files) ->
     assert_same(live, nested())
 
 
-def test_what_differs_per_rank_is_kept_for_each_and_the_rest_is_written_once(files: Files) -> None:
+def test_per_rank_keys_are_stored_for_each_rank_and_other_keys_once(files: Files) -> None:
     def build(rank: int) -> DictState:
         return DictState({"model": torch.zeros(2), "mine": torch.tensor([rank])}, per_rank=["mine"])
 
@@ -70,7 +70,9 @@ def test_what_differs_per_rank_is_kept_for_each_and_the_rest_is_written_once(fil
         assert found["mine"].item() == rank
 
 
-def test_what_the_checkpoint_lacks_stays_and_is_told(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_missing_in_the_checkpoint_stay_unchanged_and_are_logged(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     raw = stage(DictState({"a": 1}))
     live = {"a": 0, "later": 7}
     with caplog.at_level(logging.WARNING):
@@ -79,18 +81,18 @@ def test_what_the_checkpoint_lacks_stays_and_is_told(files: Files, caplog: pytes
     assert "has no later" in caplog.text
 
 
-def test_an_object_is_refused_by_its_path() -> None:
+def test_object_without_a_safe_form_in_a_dict_is_refused_by_its_path() -> None:
     with pytest.raises(Unsupported, match=r"callbacks\.early\.fn"):
         DictState({"callbacks": {"early": {"fn": print}}}).capture(0, 1)
 
 
-def test_keys_that_cannot_name_tensors_are_refused() -> None:
+def test_keys_that_are_not_strings_are_refused() -> None:
     values: Any = {1: torch.zeros(1)}
     with pytest.raises(BadConfig, match="must be strings"):
         DictState(values)
 
 
-def test_a_checkpoint_of_another_kind_is_refused_in_both_directions(files: Files) -> None:
+def test_checkpoint_of_another_kind_of_state_is_refused_in_both_directions(files: Files) -> None:
     of_training = files.on_disk(stage(TrainingState(model=small_net())))
     found: dict[str, Any] = {}
     with pytest.raises(Mismatch, match="model: checkpoint holds a module, now it is a value"):
@@ -101,7 +103,7 @@ def test_a_checkpoint_of_another_kind_is_refused_in_both_directions(files: Files
         restore(TrainingState(model=small_net()), [of_dict])
 
 
-def test_before_there_is_anything_in_it_no_room_is_made() -> None:
+def test_empty_dict_counts_as_not_stepped() -> None:
     values: dict[str, Any] = {}
     state = DictState(values)
     assert not state.is_stepped

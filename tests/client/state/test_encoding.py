@@ -41,7 +41,7 @@ STATE = {
 }
 
 
-def test_arrays_scalars_and_odd_values_come_back_with_their_types(files: Files) -> None:
+def test_arrays_scalars_and_uncommon_values_are_restored_with_their_types(files: Files) -> None:
     loader, fresh = Loader(), Loader()
     loader.state = STATE
     state = TrainingState(model=small_net(), dataloader=loader)
@@ -89,7 +89,7 @@ DICTS = {
 @pytest.mark.parametrize("suffix", ["", "@00001"])
 @pytest.mark.parametrize("home", [torch.device("cpu"), None])
 @pytest.mark.parametrize("name", DICTS)
-def test_dict_of_tensors_alone_is_encoded_as_one_with_a_number_among_them(
+def test_fast_path_for_dicts_of_tensors_encodes_as_the_general_path(
     name: str, home: torch.device | None, suffix: str
 ) -> None:
     """The first has a way of its own."""

@@ -290,7 +290,7 @@ def _fresh(loader: str, workers: int, folder: Path) -> Training:
 @pytest.mark.parametrize("interrupted", [INTERRUPTED, AT_AN_END])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_resumed_with_its_whole_state_nothing_differs(
+def test_run_resumed_with_its_whole_state_does_not_differ(
     files: Files, folder: Path, loader: str, workers: int, interrupted: int
 ) -> None:
     expected, raw = _undisturbed(loader, workers, folder, interrupted)
@@ -300,7 +300,7 @@ def test_resumed_with_its_whole_state_nothing_differs(
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_without_one_piece_the_run_differs_where_it_shows(files: Files, folder: Path, piece: str) -> None:
+def test_run_resumed_without_one_piece_of_state_differs(files: Files, folder: Path, piece: str) -> None:
     column, take, put = PIECES[piece]
     expected, raw = _undisturbed("ResumableLoader", 0, folder)
     resumed = _fresh("ResumableLoader", 0, folder)
@@ -311,7 +311,7 @@ def test_without_one_piece_the_run_differs_where_it_shows(files: Files, folder: 
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_without_the_place_of_the_loader_other_samples_follow(files: Files, folder: Path, loader: str) -> None:
+def test_run_resumed_without_the_loaders_position_reads_other_samples(files: Files, folder: Path, loader: str) -> None:
     expected, raw = _undisturbed(loader, 0, folder)
     resumed = _fresh(loader, 0, folder)
     live, resumed.dataloader = resumed.dataloader, None
@@ -345,7 +345,7 @@ WRAPPERS: dict[str, Callable[[torch.nn.Module], Any]] = {
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("after", WRAPPERS)
 @pytest.mark.parametrize("before", WRAPPERS)
-def test_a_model_goes_from_any_wrapper_into_any_other(files: Files, before: str, after: str) -> None:
+def test_model_saved_in_any_wrapper_is_restored_into_any_other(files: Files, before: str, after: str) -> None:
     def build(wrapper: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainingState]:
         model = small_net()
         wrapped = WRAPPERS[wrapper](model)
@@ -361,7 +361,7 @@ def test_a_model_goes_from_any_wrapper_into_any_other(files: Files, before: str,
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
-def test_frozen_and_tied_parameters_train_on_as_they_were(files: Files) -> None:
+def test_training_continues_identically_with_frozen_and_tied_parameters(files: Files) -> None:
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
@@ -388,7 +388,7 @@ def test_frozen_and_tied_parameters_train_on_as_they_were(files: Files) -> None:
     assert train(other, fresh) == expected
 
 
-def test_another_architecture_is_refused_with_every_tensor_that_differs(files: Files) -> None:
+def test_another_architecture_is_refused_listing_every_tensor_that_differs(files: Files) -> None:
     raw = stage(TrainingState(model=small_net()))
     other = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Linear(6, 2), torch.nn.Linear(2, 2))
     before = copy.deepcopy(other.state_dict())
@@ -413,11 +413,11 @@ def test_another_architecture_is_refused_with_every_tensor_that_differs(files: F
     [
         (None, True, "the checkpoint has no scaler, it stays as it is"),
         (False, True, "scaler is empty in the checkpoint, it starts fresh"),
-        (True, None, "the checkpoint has scaler, which this state lacks: left out"),
-        (True, False, "scaler is disabled now, what the checkpoint has of it is left out"),
+        (True, None, "the checkpoint has scaler, which this state lacks: ignored"),
+        (True, False, "scaler is disabled now, its state in the checkpoint is ignored"),
     ],
 )
-def test_a_scaler_that_only_one_side_has_is_fresh_or_left_out_and_it_is_said(
+def test_scaler_that_only_one_side_has_starts_fresh_or_is_ignored_and_is_logged(
     files: Files, caplog: pytest.LogCaptureFixture, then: bool | None, now: bool | None, said: str
 ) -> None:
     def state(is_enabled: bool | None) -> tuple[TrainingState, Any]:

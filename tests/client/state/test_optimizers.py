@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_optimizer_comes_back_bit_for_bit(files: Files, name: str, steps: int) -> None:
+def test_optimizer_is_restored_bit_for_bit(files: Files, name: str, steps: int) -> None:
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_optimizer_names_are_those_of_torch() -> None:
     assert {name for name in names(TrainingState(model=model, optimizer=optimizer)) if "optimizer" in name} == theirs
 
 
-def test_several_optimizers_and_parameters_outside_the_model(files: Files) -> None:
+def test_several_optimizers_and_parameters_outside_the_model_are_restored(files: Files) -> None:
     def build() -> tuple[torch.nn.Module, torch.nn.Parameter, list[torch.optim.Optimizer]]:
         model, alpha = small_net(), torch.nn.Parameter(torch.randn(3))
         groups = [{"params": [model[0].weight]}, {"params": [alpha], "lr": 0.5}]
@@ -132,7 +132,7 @@ def test_several_optimizers_and_parameters_outside_the_model(files: Files) -> No
         assert_same(mine.state_dict(), theirs.state_dict())
 
 
-def test_groups_may_list_their_parameters_in_another_order(files: Files) -> None:
+def test_parameters_of_a_group_may_be_in_another_order(files: Files) -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, lambda: model(torch.ones(2, 3)))
@@ -143,7 +143,7 @@ def test_groups_may_list_their_parameters_in_another_order(files: Files) -> None
     assert torch.equal(fresh.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
-def test_new_moments_take_the_memory_format_of_their_parameter(files: Files) -> None:
+def test_new_moments_have_the_memory_format_of_their_parameter(files: Files) -> None:
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters())
@@ -177,7 +177,7 @@ def test_another_optimizer_is_a_mismatch(files: Files, build: Any, expected: str
     assert expected in found.value.message
 
 
-def test_optimizer_with_hyperparameters_of_a_newer_torch_is_taken(files: Files) -> None:
+def test_optimizer_with_hyperparameters_of_a_newer_torch_is_accepted(files: Files) -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     raw = stage(TrainingState(model=model, optimizer=optimizer))

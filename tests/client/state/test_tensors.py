@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tierd_client.state.tensors import captured, sample_of
+from tierd_client.state.tensors import capture_tensor, sample_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -47,14 +47,14 @@ placed = st.sampled_from([Replicate(), Shard(0), Shard(1)])
     mesh=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_parts_of_all_ranks_make_up_the_tensor_on_any_mesh(
+def test_parts_of_all_ranks_cover_the_tensor_on_any_mesh(
     ranks: Any, shape: tuple[int, int], mesh: list[int], data: st.DataObject
 ) -> None:
     placements = data.draw(st.lists(placed, min_size=len(mesh), max_size=len(mesh)))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     gathered = torch.full(shape, -1.0)
     for part in ranks(whole, mesh, placements):
-        found = captured("w", part)
+        found = capture_tensor("w", part)
         assert found.is_distributed
         assert found.global_shape == shape
         gathered[tuple(slice(at, at + n) for at, n in zip(found.saved_offsets, found.shape, strict=True))] = (
@@ -64,30 +64,30 @@ def test_parts_of_all_ranks_make_up_the_tensor_on_any_mesh(
 
 
 @pytest.mark.parametrize("rows", [8, 30, 5, 3, 1])
-def test_dimension_sharded_by_fsdp_within_tensor_parallel_is_one_piece_on_each_rank(ranks: Any, rows: int) -> None:
+def test_dimension_sharded_by_fsdp_and_tensor_parallel_is_one_piece_on_each_rank(ranks: Any, rows: int) -> None:
     """fully_shard over a ColwiseParallel weight: cut by the inner dimension of the mesh first."""
     whole = torch.arange(rows * 2.0).reshape(rows, 2)
     gathered = torch.full_like(whole, -1.0)
     for part in ranks(whole, [2, 2], [_StridedShard(0, split_factor=2), Shard(0)]):
-        found = captured("w", part)
+        found = capture_tensor("w", part)
         begin = found.saved_offsets[0]
         gathered[begin : begin + found.shape[0]] = found.tensor
     assert torch.equal(gathered, whole)
 
 
-def test_part_that_lies_in_several_pieces_is_refused(ranks: Any) -> None:
+def test_part_in_several_pieces_is_refused(ranks: Any) -> None:
     for part in ranks(torch.zeros(8, 2), [2], [_StridedShard(0, split_factor=2)]):
-        with pytest.raises(Unsupported, match=r"capture model\.w: .* holds it in pieces"):
-            captured("model.w", part)
+        with pytest.raises(Unsupported, match=r"capture model\.w: .* holds several separate pieces"):
+            capture_tensor("model.w", part)
 
 
-def test_part_of_another_shape_than_its_placements_say_is_refused(ranks: Any) -> None:
+def test_part_whose_shape_contradicts_its_placements_is_refused(ranks: Any) -> None:
     (part, _) = ranks(torch.zeros(8, 2), [2], [Shard(0)])
     odd = DTensor.from_local(
         torch.zeros(3, 2), part.device_mesh, [Shard(0)], run_check=False, shape=(8, 2), stride=(2, 1)
     )
     with pytest.raises(Unsupported, match=r"local part is \[3, 2\].* say \[4, 2\]"):
-        captured("w", odd)
+        capture_tensor("w", odd)
 
 
 # ── a glance ──
@@ -105,7 +105,7 @@ def test_part_of_another_shape_than_its_placements_say_is_refused(ranks: Any) ->
         torch.tensor([True, False]),
     ],
 )
-def test_equal_tensors_have_equal_samples_and_others_do_not(tensor: torch.Tensor) -> None:
+def test_equal_tensors_have_equal_samples_and_different_ones_do_not(tensor: torch.Tensor) -> None:
     assert sample_of(tensor) == sample_of(tensor.clone())
     other = ~tensor if tensor.dtype == torch.bool else tensor + 1
     assert (sample_of(tensor) == sample_of(other)) == (tensor.numel() == 0)
