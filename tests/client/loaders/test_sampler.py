@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd_client.loaders.sampler import ResumableSampler, place_of
+from tierd_client.loaders.sampler import ResumableSampler, find_rank
 from torch.utils.data import DataLoader
 
 from tierd.errors import BadConfig, Mismatch
@@ -111,7 +111,7 @@ def test_invalid_arguments_and_states_are_refused() -> None:
         ResumableSampler(47, batch_size=3).load_state_dict(state)
     with pytest.raises(Mismatch, match="rank 0 epoch 0 sample 0, rank 1 epoch 0 sample 6"):
         sampler.load_state_dicts([state, {**state, "consumed": 6}])
-    with pytest.raises(Mismatch, match="none of a sampler"):
+    with pytest.raises(Mismatch, match="not a sampler"):
         sampler.load_state_dict({"position": 3})
     for options in ({"length": 0, "batch_size": 1}, {"length": 1, "batch_size": 0}):
         with pytest.raises(BadConfig):
@@ -119,11 +119,11 @@ def test_invalid_arguments_and_states_are_refused() -> None:
 
 
 def test_rank_comes_from_torch_distributed_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_of(None, None) == (0, 1)
-    assert place_of(1, 3) == (1, 3)
+    assert find_rank(None, None) == (0, 1)
+    assert find_rank(1, 3) == (1, 3)
     for rank, world_size in [(1, None), (None, 2), (2, 2), (-1, 2)]:
         with pytest.raises(BadConfig, match="give both"):
-            place_of(rank, world_size)
+            find_rank(rank, world_size)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(BadConfig, match="torchrun has started several ranks"):
-        place_of(None, None)
+        find_rank(None, None)
