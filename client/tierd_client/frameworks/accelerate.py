@@ -81,9 +81,8 @@ class _Accumulation:
     def state_dict(self) -> dict[str, Any]:
         if not self._accelerator.sync_gradients:
             raise BadRequest(
-                f"snapshot after batch {self._accelerator.step}, between two of the "
-                f"{self._accelerator.gradient_accumulation_steps} whose gradients are accumulated: a checkpoint has no "
-                "gradients",
+                f"snapshot after batch {self._accelerator.step}: the gradients of "
+                f"{self._accelerator.gradient_accumulation_steps} batches are being accumulated, and are not stored",
                 hint="take it where accelerator.sync_gradients is true",
             )
         return {"step": self._accelerator.step}

@@ -225,7 +225,7 @@ def test_ckpt_path_takes_precedence_and_is_logged(
 def test_run_of_another_kind_of_training_is_refused_before_anything_changes(daemon: Daemon, tmp_path: Path) -> None:
     with connect("foreign", socket=daemon.socket) as client:
         client.snapshot(1, DictState({"model": {"net.0.weight": torch.zeros(8, 6)}})).wait_persisted(60)
-    with pytest.raises(Mismatch, match="no snapshot of a Lightning training"):
+    with pytest.raises(Mismatch, match="not a snapshot of a Lightning training"):
         fit("plain", tmp_path / "heard", TierdCallback("foreign", socket=daemon.socket))
 
 

@@ -103,7 +103,7 @@ def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
         forgetful = forks.run("forgetful", **command, asks=False)
         assert forgetful.codes == [1]
-        assert "the callback was not asked where to resume" in forgetful.stderr
+        assert "callback.resume_point was not called" in forgetful.stderr
         forks.run("deaf", **command, signals=[(7, "SIGKILL", 0)])
         deaf = forks.run("deaf", **command, listens=False)
     assert deaf.codes == [1]
