@@ -68,10 +68,6 @@ class Replica:
     excluded: Sequence[str] = ()
     fetch_failed: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.manifest.id.name}@{self.tier}"
-
     def __enter__(self) -> Replica:
         return self
 
@@ -160,11 +156,11 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
     excluded: list[str] = []
     while True:
         replica = ranks.together(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
-        name, exact_request = _share_choice(ranks, replica)
+        chosen, tier = _share_choice(ranks, replica)
         skip_error: TierdError | None = None
         final_error: TierdError | None = None
         try:
-            replica = replica or _find(session, exact_request, excluded)
+            replica = replica or _find(session, RestoreRequest.exactly(chosen, tier), excluded)
             with replica:
                 read(replica)
         except Corrupt as error:
@@ -179,15 +175,13 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
         is_skipped = ranks.maximum([skip_error is not None])[0]
         if replica is not None and not is_skipped:
             return replica
-        excluded.append(name)
+        excluded.append(f"{chosen.name}@{tier}")
 
 
-def _share_choice(ranks: Ranks, replica: Replica | None) -> tuple[str, RestoreRequest]:
-    """Rank 0's choice on all ranks: the replica's name, and the request for it."""
-    raw = None
-    if replica is not None:
-        raw = msgspec.json.encode((replica.name, RestoreRequest.exactly(replica.manifest.id, replica.tier)))
-    return msgspec.json.decode(ranks.from_first(raw) or b"", type=tuple[str, RestoreRequest])
+def _share_choice(ranks: Ranks, replica: Replica | None) -> tuple[CheckpointId, str]:
+    """The checkpoint and the tier that rank 0 has chosen, on all ranks."""
+    raw = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else None
+    return msgspec.json.decode(ranks.from_first(raw) or b"", type=tuple[CheckpointId, str])
 
 
 def _report_corrupt(session: DaemonSession, replica: Replica, error: Corrupt) -> None:
@@ -199,8 +193,8 @@ def _report_corrupt(session: DaemonSession, replica: Replica, error: Corrupt) ->
 def _find(
     session: DaemonSession, request: RestoreRequest, excluded: Sequence[str], chunks: Sequence[Sequence[int]] = ()
 ) -> Replica:
-    """Asks the daemon for a replica. `excluded`: names of bad replicas. `chunks`: for each file the indexes of the
-    chunks that are needed besides the headers; from a cold tier only these are fetched."""
+    """Asks the daemon for a replica. `excluded`: bad replicas, as "<checkpoint name>@<tier>". `chunks`: for each file
+    the indexes of the chunks that are needed besides the headers; from a cold tier only these are fetched."""
     packed = [wire.pack_indexes(indexes) for indexes in chunks]
 
     def message(number: int) -> wire.Find:

@@ -17,7 +17,7 @@ from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ValueSection
-from tierd_client.state.training_state import Captured, capture_sections, parse_tree, plan_section
+from tierd_client.state.training_state import Captured, capture_sections, parse_tree
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,13 @@ class DictState:
         saved = parse_tree(tree)
         plan = RestorePlan(available, self._accelerator)
         for key, section_tree in saved.items():
-            resharded = None if rank_local is None or rank_local.is_shared(key) else rank_local
             section = ValueSection(self.values, key, key)
-            plan_section(key, section, section_tree, plan, resharded, is_required=True)
+            if section_tree.kind != section.kind:
+                plan.add_difference(f"{key}: checkpoint holds a {section_tree.kind}, now it is a {section.kind}")
+            elif rank_local is not None and not rank_local.is_shared(key):
+                rank_local.plan(key, section, plan, is_required=True)
+            else:
+                section.plan(section_tree.value, section_tree.suffix, plan)
         for key in self.values.keys() - saved.keys():
             logger.warning("restore: the checkpoint has no %s, it stays as it is", key)
         plan.check()

@@ -32,16 +32,6 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-class Reshardable(Protocol):
-    """A stateful object, such as a data loader, that can continue from the states of any number of ranks."""
-
-    def load_state_dicts(self, states: Sequence[Any], /) -> Any: ...
-
-
-def is_reshardable(value: object) -> TypeGuard[Reshardable]:
-    return callable(getattr(value, "load_state_dicts", None))
-
-
 class SectionTree(msgspec.Struct):
     """One section in the state tree. `suffix` ends the names of its tensors."""
 
@@ -145,10 +135,10 @@ class StatefulSection:
 
     def plan_from_all_ranks(self, saved: Sequence[Json], plan: RestorePlan) -> bool:
         """Plans to give the owner the states of all ranks that saved the checkpoint. False if it cannot take them."""
-        owner = self.owner
-        if not is_reshardable(owner):
+        load_state_dicts: Any = getattr(self.owner, "load_state_dicts", None)
+        if not callable(load_state_dicts):
             return False
-        plan.on_finish(partial(owner.load_state_dicts, [plan.decode(state) for state in saved]))
+        plan.on_finish(partial(load_state_dicts, [plan.decode(state) for state in saved]))
         return True
 
 

@@ -112,24 +112,6 @@ def capture_sections(
     return Captured(into.tensors, tree)
 
 
-def plan_section(
-    name: str,
-    section: Section,
-    saved: SectionTree,
-    plan: RestorePlan,
-    rank_local: RankLocal | None,
-    *,
-    is_required: bool,
-) -> None:
-    """Plans the restore of one section. `rank_local`: given if its state differs per rank and their number changed."""
-    if saved.kind != section.kind:
-        plan.add_difference(f"{name}: checkpoint holds a {saved.kind}, now it is a {section.kind}")
-    elif rank_local is not None:
-        rank_local.plan(name, section, plan, is_required=is_required)
-    else:
-        section.plan(saved.value, saved.suffix, plan)
-
-
 def parse_tree(tree: Json) -> dict[str, SectionTree]:
     """The sections of a rank's state tree by name. Raises Corrupt when `tree` is something else."""
     try:
@@ -208,11 +190,14 @@ class TrainingState:
         live = self._sections()
         sections = live | self._values_only_in(saved)
         for name, section in sections.items():
-            if name in saved:
-                resharded = rank_local if _is_per_rank(name) else None
-                plan_section(name, section, saved[name], plan, resharded, is_required=name in live)
-            else:
+            if name not in saved:
                 logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
+            elif saved[name].kind != section.kind:
+                plan.add_difference(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
+            elif rank_local is not None and _is_per_rank(name):
+                rank_local.plan(name, section, plan, is_required=name in live)
+            else:
+                section.plan(saved[name].value, saved[name].suffix, plan)
         if not saved.keys() & sections.keys():
             plan.add_difference(
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"

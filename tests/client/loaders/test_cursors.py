@@ -1,4 +1,4 @@
-"""Cursors merge in any order, and sharing out loses and doubles nothing."""
+"""Cursors merge in any order, and sharing them out loses and repeats nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_shares_merge_into_the_original_cursor(cursor: dict[str, FileCursor], re
 
 @given(CURSORS, CURSORS, CURSORS)
 def test_merge_is_commutative_associative_and_idempotent(
-    one: dict[str, FileCursor], two: dict[str, FileCursor], three: dict[str, FileCursor]
+    a: dict[str, FileCursor], b: dict[str, FileCursor], c: dict[str, FileCursor]
 ) -> None:
-    def place(cursor: dict[str, FileCursor]) -> dict[str, tuple[int, int]]:
+    def positions(cursor: dict[str, FileCursor]) -> dict[str, tuple[int, int]]:
         return {path: (at.passes, at.documents) for path, at in cursor.items()}
 
-    assert place(merge([merge([one, two]), three])) == place(merge([three, merge([two, one])]))
-    assert merge([one, one]) == one
+    assert positions(merge([merge([a, b]), c])) == positions(merge([c, merge([b, a])]))
+    assert merge([a, a]) == a
 
 
 def test_merge_keeps_the_furthest_cursor_of_each_file() -> None:
@@ -43,8 +43,8 @@ def test_merge_keeps_the_furthest_cursor_of_each_file() -> None:
 @given(st.lists(st.integers(1, 1000), min_size=1), st.integers(1, 6))
 def test_shares_differ_by_at_most_one_file(sizes: list[int], readers: int) -> None:
     shares = share_out({str(n): FileCursor(size) for n, size in enumerate(sizes)}, readers)
-    held = [sum(at.size_bytes for at in share.values()) for share in shares]
-    assert max(held) - min(held) <= max(sizes)
+    sizes_bytes = [sum(at.size_bytes for at in share.values()) for share in shares]
+    assert max(sizes_bytes) - min(sizes_bytes) <= max(sizes)
 
 
 def test_remaining_bytes_are_spread_evenly_before_finished_files() -> None:

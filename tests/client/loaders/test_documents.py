@@ -1,4 +1,4 @@
-"""Documents out of files: a resume gives the same batches, and on any ranks and workers each document once."""
+"""A resumed DocumentLoader gives the same batches, and on any ranks and workers each document once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def ids(batches: Iterable[list[Any]]) -> list[int]:
 
 
 def some(loader: DocumentLoader, batches: int) -> list[Any]:
-    """So many batches, in as many passes as it takes."""
-    found: list[Any] = []
+    """(pass, batch) of the next batches, over as many passes as needed."""
+    read: list[Any] = []
     while True:
         for batch in loader:
-            found.append((loader.epoch, batch))
-            if len(found) == batches:
-                return found
+            read.append((loader.epoch, batch))
+            if len(read) == batches:
+                return read
 
 
 def rank_of(paths: list[str], rank: int, world_size: int, **options: Any) -> DocumentLoader:
@@ -228,7 +228,7 @@ def test_one_rank_is_resharded_to_several_and_back(paths: list[str], before: int
     assert Counter(ids(seen)) == Counter(range(sum(COUNTS)))
 
 
-# What follows runs in the process of a rank. The loader reads with workers of its own.
+# Functions that run in the process of a rank. The loader has its own workers.
 
 
 def _read_some(_: Training, paths: list[str], rank: int, batches: int) -> tuple[bytes, list[int]]:
@@ -241,11 +241,11 @@ def _read_rest(_: Training, paths: list[str], rank: int, folder: Path, raws: lis
     files = Files(folder)
     shards = [files.on_disk(raw, f"rank-{number:05d}-of-00004.safetensors") for number, raw in enumerate(raws)]
     saved = [Loader() for _ in raws]
-    for number, one in enumerate(saved):
-        restore(TrainingState(model=small_net(), dataloader=one), shards, rank=number)
+    for number, saved_loader in enumerate(saved):
+        restore(TrainingState(model=small_net(), dataloader=saved_loader), shards, rank=number)
     files.close()
     loader = rank_of(paths, rank, 2, num_workers=3, seed=99)
-    loader.load_state_dicts([one.state for one in saved])
+    loader.load_state_dicts([saved_loader.state for saved_loader in saved])
     return ids(loader), len(ids(loader))
 
 
@@ -253,7 +253,7 @@ def test_1000_documents_resharded_from_4_ranks_to_2_are_each_read_once(tmp_path:
     paths = write_documents(tmp_path, [100, 40, 60, 25, 75, 110, 90, 50, 30, 70, 80, 65, 55, 45, 85, 20])
     before = [Trainer() for _ in range(4)]
     for rank, trainer in enumerate(before):
-        trainer.begin("apply", _read_some, paths, rank, 17 + rank)  # the workers have read further by then
+        trainer.begin("apply", _read_some, paths, rank, 17 + rank)  # the workers have read ahead by then
     raws, seen = zip(*[trainer.end() for trainer in before], strict=True)
     for trainer in before:
         trainer.kill()

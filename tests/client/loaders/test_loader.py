@@ -1,4 +1,4 @@
-"""In the middle of an epoch, with workers that read ahead and augment: the batches that follow are the same."""
+"""A loader resumed in the middle of an epoch gives the same batches, with workers that read ahead and augment."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def loader_of(workers: int, *, seed: int = 0, dataset: Augmented | None = None, 
 
 
 def train(loader: ResumableLoader, batches: int, state: TrainingState | None = None) -> tuple[list[Any], bytes]:
-    """So many batches, each with what training draws after it; and a snapshot within the loop, after the last."""
-    found: list[Any] = []
+    """The next batches, each with numbers that training draws after it, and a snapshot taken after the last one."""
+    rows: list[Any] = []
     while True:
         for batch in loader:
-            found.append((loader.epoch, batch.tolist(), random.random(), np.random.random(), torch.rand(()).item()))
-            if len(found) == batches:
-                return found, stage(state) if state else b""
+            rows.append((loader.epoch, batch.tolist(), random.random(), np.random.random(), torch.rand(()).item()))
+            if len(rows) == batches:
+                return rows, stage(state) if state else b""
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -52,7 +52,7 @@ def test_batches_after_a_resume_at_any_batch_are_identical(files: Files, workers
     torch.manual_seed(1)
     loader = loader_of(workers, seed=3)
     _, raw = train(loader, before, TrainingState(model=small_net(), dataloader=loader))
-    expected, _ = train(loader, 10)  # a `for` that was left goes on where it was
+    expected, _ = train(loader, 10)  # a new `for` continues after a `break`
 
     torch.manual_seed(2)
     resumed = loader_of(workers, seed=4)

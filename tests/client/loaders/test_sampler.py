@@ -1,4 +1,4 @@
-"""One number says where an epoch is, and it means the same on any number of ranks."""
+"""One number is the position in an epoch, and it means the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ranks_of(world_size: int, length: int = 48, batch_size: int = 3, **options: 
 
 
 def consume(samplers: list[ResumableSampler], batches: int | None = None) -> list[int]:
-    """What all ranks read, as samples."""
+    """The samples that all ranks read."""
     seen: list[int] = []
     for sampler in samplers:
         for count, batch in enumerate(sampler):
@@ -69,10 +69,10 @@ def test_all_ranks_have_equally_many_batches_for_any_length(
 ) -> None:
     samplers = ranks_of(world_size, length, batch_size, drop_last=drop_last)
     batches = [list(sampler) for sampler in samplers]
-    assert {len(one) for one in batches} == {len(samplers[0])}
-    sizes = [[len(batch) for batch in one] for one in batches]
+    assert {len(rank_batches) for rank_batches in batches} == {len(samplers[0])}
+    sizes = [[len(batch) for batch in rank_batches] for rank_batches in batches]
     assert sizes == [sizes[0]] * world_size
-    counts = Counter(index for one in batches for batch in one for index in batch)
+    counts = Counter(index for rank_batches in batches for batch in rank_batches for index in batch)
     if drop_last:
         assert {*sizes[0]} <= {batch_size}
         assert set(counts.values()) <= {1}
@@ -97,7 +97,7 @@ def test_sampler_works_with_a_plain_torch_loader() -> None:
     resumed.load_state_dict(sampler.state_dict())
     plain = loader(resumed)
     for epoch in range(resumed.epoch, 2):
-        resumed.set_epoch(epoch)  # does nothing to the one that it is in
+        resumed.set_epoch(epoch)  # does nothing within the current epoch
         for batch in plain:
             seen += batch.tolist()
             resumed.advance()

@@ -1,4 +1,4 @@
-"""Restoring: verified bytes into live tensors, from disk or memory, and nothing from a damaged chunk counts."""
+"""Verified bytes are read into live tensors, from files and from memory; damage is detected and named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_of(width: int = 200, fill: float | None = None) -> torch.nn.Module:
 
 
 def region(name: str, into: torch.Tensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> CapturedTensor:
-    """What goes into `into`: from where `begin` lies in the stored tensor."""
+    """A request to read the region of the stored tensor that begins at `begin` into `into`."""
     return msgspec.structs.replace(capture_tensor(name, into), saved_offsets=begin, global_shape=shape)
 
 
@@ -76,8 +76,8 @@ def test_damage_outside_the_requested_tensors_is_not_read(files: Files, place: s
     unwanted = shard.tensors["extra.z"]
     assert unwanted.offset + CHUNK_BYTES < at < unwanted.offset + unwanted.size_bytes
     entry = shard.tensors["model.1.bias"]
-    wanted = capture_tensor(entry.name, torch.empty(3))
-    assert ReadPlan([source], [wanted]).run() <= 2 * CHUNK_BYTES
+    requested = capture_tensor(entry.name, torch.empty(3))
+    assert ReadPlan([source], [requested]).run() <= 2 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -128,7 +128,7 @@ def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
     assert (model[0].weight == 5.0).any()
 
 
-# ── every cut ──
+# ── chunks, blocks and regions ──
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -149,7 +149,7 @@ def test_tensors_are_restored_for_any_chunk_and_block_boundaries(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "BLOCK_BYTES", block_bytes)
         restore(TrainingState(model=other), [getattr(files, place)(raw, chunk_bytes=chunk_bytes)])
-    assert all(torch.equal(one, two) for one, two in zip(other, model, strict=True))
+    assert all(map(torch.equal, other, model))
 
 
 def test_tensors_are_restored_from_several_files(files: Files) -> None:
@@ -161,7 +161,7 @@ def test_tensors_are_restored_from_several_files(files: Files) -> None:
         for rank, owned in enumerate(shares)
     ]
     restore(TrainingState(model=other), opened, rank=1)
-    assert all(torch.equal(one, two) for one, two in zip(other.parameters(), model.parameters(), strict=True))
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
     with pytest.raises(Mismatch, match=r"model\.1\.weight: not in the checkpoint"):
         restore(TrainingState(model=other), opened[:1])
 
@@ -220,13 +220,13 @@ def test_read_plan_lists_exactly_the_chunks_that_it_reads(files: Files) -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
-    """Makes this process one rank of several, one after the other."""
+    """Makes this process one rank of several."""
 
     def become(rank: int, world_size: int) -> DeviceMesh:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        # A name of its own: torch caches what it did for a mesh, and takes equal ones of two ranks for the same.
+        # A unique name: torch caches by mesh, and would take equal meshes of two ranks for the same.
         return init_device_mesh("cpu", (world_size,), mesh_dim_names=(f"rank_{rank}_of_{world_size}",))
 
     yield become
@@ -320,7 +320,7 @@ def test_sharded_tensor_with_a_missing_part_is_a_mismatch(files: Files, ranks: A
         restore(TrainingState(model=module), [opened[0], opened[2]])
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
+@pytest.mark.filterwarnings("ignore")
 def test_stock_pytorch_assembles_the_shards(files: Files, ranks: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -328,16 +328,16 @@ def test_stock_pytorch_assembles_the_shards(files: Files, ranks: Any) -> None:
     weight = torch.randn(5, 3)
     _stage_all(files, ranks, weight, 3)
     torch.distributed.destroy_process_group()
-    found = {"model.weight": torch.zeros(5, 3), "optimizer.state.weight.exp_avg": torch.zeros(5, 3)}
-    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(files.folder)), no_dist=True)
-    assert torch.equal(found["model.weight"], weight)
-    assert torch.equal(found["optimizer.state.weight.exp_avg"], weight * 2)
+    loaded = {"model.weight": torch.zeros(5, 3), "optimizer.state.weight.exp_avg": torch.zeros(5, 3)}
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(files.folder)), no_dist=True)
+    assert torch.equal(loaded["model.weight"], weight)
+    assert torch.equal(loaded["optimizer.state.weight.exp_avg"], weight * 2)
 
 
 def test_replicated_dtensor_is_stored_as_one_tensor_under_its_name(ranks: Any) -> None:
     whole = DTensor.from_local(torch.ones(3), ranks(1, 2), [Replicate()], run_check=False)
-    found = capture_tensor("model.weight", whole)
-    assert (found.key, found.saved_offsets, found.shape) == ("model.weight", (0,), (3,))
+    replicated = capture_tensor("model.weight", whole)
+    assert (replicated.key, replicated.saved_offsets, replicated.shape) == ("model.weight", (0,), (3,))
     sharded = capture_tensor("model.weight", _sharded(torch.ones(4), ranks(1, 2)).weight)
     assert sharded.key == "model.weight[2]"
 

@@ -1,4 +1,4 @@
-"""Who writes what: each key once, by one that has it, evenly, and every rank comes to the same answer."""
+"""Each key is written once, by a rank that holds it, evenly; every rank computes the same assignment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ranks = st.lists(st.sets(st.sampled_from(sorted(SIZES))), min_size=1, max_size=5
 def test_each_key_is_written_once_by_a_rank_that_holds_it(held: list[set[str]]) -> None:
     owned = assign_owners([[holding(key) for key in keys] for keys in held])
     assert sorted(key for keys in owned for key in keys) == sorted(set().union(*held))
-    assert all(mine <= has for mine, has in zip(owned, held, strict=True))
+    assert all(written <= keys for written, keys in zip(owned, held, strict=True))
 
 
 @given(ranks, st.randoms())
@@ -36,14 +36,14 @@ def test_the_order_of_the_lists_does_not_matter(held: list[set[str]], random: ob
 
 def test_replicas_are_spread_evenly() -> None:
     tensors = [holding(f"t{index}", 1000 + index) for index in range(80)]
-    sizes = {one.key: one.size_bytes for one in tensors}
+    sizes = {tensor.key: tensor.size_bytes for tensor in tensors}
     loads = [sum(sizes[key] for key in keys) for keys in assign_owners([tensors] * 8)]
     assert max(loads) - min(loads) < 100
 
 
 def test_rank_with_the_most_unshared_bytes_writes_the_fewest_shared_ones() -> None:
     shared = [holding("x", 10), holding("y", 10)]
-    assert assign_owners([[holding("mine", 50), *shared], shared]) == [{"mine"}, {"x", "y"}]
+    assert assign_owners([[holding("own", 50), *shared], shared]) == [{"own"}, {"x", "y"}]
 
 
 def test_buffers_are_written_by_the_lowest_rank_that_holds_them_and_count_in_its_load() -> None:
@@ -52,14 +52,14 @@ def test_buffers_are_written_by_the_lowest_rank_that_holds_them_and_count_in_its
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (holding("model.head", 12), r"to a rank: ranks 0 and 2 hold different tensors \(12 and 10 bytes\)"),
         (holding("model.head", 10, sample=2), "to a rank: ranks 0 and 2 hold different tensors"),
     ],
 )
-def test_tensors_of_one_name_that_differ_between_ranks_are_refused_by_name(other: HeldTensor, said: str) -> None:
+def test_tensors_of_one_name_that_differ_between_ranks_are_refused_by_name(other: HeldTensor, message: str) -> None:
     head = holding("model.head", 10, sample=1)
-    with pytest.raises(Unsupported, match=rf"model\.head {said}") as caught:
+    with pytest.raises(Unsupported, match=rf"model\.head {message}") as caught:
         assign_owners([[head], [head], [other]])
     assert "must be a DTensor, or belong to extra" in caught.value.hint

@@ -1,4 +1,4 @@
-"""Other ranks than saved it: what each had of its own is shared out, taken where all had the same, or refused."""
+"""State that differs per rank, on another number of ranks: shared out, restored if equal on all ranks, or refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _own_generators() -> None:
     torch.manual_seed(0)
 
 
-class SharedLoader(Loader):
-    """One that can go on from what any number of ranks had read."""
+class ReshardableLoader(Loader):
+    """A loader with load_state_dicts: it takes the states of any number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,14 @@ def loader_at(state: Any) -> Loader:
 
 
 def save(files: Files, states: Sequence[TrainingState]) -> Replica:
-    """The checkpoint that ranks with these states write."""
+    """The checkpoint that ranks with these states write, as a replica."""
     entries = []
     for rank, state in enumerate(states):
         name = layout.shard_name(Rank(rank), len(states))
         entries.append(files.on_disk(stage(state, rank=rank, world_size=len(states)), name).entry)
-    return Replica("hot", make_manifest(checkpoint_id("run", 5, 1), entries), [os.dup(one) for one in files.opened])
+    return Replica(
+        "hot", make_manifest(checkpoint_id("run", 5, 1), entries), [os.dup(descriptor) for descriptor in files.opened]
+    )
 
 
 def state_of(rng: bool = False, **more: Any) -> TrainingState:
@@ -77,7 +79,7 @@ def test_reshardable_loader_gets_the_states_of_all_ranks_in_order_on_every_rank(
     replica = save(files, [state_of(dataloader=loader_at(state)) for state in saved])
     with replica:
         for rank in range(world_size):
-            loader = SharedLoader()
+            loader = ReshardableLoader()
             replica.read_into_state(state_of(dataloader=loader), rank, world_size)
             assert_same(loader.states, saved)
             assert loader.state == {}
@@ -85,7 +87,7 @@ def test_reshardable_loader_gets_the_states_of_all_ranks_in_order_on_every_rank(
 
 def test_with_the_same_number_of_ranks_each_loader_gets_its_own_state(files: Files) -> None:
     with save(files, [state_of(dataloader=loader_at({"rank": rank})) for rank in range(2)]) as replica:
-        loader = SharedLoader()
+        loader = ReshardableLoader()
         replica.read_into_state(state_of(dataloader=loader), 1, 2)
         assert (loader.state, loader.states) == ({"rank": 1}, [])
 
@@ -118,9 +120,9 @@ def test_loaders_with_different_states_are_refused_by_name_and_nothing_is_change
         before = [parameter.clone() for parameter in model.parameters()]
         with pytest.raises(Mismatch, match=r"dataloader: it differs between the 2 ranks .*: give it load_state_dicts"):
             replica.read_into_state(TrainingState(model=model, dataloader=loader), 0, 1)
-        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
+        assert all(map(torch.equal, model.parameters(), before))
         assert loader.state == {}
-        replica.read_into_state(TrainingState(model=model), 0, 1)  # the way out that the message names
+        replica.read_into_state(TrainingState(model=model), 0, 1)  # as the message suggests
 
 
 # ── extra ──
@@ -141,7 +143,7 @@ def test_value_that_differs_is_refused_by_name_or_skipped_if_the_state_lacks_it(
 ) -> None:
     tables = [torch.zeros(2), torch.ones(2)]
     saved = [{"rank": rank, "t": torch.zeros(2), "table": tables[rank], "epoch": 3} for rank in range(2)]
-    with save(files, [state_of(extra=one) for one in saved]) as replica:
+    with save(files, [state_of(extra=extra) for extra in saved]) as replica:
         with pytest.raises(Mismatch, match=r"(?s)in 2 places.*extra\.rank: .*extra\.table: ") as caught:
             replica.read_into_state(state_of(extra={"rank": 0, "t": torch.ones(2), "table": torch.ones(2)}), 0, 1)
         assert "extra.t:" not in caught.value.message
@@ -182,7 +184,7 @@ def draw() -> list[float]:
 
 
 def begin_at(seed: int) -> list[float]:
-    """The generators at this seed, and what they will draw."""
+    """Seeds the generators. Returns the numbers that they will draw."""
 
     def seed_all() -> None:
         random.seed(seed)
@@ -205,7 +207,7 @@ def saved_with_rng(files: Files, seeds: Sequence[int]) -> tuple[Replica, list[li
         raw = stage(TrainingState(model=model), rank=rank, world_size=len(seeds))
         opened.append(files.on_disk(raw, name).entry)
     manifest = make_manifest(checkpoint_id("run", 5, 1), opened)
-    return Replica("hot", manifest, [os.dup(one) for one in files.opened]), drawn
+    return Replica("hot", manifest, [os.dup(descriptor) for descriptor in files.opened]), drawn
 
 
 def drawn_after(replica: Replica, rank: int, world_size: int) -> list[float]:
@@ -216,12 +218,12 @@ def drawn_after(replica: Replica, rank: int, world_size: int) -> list[float]:
 def test_ranks_keep_their_generators_and_new_ranks_get_reproducible_generators(files: Files) -> None:
     replica, drawn = saved_with_rng(files, [11, 12])
     with replica:
-        found = [drawn_after(replica, rank, 4) for rank in range(4)]
-        assert found[:2] == drawn
-        numbers = [number for one in found for number in one]
+        draws = [drawn_after(replica, rank, 4) for rank in range(4)]
+        assert draws[:2] == drawn
+        numbers = [number for drawn_by_rank in draws for number in drawn_by_rank]
         assert len(set(numbers)) == len(numbers), "no stream twice"
-        assert found == [drawn_after(replica, rank, 4) for rank in range(4)]
-        assert drawn_after(replica, 2, 3) == found[2], "whatever the number of ranks"
+        assert draws == [drawn_after(replica, rank, 4) for rank in range(4)]
+        assert drawn_after(replica, 2, 3) == draws[2], "whatever the number of ranks"
         assert drawn_after(replica, 0, 1) == drawn[0]
 
 
@@ -234,6 +236,6 @@ def test_new_ranks_draw_the_same_numbers_where_all_saved_ranks_did(files: Files)
 def test_ranks_added_to_a_single_rank_draw_different_numbers(files: Files) -> None:
     replica, drawn = saved_with_rng(files, [11])
     with replica:
-        found = [drawn_after(replica, rank, 3) for rank in range(3)]
-        assert found[0] == drawn[0]
-        assert len({one[0] for one in found}) == 3
+        draws = [drawn_after(replica, rank, 3) for rank in range(3)]
+        assert draws[0] == drawn[0]
+        assert len({drawn_by_rank[0] for drawn_by_rank in draws}) == 3

@@ -1,4 +1,4 @@
-"""The random number generators go on where they were."""
+"""The random number generators are captured and restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_generators_are_restored(files: Files) -> None:
     def draw() -> list[object]:
         return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
 
-    draw()  # leaves half a pair of gaussians behind
+    draw()  # leaves the second gaussian of a pair cached
     raw = stage(TrainingState(model=small_net()))
     expected = draw()
     restore(TrainingState(model=small_net()), [files.on_disk(raw)])

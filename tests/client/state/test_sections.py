@@ -1,4 +1,4 @@
-"""Modules, stateful objects and plain values: each kind of state comes back as what it was."""
+"""Modules, stateful objects and plain values are restored unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
 
 
 class _Warmup:
-    """Of a callable object LambdaLR keeps the fields."""
+    """A callable object, of which LambdaLR saves the fields."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -186,7 +186,7 @@ def test_extra_state_of_modules_is_restored_by_its_setter(files: Files) -> None:
 
 
 class _Halved(torch.nn.Linear):
-    """Its state_dict holds copies, as merged adapters and packed weights do."""
+    """Its state_dict holds copies, as for merged adapters and packed weights."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -202,13 +202,13 @@ def test_copies_in_a_state_dict_are_restored_by_load_state_dict(files: Files) ->
 
 def test_ema_dict_is_restored_in_place(files: Files) -> None:
     ema = {"a": torch.randn(3), "b": torch.randn(2, 2)}
-    mine = {name: torch.zeros_like(tensor) for name, tensor in ema.items()}
-    held = mine["a"]
+    live = {name: torch.zeros_like(tensor) for name, tensor in ema.items()}
+    tensor = live["a"]
     restore(
-        TrainingState(model=small_net(), ema=mine), [files.on_disk(stage(TrainingState(model=small_net(), ema=ema)))]
+        TrainingState(model=small_net(), ema=live), [files.on_disk(stage(TrainingState(model=small_net(), ema=ema)))]
     )
-    assert mine["a"] is held
-    assert_same(mine, ema)
+    assert live["a"] is tensor
+    assert_same(live, ema)
 
 
 def test_modules_objects_and_values_in_extra_are_restored(files: Files) -> None:
@@ -217,25 +217,25 @@ def test_modules_objects_and_values_in_extra_are_restored(files: Files) -> None:
         torch.nn.init.constant_(critic.weight, value)
         return {"critic": critic, "loader": Loader(), "best": value, "history": torch.full((3,), value), "deep": [1]}
 
-    extra, mine = build(1.0), build(2.0)
+    extra, live = build(1.0), build(2.0)
     extra["loader"].state = {"at": 7}
     extra["deep"] = [{"x": (1, 2)}]
     extra["only then"] = "kept"
-    history, critic = mine["history"], mine["critic"]
+    history, critic = live["history"], live["critic"]
     restore(
-        TrainingState(model=small_net(), extra=mine),
+        TrainingState(model=small_net(), extra=live),
         [files.on_disk(stage(TrainingState(model=small_net(), extra=extra)))],
     )
-    assert mine["history"] is history
+    assert live["history"] is history
     assert torch.equal(history, torch.ones(3))
-    assert mine["critic"] is critic
+    assert live["critic"] is critic
     assert torch.equal(critic.weight, torch.ones(2, 2))
-    assert (mine["loader"].state, mine["best"], mine["deep"]) == ({"at": 7}, 1.0, [{"x": (1, 2)}])
-    assert mine["only then"] == "kept"
+    assert (live["loader"].state, live["best"], live["deep"]) == ({"at": 7}, 1.0, [{"x": (1, 2)}])
+    assert live["only then"] == "kept"
 
 
 def test_extra_tensor_of_another_size_is_replaced(files: Files) -> None:
-    mine = {"history": torch.zeros(1)}
+    live = {"history": torch.zeros(1)}
     raw = stage(TrainingState(model=small_net(), extra={"history": torch.arange(4.0)}))
-    restore(TrainingState(model=small_net(), extra=mine), [files.on_disk(raw)])
-    assert torch.equal(mine["history"], torch.arange(4.0))
+    restore(TrainingState(model=small_net(), extra=live), [files.on_disk(raw)])
+    assert torch.equal(live["history"], torch.arange(4.0))

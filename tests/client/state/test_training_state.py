@@ -1,4 +1,4 @@
-"""The whole state: captured, staged, restored into fresh objects, training goes on as if nothing had happened."""
+"""The whole state is captured, staged and restored into fresh objects; training then continues identically."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def test_tensor_names_of_per_rank_state_contain_the_rank(files: Files) -> None:
     def build(rank: int) -> TrainingState:
         loader = Loader()
         loader.state = {"position": torch.tensor([rank])}
-        return TrainingState(model=small_net(), dataloader=loader, extra={"mine": torch.tensor([rank * 10.0])})
+        return TrainingState(model=small_net(), dataloader=loader, extra={"own": torch.tensor([rank * 10.0])})
 
     raws = [stage(build(rank), rank=rank, world_size=2) for rank in range(2)]
     shard = parse_header(memoryview(raws[1]), len(raws[1]), where="rank 1")
-    assert {"dataloader.position@00001", "extra.mine@00001", "model.0.weight"} <= set(shard.tensors)
+    assert {"dataloader.position@00001", "extra.own@00001", "model.0.weight"} <= set(shard.tensors)
     opened = [files.on_disk(raw, f"rank-{rank:05d}-of-00002.safetensors") for rank, raw in enumerate(raws)]
     for rank in range(2):
-        loader, extra = Loader(), {"mine": torch.tensor([-1.0])}
-        held = extra["mine"]
+        loader, extra = Loader(), {"own": torch.tensor([-1.0])}
+        tensor = extra["own"]
         restore(TrainingState(model=small_net(), dataloader=loader, extra=extra), opened, rank=rank)
         assert loader.state["position"].item() == rank
-        assert extra["mine"] is held
-        assert held.item() == rank * 10.0
+        assert extra["own"] is tensor
+        assert tensor.item() == rank * 10.0
 
 
 def test_architecture_hash_depends_only_on_the_model() -> None:
@@ -96,14 +96,14 @@ def test_architecture_hash_depends_only_on_the_model() -> None:
 
 
 def test_only_parameters_of_the_model_are_compared_between_ranks() -> None:
-    """A plain tensor of equal size on all ranks may be a part of another one, which only its bytes tell."""
+    """Plain tensors of equal size may be different parts of one tensor: only their bytes show that."""
     training = Training.fresh()
     training.train(1)
     training.extra["t"] = torch.zeros(3)
-    held = {one.key: one for one in training.state().capture(1, 2).held_tensors()}
-    compared = {key for key, one in held.items() if one.sample is not None}
+    held = {tensor.key: tensor for tensor in training.state().capture(1, 2).held_tensors()}
+    compared = {key for key, tensor in held.items() if tensor.sample is not None}
     assert compared == {f"model.{name}" for name, _ in training.model.named_parameters()}
-    buffers = {key for key, one in held.items() if one.is_buffer}
+    buffers = {key for key, tensor in held.items() if tensor.is_buffer}
     assert {"model.1.running_mean", "ema.1.running_var", "ema.n_averaged"} <= buffers
     assert not buffers & compared
     assert "extra.t@00001" in held
