@@ -1,8 +1,8 @@
 """Trains a small byte-level GPT on the Python standard library's own sources, with checkpoints by tierd.
 
-The same command starts and resumes: kill it at any instant, run it again, and the loss curve continues bit for bit.
-That holds for the same machine, device, --threads and --steps: another number of threads adds floats in another order,
-and the learning rate depends on --steps. The code for tierd is in `main`; the rest is a GPT.
+The same command starts and resumes: kill it at any instant, run it again, and the loss curve goes on bit for bit
+as if nothing had happened. That holds for the same machine, device, --threads and --steps: another number of threads
+adds floats in another order, and the learning rate follows --steps. What tierd needs is in `main`; the rest is a GPT.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape:
     layers: int
     heads: int
     width: int
-    block_size: int = 128  # tokens in a sequence
+    block_size: int = 128  # tokens that the model sees at once
     dropout: float = 0.1
 
 
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each after a LayerNorm and added to the residual stream."""
+    """Attention, then a two-layer perceptron, each behind a LayerNorm and added to the stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.logits = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.logits.weight = self.tokens.weight  # tied: the embedding is the output layer too
+        self.logits.weight = self.tokens.weight  # tied: one tensor reads bytes and predicts them
         for parameter in self.parameters():
             if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -103,7 +103,7 @@ def read_corpus() -> bytes:
 
 
 class RandomCrops:
-    """Batches of crops at random offsets, from its own generator. Its state is its position in the data."""
+    """Batches of crops at random offsets, from a generator of its own. Its state is its position in the data."""
 
     def __init__(self, corpus: bytes, *, batch_size: int, block_size: int) -> None:
         self.tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
@@ -113,7 +113,7 @@ class RandomCrops:
         self.generator = torch.Generator().manual_seed(SEED)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both (batch × block, int64): the targets are the inputs shifted by one byte."""
+        """Inputs and targets, both (batch × block, int64): the targets are the inputs moved on by one byte."""
         last = len(self.tokens) - self.block_size - 1
         starts = torch.randint(last + 1, (self.batch_size, 1), generator=self.generator)
         crops = self.tokens[starts + torch.arange(self.block_size + 1)].long()
@@ -129,7 +129,7 @@ class RandomCrops:
 
 
 def build_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices, and none for biases and norms."""
+    """AdamW that decays matrices, and leaves biases and norms alone."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -152,13 +152,13 @@ def build_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim
 
 
 def open_loss_file(path: Path, start: int) -> BinaryIO:
-    """The JSONL loss curve, truncated to the steps up to `start`: later steps are repeated."""
+    """The JSONL loss curve, cut back to the lines of steps up to `start`: the steps after it are done again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     file = path.open("r+b")
     kept = 0
     for line in file:
-        # A line without an end was cut off by a crash.
+        # A line with no end was torn by a crash.
         if not line.endswith(b"\n") or json.loads(line)["step"] > start:
             break
         kept += len(line)
@@ -170,25 +170,25 @@ def open_loss_file(path: Path, start: int) -> BinaryIO:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT; the same command starts and resumes.")
     parser.add_argument("--steps", type=int, default=100, help="train up to this step")
-    parser.add_argument("--run", default="gpt-10m", help="name of the run, under which its checkpoints are stored")
+    parser.add_argument("--run", default="gpt-10m", help="name of the run; its checkpoints are found by it")
     parser.add_argument("--socket", help="the daemon's socket (default: $TIERD_SOCKET, else tierd's default)")
     parser.add_argument("--every", type=int, default=10, help="snapshot every so many steps")
     parser.add_argument("--milestone-every", type=int, default=0, help="every so many steps, keep for ever; 0: never")
     parser.add_argument("--loss-file", type=Path, default=Path("loss.jsonl"), help="loss curve, one JSON line a step")
     parser.add_argument("--model-size", choices=list(SHAPES), default="default")
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--block-size", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens that the model sees at once")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice. Affects the result")
-    parser.add_argument("--step-delay-s", type=float, default=0.0, help="pause after each step")
-    parser.add_argument("--no-tierd", action="store_true", help="train without snapshots and daemon")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice. Part of the result")
+    parser.add_argument("--step-delay-s", type=float, default=0.0, help="pause after each step, to watch it happen")
+    parser.add_argument("--no-tierd", action="store_true", help="no snapshots, no daemon: an undisturbed run")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic CUDA
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic CUDA asks for
     torch.use_deterministic_algorithms(True)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -214,13 +214,13 @@ def main(arguments: list[str] | None = None) -> int:
         progress["tokens"] += inputs.numel()
         return loss.item()
 
-    # Everything that a resumed training needs. The generators of Python, numpy and torch are included by default.
+    # All that training needs to go on. The random number generators of Python, numpy and torch come along unasked.
     progress = {"tokens": 0}
     state = tierd_client.TrainingState(
         model=model, optimizer=optimizer, scheduler=scheduler, dataloader=data, extra=progress
     )
     client = None if args.no_tierd else tierd_client.connect(run=args.run, socket=args.socket, every_steps=args.every)
-    with client or nullcontext():  # catches signals; after a stop it waits until the last step is durable
+    with client or nullcontext():  # signals are seen in here, and after a stop it waits until the last step is durable
         found = client.restore(state) if client else None
         start = found.step if found else 0
         if found:
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rate = scheduler.get_last_lr()[0]
                 loss = train_step()
                 loss_file.write(json.dumps({"step": step, "loss": loss, "lr": rate}).encode() + b"\n")
-                loss_file.flush()  # before the snapshot: the curve must cover every step that a checkpoint holds
+                loss_file.flush()  # before the snapshot: a killed trainer's curve holds what its checkpoints hold
                 if step % 10 == 0 or step == args.steps:
                     seconds = time.monotonic() - started
                     print(
@@ -248,8 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
                         try:
                             shot = client.snapshot(step, state, metrics={"loss": loss}, milestone=milestone)
                         except tierd_client.TierdError as error:
-                            # Without a daemon, training continues without this checkpoint. But a fenced trainer must
-                            # stop, and the last step has no later checkpoint to replace it.
+                            # A dead daemon costs a checkpoint, not the training; but a fenced writer must stop,
+                            # and nothing comes after the last step to make up for it.
                             if isinstance(error, tierd_client.Stale) or client.stopping or step == args.steps:
                                 raise
                             print(f"warning: no snapshot of step {step}: {error}", file=sys.stderr, flush=True)

@@ -82,16 +82,18 @@ class _Parameters:
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> _Parameters:
-    parameters = _Parameters({}, {}, [])
+    all_names: dict[int, str] = {}
+    by_name: dict[str, torch.Tensor] = {}
+    foreign: list[str] = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             name = names.get(id(parameter))
             if name is None:
                 name = f"param.{group_index}.{index}"
-                parameters.foreign.append(name)
-            parameters.names[id(parameter)] = name
-            parameters.by_name[name] = parameter
-    return parameters
+                foreign.append(name)
+            all_names[id(parameter)] = name
+            by_name[name] = parameter
+    return _Parameters(all_names, by_name, foreign)
 
 
 def _capture(optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str], into: Collector) -> Json:
