@@ -10,19 +10,18 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
-from tierd.errors import Corrupt, DaemonUnreachable, SlotsBusy
+from tierd.errors import DaemonUnreachable, SlotsBusy
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
 from tierd_client.generation import Generation
 from tierd_client.ranks import Ranks
-from tierd_client.restore import replica as replicas
-from tierd_client.restore import resume as resuming
-from tierd_client.restore.resume import Resume, agree_on
+from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
+from tierd_client.restore.resume import Resume, agree_on_policy, restore_by_policy
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.snapshotter import Snapshotter
 from tierd_client.state.training_state import Capturable, State
@@ -115,45 +114,35 @@ class Client:
         read: it never silently starts from scratch.
         """
         self._state = state
-        policy = agree_on(resume, self._ranks, self._environ)
-        wanted = replicas.RestoreRequest(
+        policy = agree_on_policy(resume, self._ranks, self._environ)
+        request = RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
+
+        def read(replica: Replica) -> None:
+            replica.read_into_state(state, self._ranks.rank, self._ranks.world_size)
+
         began = self._begin_restore()
-        replica = resuming.restore(
-            self._generation.session,
-            self._ranks,
-            policy,
-            wanted,
-            lambda replica: replica.load(state, self._ranks.rank, self._ranks.world_size),
-            run=self._generation.run,
-            force=force,
-            on_corrupt=self._report_corrupt,
-        )
+        session = self._generation.session
+        replica = restore_by_policy(session, self._ranks, policy, request, read, force=force)
         self._parent = None
         found = self._restored(replica, began) if replica is not None else None
         self._prepare()
         return found
 
-    def read(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> Found:
-        """Have `take` read the wanted replica into the state that later snapshots are of. For integrations.
+    def read(self, request: RestoreRequest, read: ReadReplica) -> Found:
+        """Have `read` restore the state from the requested replica. For integrations.
 
-        `take` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
+        `read` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
         is none, and otherwise as `restore` does.
         """
         began = self._begin_restore()
-        return self._restored(self._find_and_take(wanted, take), began)
+        return self._restored(restore_replica(self._generation.session, self._ranks, request, read), began)
 
-    def inspect(self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]) -> None:
-        """As `read`, where `take` changes nothing: the run goes on as before. For integrations."""
+    def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
+        """As `read`, where `read` changes nothing: the run goes on as before. For integrations."""
         self._ranks.run_on_all(self._generation.check_open)
-        self._find_and_take(wanted, take)
-
-    def _find_and_take(
-        self, wanted: replicas.RestoreRequest, take: Callable[[replicas.Replica], None]
-    ) -> replicas.Replica:
-        session = self._generation.session
-        return replicas.restore(session, self._ranks, wanted, take, on_corrupt=self._report_corrupt)
+        restore_replica(self._generation.session, self._ranks, request, read)
 
     def _begin_restore(self) -> float:
         """The time at which it began."""
@@ -165,17 +154,13 @@ class Client:
             self._generation.renew()  # going back in time is a new timeline
         return began
 
-    def _restored(self, replica: replicas.Replica, began: float) -> Found:
+    def _restored(self, replica: Replica, began: float) -> Found:
         manifest = replica.manifest
         seconds = time.monotonic() - began
         self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
         self._generation.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)
-
-    def _report_corrupt(self, replica: replicas.Replica, error: Corrupt) -> None:
-        log.error("tierd: %s; trying the next replica", error.message)
-        self._generation.report("corrupt", replica.manifest.step, tier=replica.tier, detail=error.message)
 
     def _prepare(self) -> None:
         if self._state is not None:

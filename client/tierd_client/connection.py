@@ -11,7 +11,7 @@ from tierd.errors import BadConfig
 from tierd_client.client import Client
 from tierd_client.generation import Generation
 from tierd_client.ranks import find_ranks
-from tierd_client.restore.resume import is_told_to_start_anew
+from tierd_client.restore.resume import starts_anew
 from tierd_client.stopping.deadline import find_deadline
 from tierd_client.stopping.requests import Meaning, StopRequests, signals_of
 
@@ -73,7 +73,7 @@ def connect(
         socket or os.environ.get("TIERD_SOCKET") or DEFAULT_SOCKET,
         ranks,
         {name: value for name, value in options.items() if value is not None},
-        starts_anew=is_told_to_start_anew(os.environ),
+        starts_anew=starts_anew(os.environ),
     )
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
     requests = StopRequests(ranks, generation, signals=meanings, deadline=deadline, stop_file=stop_file)

@@ -24,7 +24,7 @@ from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format.shard import Shard
 from tierd_client.frameworks.dcp import KIND as DCP_KIND
 from tierd_client.frameworks.dcp import OBJECT, DcpTree
-from tierd_client.restore.load import index_tensors, load, read_headers
+from tierd_client.restore.load import ReadPlan, index_tensors, read_headers
 from tierd_client.restore.resume import open_directory
 from tierd_client.state.optimizers import OptimizersSection, OptimizerTree
 from tierd_client.state.restore_plan import RestorePlan
@@ -47,13 +47,13 @@ def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
         plan = RestorePlan(index_tensors(shards), CPU)
         if prefix:
             names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
-            state = {name.removeprefix(prefix): plan.new(name, CPU) for name in names}
+            state = {name.removeprefix(prefix): plan.read_new(name, CPU) for name in names}
             if not state:
                 raise NotFound(f"export {replica.manifest.id}: no tensor's name begins with {prefix!r}")
         else:
             state = _state(list(shards.values()), plan)
         plan.check()
-        load(files, plan.destinations)
+        ReadPlan(files, plan.destinations.values()).run()
         return plain(state)
 
 
@@ -83,7 +83,7 @@ def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
         objects = {key: plan.decode(value) for key, value in section.value.items()}
         taken = set(plan.destinations)
         tensors = {
-            stored.removeprefix(f"{name}.").removesuffix(section.suffix): plan.new(stored, CPU)
+            stored.removeprefix(f"{name}.").removesuffix(section.suffix): plan.read_new(stored, CPU)
             for stored in plan.available
             if stored.startswith(f"{name}.") and stored.endswith(section.suffix) and stored not in taken
         }
@@ -99,7 +99,7 @@ def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
 def _optimizer(prefix: str, tree: OptimizerTree, plan: RestorePlan) -> dict[str, Any]:
     state = {name: plan.decode(value) for name, value in tree.state.items()}
     groups = [{"params": list(group.params), **plan.decode(group.options)} for group in tree.groups]
-    foreign = {name: plan.new(f"{prefix}.{name}", CPU) for name in tree.foreign}
+    foreign = {name: plan.read_new(f"{prefix}.{name}", CPU) for name in tree.foreign}
     return {"state": state, "param_groups": groups} | ({"params": foreign} if foreign else {})
 
 
@@ -112,7 +112,7 @@ def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: Restore
         if name in objects:
             _set(state, paths.get(name, [name]), plan.decode(objects[name]))
         elif not name.endswith(OBJECT):
-            _set(state, paths.get(name, [name]), plan.new(name, CPU))
+            _set(state, paths.get(name, [name]), plan.read_new(name, CPU))
     _restore_lists(state)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one topology on another: the same bits on any number of ranks, any mesh, from any tier."""
+"""A checkpoint of one topology is restored on another with the same bits: any number of ranks, any mesh, any tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def save(daemon: Daemon, topology: str, world_size: int, **options: Any) -> tuple[Bits, list[float]]:
-    """Three steps, a checkpoint in every tier, and SIGKILL in the middle of what follows: (the state, its curve)."""
+    """Three steps, a checkpoint in every tier, and SIGKILL during further steps. Returns (the state, later losses)."""
     with arranged(daemon, topology, world_size, **options) as trainers:
         every(trainers, train, 3)
         together(trainers, "durable")
@@ -41,7 +41,7 @@ def save(daemon: Daemon, topology: str, world_size: int, **options: Any) -> tupl
 def check(
     daemon: Daemon, topology: str, world_size: int, saved: tuple[Bits, list[float]], tier: str, **options: Any
 ) -> None:
-    """The checkpoint is restored bit for bit there, and training goes on along the same curve."""
+    """The checkpoint is restored bit for bit on that topology, and training has the same losses."""
     state, losses = saved
     with arranged(daemon, topology, world_size, **options) as trainers:
         assert restored(trainers, tier=tier) == (3, tier)
@@ -50,18 +50,16 @@ def check(
 
 
 def tensors_of(folder: Path) -> Counter[str]:
-    """How often each tensor is in the shards of a checkpoint, by name and, for a part of one, where it begins."""
-    found: Counter[str] = Counter()
+    """How many parts of each tensor the shards of a checkpoint hold, by name."""
+    counts: Counter[str] = Counter()
     for shard in folder.glob("*.safetensors"):
         with safe_open(str(shard), "pt") as file:
-            found.update(file.keys())
-    return found
+            counts.update(file.keys())
+    return counts
 
 
 @pytest.mark.parametrize(("topology", "world_size"), [("ddp", 2), ("fsdp", 4), ("fsdp+tp", 4)])
-def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
-    daemon: Daemon, topology: str, world_size: int
-) -> None:
+def test_killed_training_resumes_with_bit_identical_losses(daemon: Daemon, topology: str, world_size: int) -> None:
     with arranged(daemon, topology, world_size) as first:
         assert together(first, "restore") == [None] * world_size
         every(first, train, 3)
@@ -79,13 +77,13 @@ def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
         assert one_of(every(second, train, 4)) == losses
 
 
-def test_fsdp_goes_from_4_ranks_to_2_to_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
+def test_fsdp_is_restored_from_4_ranks_to_2_and_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
     saved = save(daemon, "fsdp", 4)
     check(daemon, "fsdp", 2, saved, "memory")
     check(daemon, "fsdp", 3, saved, "hot")
     check(daemon, "fsdp", 3, saved, "cold")
 
-    with arranged(daemon, "fsdp", 2) as two:  # takes over slots that were smaller
+    with arranged(daemon, "fsdp", 2) as two:  # adopts slots that are too small
         assert restored(two) == (3, "memory")
         every(two, train, 1)
         together(two, "durable")
@@ -116,7 +114,7 @@ def test_any_topology_is_restored_on_any_other(
         check(daemon, other, size, saved, tier)
 
 
-def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
+def test_bfloat16_is_restored_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
     state, _ = save(daemon, "fsdp", 3, dtype="bfloat16")
     assert state["up.weight.exp_avg"][0] == "torch.bfloat16"
     with arranged(daemon, "fsdp", 2, dtype="bfloat16") as trainers:
@@ -126,30 +124,30 @@ def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
 
 def test_each_part_is_written_once_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
     save(daemon, "hsdp", 4)
-    found = tensors_of(daemon.folder(3))
-    assert found["model.up.weight"] == 2, "one for each part, not for each replica"
-    assert found["model.calls"] == found["optimizer.state.up.weight.step"] == 1
-    assert max(found.values()) == 2
+    counts = tensors_of(daemon.folder(3))
+    assert counts["model.up.weight"] == 2, "one for each part, not for each replica"
+    assert counts["model.calls"] == counts["optimizer.state.up.weight.step"] == 1
+    assert max(counts.values()) == 2
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
+@pytest.mark.filterwarnings("ignore")
 def test_stock_pytorch_loads_what_fsdp_on_4_ranks_saved(daemon: Daemon, tmp_path: Path) -> None:
     state, _ = save(daemon, "fsdp", 4)
     done = daemon.tierd("restore", "--tier", "cold", "--to", tmp_path / "restored")
     assert done.returncode == 0, done.stderr
 
     net = Net()
-    wanted = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
     for name, parameter in net.named_parameters():
-        wanted |= {f"optimizer.state.{name}.{key}": torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "restored")), no_dist=True)
-    for name, tensor in wanted.items():
+        tensors |= {f"optimizer.state.{name}.{key}": torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "restored")), no_dist=True)
+    for name, tensor in tensors.items():
         plain = name.removeprefix("model.").removeprefix("optimizer.state.")
         assert tensor.numpy().tobytes() == state[plain][2], name
-    assert len(wanted) == 3 * 6 + 1
+    assert len(tensors) == 3 * 6 + 1
 
 
-def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for_replicas(daemon: Daemon) -> None:
+def test_tensor_parallel_with_plain_tensors_is_refused_by_name(daemon: Daemon) -> None:
     with arranged(daemon, "plain", 1) as alone:
         every(alone, train, 1)
         together(alone, "durable")
@@ -157,7 +155,7 @@ def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for
         every(trainers, _shard_by_hand)
         errors = refusals(trainers, "snapshot", 2)
         assert [type(error) for error in errors] == [Unsupported, Unsupported]
-        assert "model.up.weight: rank 1 has another one than rank 0" in str(errors[0])
+        assert "model.up.weight to a rank: ranks 0 and 1 hold different tensors" in str(errors[0])
         assert daemon.steps("hot") == [1]
 
         every(trainers, _make_equal)
@@ -165,7 +163,7 @@ def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for
         assert daemon.steps("hot") == [1, 3]
 
 
-def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: Daemon) -> None:
+def test_buffers_that_differ_between_ranks_are_restored_from_rank_0(daemon: Daemon) -> None:
     with arranged(daemon, "ddp", 3) as first:
         every(first, _add_statistics)
         every(first, train, 2)
@@ -182,7 +180,7 @@ def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: 
         assert every(second, _statistics) == after
 
 
-def test_sharded_module_in_extra_is_resharded_too(daemon: Daemon) -> None:
+def test_sharded_module_in_extra_is_resharded(daemon: Daemon) -> None:
     with arranged(daemon, "fsdp", 3) as first:
         every(first, _add_critic, 2)
         every(first, train, 1)
@@ -195,7 +193,7 @@ def test_sharded_module_in_extra_is_resharded_too(daemon: Daemon) -> None:
             assert one_of(every(others, _critic)) == critic
 
 
-# ── what runs in a trainer ──
+# ── functions that run in a trainer ──
 
 
 def _shard_by_hand(training: Training) -> None:
@@ -209,9 +207,9 @@ def _make_equal(training: Training) -> None:
 
 
 def _add_statistics(training: Training) -> None:
-    """A BatchNorm, whose running mean is each rank's own until the next forward."""
+    """Adds a BatchNorm, whose running mean differs between ranks until the next forward."""
     training.net.norm = torch.nn.BatchNorm1d(5)
-    # Else DDP puts its buckets in another order after the first backward of a start, and three numbers have two sums.
+    # Without it DDP reorders its buckets after the first backward, and sums of three numbers depend on their order.
     training.model = torch.nn.parallel.DistributedDataParallel(training.net, find_unused_parameters=True)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
     training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
@@ -234,6 +232,6 @@ def _add_critic(training: Training, seed: int) -> None:
 
 def _critic(training: Training) -> list[bytes]:
     return [
-        (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().numpy().tobytes()
-        for one in training.extra["critic"].parameters()
+        (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().numpy().tobytes()
+        for weight in training.extra["critic"].parameters()
     ]

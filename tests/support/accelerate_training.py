@@ -23,7 +23,7 @@ from tests.support.forks import serve, write
 
 
 class Average:
-    """An object of the user's, registered for checkpointing."""
+    """A user's object that is registered for checkpointing."""
 
     def __init__(self) -> None:
         self.value = 0.0

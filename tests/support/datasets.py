@@ -1,10 +1,10 @@
-"""Datasets whose samples draw random numbers, as augmentation does, and files of documents that know their names."""
+"""Datasets whose samples draw random numbers, as augmentation does, and files of numbered documents."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Sample i is (i, a number of each global generator)."""
+    """Sample i is (i, a number from each global generator)."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -27,7 +27,7 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class Journal(Augmented):
-    """Writes down each sample that is read, in whatever process."""
+    """Records the index of each sample that any process reads."""
 
     def __init__(self, length: int, path: Path) -> None:
         super().__init__(length)
@@ -48,15 +48,13 @@ def noisy(documents: list[Any]) -> tuple[list[Any], list[float]]:
 
 
 def write_documents(folder: Path, counts: list[int]) -> list[str]:
-    """A .jsonl file for each count; document n of all is {"id": n}, and they differ in length."""
+    """A .jsonl file with each count of documents. Document n of all has the id n; documents differ in length."""
     numbers = iter(range(sum(counts)))
     paths: list[str] = []
     for name, count in enumerate(counts):
         path = folder / f"{name:03d}.jsonl"
-        path.write_text("".join(json.dumps({"id": n, "text": "x" * (n % 7)}) + "\n" for n in _take(numbers, count)))
+        path.write_text(
+            "".join(json.dumps({"id": n, "text": "x" * (n % 7)}) + "\n" for n in itertools.islice(numbers, count))
+        )
         paths.append(str(path))
     return paths
-
-
-def _take(numbers: Iterator[int], count: int) -> list[int]:
-    return [next(numbers) for _ in range(count)]

@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from tests.support.forks import serve, write
 
 TOKENS = 32
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # all but how long it took
+KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # everything except durations
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -44,7 +44,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """The same without a length, and in one order."""
+    """The same sentences without a length, in a fixed order."""
 
     def __init__(self, sentences: Sentences) -> None:
         self._sentences = sentences
@@ -61,7 +61,7 @@ def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class Losses(Trainer):
-    """Writes down each micro-batch's loss, and each evaluation's."""
+    """Records the loss of each micro-batch."""
 
     lines: str
 
@@ -72,7 +72,7 @@ class Losses(Trainer):
 
 
 class Watching(TrainerCallback, ExportableState):
-    """Writes down what Trainer logs, and does to this process, or to the daemon, what the test says."""
+    """Records what Trainer logs, and sends signals to this process or the daemon as the test requires."""
 
     def __init__(self, lines: str = "", options: Any = None, notes: Any = None) -> None:
         self._lines = lines
@@ -96,7 +96,7 @@ class Watching(TrainerCallback, ExportableState):
         write(self._lines, step=state.global_step, logs={name: logs[name] for name in KEPT if name in logs})
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """In the middle of the step after `global_step`."""
+        """Called in the middle of the step after `global_step`."""
         for step, number, pid in self._options.get("signals", []):
             if step == state.global_step:
                 os.kill(pid or os.getpid(), getattr(signal, number))
@@ -124,7 +124,7 @@ def main(options: dict[str, Any]) -> None:
         greater_is_better=False, **more,
     )  # fmt: skip
     early = EarlyStoppingCallback(early_stopping_patience=50)
-    notes = {"steps": 0}  # more state, of the user's own
+    notes = {"steps": 0}  # further state of the user
     callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
     ours = [callback] if options["socket"] else []
     streams = options.get("streams", False)
@@ -150,7 +150,7 @@ def main(options: dict[str, Any]) -> None:
         notes=notes,
         evaluations=watching.evaluations,
         patience=early.early_stopping_patience_counter,
-        history=[{name: one[name] for name in KEPT if name in one} for one in trainer.state.log_history],
+        history=[{name: entry[name] for name in KEPT if name in entry} for entry in trainer.state.log_history],
     )
 
 

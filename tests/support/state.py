@@ -1,4 +1,4 @@
-"""A training small enough for a test, and the way of its state: capture, stage, take it from the slot, restore."""
+"""A small training, and its state as bytes: capture and stage it as a shard, open shards, restore from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
@@ -37,7 +37,7 @@ def metadata(tree: Any, *, step: int = 5, rank: int = 0, world_size: int = 1) ->
 
 
 def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any = None, *, rank: int = 0) -> bytes:
-    """A shard with these parts of tensors, each with the place of its first element in the whole, written by hand."""
+    """A shard with these parts of tensors: (name, part, offsets of the part in the whole tensor)."""
     names = {name: tensor.contiguous() for name, tensor, _ in parts}
     specs = [
         TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), saved_offsets=at)
@@ -90,7 +90,7 @@ def entry_of(raw: bytes, name: str = "rank-00000-of-00001.safetensors", chunk_by
 
 @dataclass
 class Files:
-    """Shards on a disk, or in sealed memory, opened as a restore gets them."""
+    """Shards in files or in sealed memory, opened as for a restore."""
 
     folder: Path
     opened: list[int] = field(default_factory=list[int])
@@ -102,12 +102,12 @@ class Files:
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
     def in_memory(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
-        """In a slot of another process."""
+        """As a slot of another process."""
         self._fill_slot(raw).close()
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
     def in_own_slot(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
-        """In a slot that was adopted from a trainer that died."""
+        """As a slot that was adopted from a killed trainer."""
         self.slots.append(self._fill_slot(raw))
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
@@ -128,7 +128,7 @@ def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
     shards = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
     plan = state.plan_restore(tree, index_tensors(shards))
-    load(files, plan.destinations)
+    ReadPlan(files, plan.destinations.values()).run()
     plan.finish()
 
 
@@ -180,7 +180,7 @@ def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, forward: 
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every leaf of nested dicts and lists, with its path: for comparing state bit by bit."""
+    """Every leaf of nested dicts and lists, with its path."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
@@ -191,12 +191,12 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def assert_same(found: object, expected: object) -> None:
+def assert_same(actual: object, expected: object) -> None:
     """The same paths, types, dtypes, and bits."""
-    mine, theirs = dict(leaves(found)), dict(leaves(expected))
-    assert mine.keys() == theirs.keys()
-    for path, value in theirs.items():
-        other = mine[path]
+    actual_leaves, expected_leaves = dict(leaves(actual)), dict(leaves(expected))
+    assert actual_leaves.keys() == expected_leaves.keys()
+    for path, value in expected_leaves.items():
+        other = actual_leaves[path]
         assert type(other) is type(value), path
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
             assert other.dtype == value.dtype, path
@@ -215,7 +215,7 @@ def small_net() -> torch.nn.Module:
 
 
 class Loader:
-    """A data loader that knows where it is."""
+    """A data loader with a settable state."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -232,6 +232,6 @@ def names(state: TrainingState) -> set[str]:
 
 
 def plan(state: TrainingState, source: SourceFile) -> None:
-    """Fits the shard to the state, and goes no further."""
+    """Plans the restore of the shard into the state, without reading it."""
     shard = source.shard()
     state.plan_restore(shard.tierd["state"], index_tensors({source.name: shard}))

@@ -1,7 +1,7 @@
 """One small model on any topology: one process, DDP, FSDP2, HSDP, tensor parallel, FSDP2 within tensor parallel.
 
-The functions run in the processes of `runs.Trainer`, with gloo on the CPU. The dimensions divide by nothing, so
-that parts are uneven and some are empty. The batch of a step is the same on every topology.
+The functions run in the processes of `runs.Trainer`, with gloo on the CPU. The dimensions are not divisible by the
+world sizes, so parts are uneven and some are empty. The batch of a step is the same on every topology.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ TOPOLOGIES: dict[str, Callable[[nn.Module, int], tuple[int, int]]] = {
     "tp": _tp,
     "fsdp+tp": _fsdp_tp,
 }
-"""Each shards a model in place, and says which part of a batch this rank takes: (index, of how many)."""
+"""Each function shards a model in place and returns the part of a batch that this rank takes: (index, of how many)."""
 
 
 def arrange(training: Training, rank: int, world_size: int, rendezvous: str, topology: str, dtype: str) -> None:
-    """Become a rank of that topology, before training."""
+    """Makes this process a rank of that topology, before training."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(1)
@@ -109,9 +109,9 @@ def train(training: Training, steps: int) -> list[float]:
         training.step += 1
         numbers = torch.Generator().manual_seed(training.step)
         x, y = torch.randn(BATCH_ROWS, 16, generator=numbers), torch.randn(BATCH_ROWS, 5, generator=numbers)
-        mine = slice(index * BATCH_ROWS // count, (index + 1) * BATCH_ROWS // count)
+        rows = slice(index * BATCH_ROWS // count, (index + 1) * BATCH_ROWS // count)
         dtype = next(training.model.parameters()).dtype
-        loss = (training.model(x[mine].to(dtype)) - y[mine].to(dtype)).square().mean()
+        loss = (training.model(x[rows].to(dtype)) - y[rows].to(dtype)).square().mean()
         training.optimizer.zero_grad()
         loss.backward()
         training.optimizer.step()
@@ -126,11 +126,11 @@ def train(training: Training, steps: int) -> list[float]:
 
 
 def gathered(training: Training) -> Bits:
-    """The model and the optimizer, put together by torch: dtype, shape and bytes of each tensor."""
-    found: dict[str, torch.Tensor] = dict(training.net.state_dict())
+    """The model and the optimizer, gathered by torch: dtype, shape and bytes of each tensor."""
+    tensors: dict[str, torch.Tensor] = dict(training.net.state_dict())
     for name, parameter in training.net.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in training.optimizer.state[parameter].items()}
-    return {name: _bits(tensor) for name, tensor in found.items()}
+        tensors |= {f"{name}.{key}": value for key, value in training.optimizer.state[parameter].items()}
+    return {name: _bits(tensor) for name, tensor in tensors.items()}
 
 
 def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
@@ -162,12 +162,12 @@ def every(trainers: list[Trainer], work: Callable[..., Any], *arguments: Any) ->
 
 
 def one_of(answers: list[Any]) -> Any:
-    """What all ranks say."""
+    """The answer of all ranks, which must be equal."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
 
 def restored(trainers: list[Trainer], **which: Any) -> tuple[int, str]:
     """(step, tier), the same on all ranks."""
-    found: list[tierd_client.Found] = together(trainers, "restore", **which)
-    return one_of([(one.step, one.tier) for one in found])
+    found_by_rank: list[tierd_client.Found] = together(trainers, "restore", **which)
+    return one_of([(found.step, found.tier) for found in found_by_rank])

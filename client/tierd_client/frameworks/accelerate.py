@@ -4,10 +4,10 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 state = training_state(accelerator)
 found = client.restore(state)
 for epoch in range(loader.iteration, epochs):
-    for batch in loader:  # goes on in the middle of the epoch
+    for batch in loader:  # continues in the middle of the epoch
 
-The same that accelerator.save_state() saves, and the exact position in the data. Take snapshots where
-accelerator.sync_gradients is true: gradients that are still being accumulated are no part of a checkpoint.
+It has what accelerator.save_state() saves, and the exact position in the data. Take snapshots where
+accelerator.sync_gradients is true: gradients that are still being accumulated are not part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,43 +35,45 @@ def training_state(
     ema: torch.nn.Module | Stateful | dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Call it once everything is prepared, and registered by accelerator.register_for_checkpointing().
+    """The state of everything that was prepared, or registered by accelerator.register_for_checkpointing().
 
-    Several models are one to the checkpoint: `model.0.…`, `model.1.…`. `dataloader`: what keeps the position in the
-    data, in place of the prepared loaders. Raises BadConfig when those cannot keep it exactly, Unsupported for
-    what shards the state in a way of its own.
+    Several models are stored as one: `model.0.…`, `model.1.…`. `dataloader`: an object that keeps the position in the
+    data, used instead of the prepared loaders. `ema`, `extra`: as in TrainingState.
+
+    Raises BadConfig when there is no model yet, when the prepared loaders cannot keep their exact position, or when a
+    key of `extra` is taken; Unsupported for DeepSpeed, FSDP, Megatron-LM and XLA.
     """
     if accelerator.distributed_type in SHARDED:
         raise Unsupported(
-            f"checkpoint an Accelerator of {accelerator.distributed_type}: its state is sharded in a way of its own",
+            f"checkpoint an Accelerator of {accelerator.distributed_type}: it shards its state in a format of its own",
             hint="one process and DDP work; for FSDP2 call fully_shard yourself and use tierd_client.TrainingState",
         )
-    found: Any = accelerator
-    models: list[torch.nn.Module] = found._models
+    private: Any = accelerator
+    models: list[torch.nn.Module] = private._models
     if not models:
         raise BadConfig("training_state(accelerator): it has no model yet", hint="call it after accelerator.prepare()")
-    loaders = [dataloader] if dataloader is not None else [_Position(one, found) for one in found._dataloaders]
-    ours: dict[str, Stateful] = {"accelerator": _Accumulation(found)}
-    ours |= {f"scheduler_{index}": one for index, one in enumerate(found._schedulers) if index}
-    ours |= {f"dataloader_{index}": one for index, one in enumerate(loaders) if index}
-    ours |= {f"registered_{index}": one for index, one in enumerate(found._custom_objects)}
-    theirs = {} if extra is None else extra
-    if taken := ours.keys() & theirs.keys():
+    loaders = [dataloader] if dataloader is not None else [_Position(each, private) for each in private._dataloaders]
+    added: dict[str, Stateful] = {"accelerator": _Accumulation(private)}
+    added |= {f"scheduler_{index}": scheduler for index, scheduler in enumerate(private._schedulers) if index}
+    added |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders) if index}
+    added |= {f"registered_{index}": registered for index, registered in enumerate(private._custom_objects)}
+    own = {} if extra is None else extra
+    if taken := added.keys() & own.keys():
         raise BadConfig(f"training_state(extra=…): {', '.join(sorted(taken))} is taken", hint="give it another name")
     return TrainingState(
         model=models[0] if len(models) == 1 else torch.nn.ModuleList(models),
-        optimizer=[one.optimizer for one in found._optimizers] or None,
-        scheduler=next(iter(found._schedulers), None),
-        scaler=found.scaler,
+        optimizer=[prepared.optimizer for prepared in private._optimizers] or None,
+        scheduler=next(iter(private._schedulers), None),
+        scaler=private.scaler,
         ema=ema,
         dataloader=next(iter(loaders), None),
-        # Values are restored into the first of the two: the caller's own dict.
-        extra=cast("dict[str, Any]", ChainMap(theirs, cast("dict[str, Any]", ours))),
+        # A restore assigns values into the first of the two: the caller's own dict.
+        extra=cast("dict[str, Any]", ChainMap(own, cast("dict[str, Any]", added))),
     )
 
 
 class _Accumulation:
-    """How many batches the gradients hold. Accelerate counts them over the whole training."""
+    """How many batches the gradients hold. Accelerate counts batches over the whole training."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -79,8 +81,8 @@ class _Accumulation:
     def state_dict(self) -> dict[str, Any]:
         if not self._accelerator.sync_gradients:
             raise BadRequest(
-                f"snapshot after batch {self._accelerator.step} of {self._accelerator.gradient_accumulation_steps} "
-                "whose gradients are accumulated: they are no part of it",
+                f"snapshot after batch {self._accelerator.step}: the gradients of "
+                f"{self._accelerator.gradient_accumulation_steps} batches are being accumulated, and are not stored",
                 hint="take it where accelerator.sync_gradients is true",
             )
         return {"step": self._accelerator.step}
@@ -90,7 +92,7 @@ class _Accumulation:
 
 
 class _Position:
-    """Where a prepared loader is: in which epoch, after which batch, in which order."""
+    """The position of a prepared loader: the epoch, the batch, and the order of the samples."""
 
     def __init__(self, loader: Any, accelerator: Any) -> None:
         hint = "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, %s))"
@@ -107,7 +109,7 @@ class _Position:
         self._sampler: Any = get_sampler(loader)
         if isinstance(self._sampler, torch.utils.data.RandomSampler) and not self._is_seeded:
             raise BadConfig(
-                "training_state(accelerator): a prepared loader shuffles in an order that cannot be had again",
+                "training_state(accelerator): a prepared loader shuffles in an order that cannot be reproduced",
                 hint=hint % "use_seedable_sampler=True",
             )
         self._loader: Any = loader
@@ -120,7 +122,7 @@ class _Position:
         return isinstance(self._sampler, SeedableRandomSampler)
 
     def _watch(self, loader: Any, device: torch.device) -> None:
-        """Accelerate has begun to iterate, to have a first state: begin anew, and draw nothing for it."""
+        """Accelerate has made an iterator already, for a first state. Makes a new one, without drawing numbers."""
         before = rng.capture([device])
         self._ahead.watch(loader)
         loader.load_state_dict(loader.state_dict())
@@ -129,11 +131,11 @@ class _Position:
 
     def state_dict(self) -> dict[str, Any]:
         loader = self._loader
-        # The last batch has been handed out; the epoch counts as over for Accelerate when the loop asks for another.
-        is_over = loader.end_of_dataloader and any(one is loader for one in loader.gradient_state.dataloader_references)
+        # After the last batch Accelerate counts the epoch as finished only when the loop asks for another batch.
+        is_iterating = any(reference is loader for reference in loader.gradient_state.dataloader_references)
         self._ahead.keep(0 if loader.end_of_dataloader else 1)  # it reads one batch ahead
         return {
-            "iteration": loader.iteration + is_over,
+            "iteration": loader.iteration + (loader.end_of_dataloader and is_iterating),
             "seed": self._sampler.initial_seed if self._is_seeded else None,
             "loader": loader.state_dict(),
             "ahead": self._ahead.states(),
@@ -145,7 +147,6 @@ class _Position:
         if self._is_seeded:
             self._sampler.initial_seed = state["seed"]
         loader.load_state_dict(state["loader"])
-        # What it draws when it begins must be drawn now, before the generators are put back.
-        loader.base_dataloader.state_dict()
+        loader.base_dataloader.state_dict()  # draws the numbers of a new iterator now, before the RNG is restored
         loader.dl_state_dict = state["loader"]
         self._ahead.repeat(state["ahead"])

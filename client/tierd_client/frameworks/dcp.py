@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over tierd: `dcp.save`, `async_save` and `load` with one argument more.
+"""torch.distributed.checkpoint over tierd: `dcp.save`, `async_save` and `load` with one more argument.
 
 writer = TierdWriter(client)
 dcp.save(state_dict, storage_writer=writer, checkpoint_id=f"step-{step}")
@@ -6,9 +6,9 @@ reader = TierdReader(client)
 if reader.find() is not None:
     dcp.load(state_dict, storage_reader=reader)
 
-DCP plans: who writes what, and who reads what into which other sharding. Tensors keep DCP's names, so torch's own
-HuggingFaceStorageReader reads the same files. Objects are written as tagged JSON, never pickled. All ranks of the
-client save and load together.
+DCP plans which rank writes which part of a tensor, and which parts each rank reads for another sharding. Tensors keep
+DCP's names, so torch's HuggingFaceStorageReader reads the same files. Objects are written as tagged JSON, never
+pickled. All ranks of the client save and load together.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.restore_plan import Available, RestorePlan
-from tierd_client.state.tensors import DTYPES, CapturedTensor, captured, describe
+from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe, spanned_shape
 from tierd_client.state.training_state import Captured
 
 KIND = "dcp"
 OBJECT = "#object"
-"""Ends the names of tensors that belong to an object: DCP plans only those that stand by themselves."""
+"""Suffix of tensors inside an object: DCP plans only the tensors that are entries of the state dict."""
 
 
 class DcpTree(msgspec.Struct):
-    """What one rank's shard says beside its tensors. `paths`: from DCP's name to the keys in the nested dict."""
+    """What one rank stores besides tensors. `paths`: for each DCP name the keys in the nested state dict."""
 
     objects: dict[str, Json]
     paths: dict[str, list[str | int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """What DCP's plan has this rank write."""
+class _PlannedState:
+    """The tensors and objects that DCP's plan assigns to this rank, as a Capturable."""
 
     captured: Captured
 
@@ -82,9 +82,13 @@ class _Planned:
 class TierdWriter(StorageWriter):
     """For `dcp.save(…, storage_writer=)`: a snapshot of `step`, or of the number that `checkpoint_id` ends with.
 
-    All ranks make theirs at the same point. `save` returns when the snapshot is in the memory tier, which is when
-    training may go on: `async_save` gains nothing. It works with torch 2.7 and later, and 2.6 raises Unsupported.
-    `wait_persisted`: only when it is durable. `shot` is the last snapshot, on every rank.
+    All ranks construct theirs at the same point. `save` returns when the snapshot is in the memory tier and training
+    may go on, so `async_save` saves no time. It needs torch 2.7: with 2.6 it raises Unsupported. With `wait_persisted`,
+    `save` returns when the snapshot is durable.
+    `metrics`, `milestone`: as in Client.snapshot. `shot` is the handle of the last snapshot, on every rank.
+
+    `dcp.save` raises its CheckpointException around BadConfig when there is no step, Unsupported for an object that has
+    no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class TierdWriter(StorageWriter):
         self._milestone = milestone
         self._wait_persisted = wait_persisted
         self._thread = threading.get_ident()
-        client.allow_thread()  # async_save will call us from a thread of its own
+        client.allow_thread()  # async_save writes from another thread
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -111,7 +115,7 @@ class TierdWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
-            raise BadConfig("dcp.save to tierd: of which step?", hint="TierdWriter(client, step), or checkpoint_id=")
+            raise BadConfig("dcp.save to tierd: no step is given", hint="TierdWriter(client, step), or checkpoint_id=")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -128,24 +132,24 @@ class TierdWriter(StorageWriter):
                 f"dcp.async_save to tierd with torch {torch.__version__}",
                 hint="call dcp.save, which returns as early, or use torch 2.7 or later",
             )
-        planned = _Planned(capture_plan(plan, planner))
-        self.shot = self._client.snapshot(self._step, planned, metrics=self._metrics, milestone=self._milestone)
+        state = _PlannedState(capture_plan(plan, planner))
+        self.shot = self._client.snapshot(self._step, state, metrics=self._metrics, milestone=self._milestone)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0. `metadata` is not kept: the headers of the shards say the same."""
+        """On rank 0. `metadata` is not stored: the headers of the shards have the same content."""
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # never chosen by the looks of a path
+        return False  # DCP must not select this class by a path
 
 
 def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
-    """What DCP plans for this rank to write, nothing copied. Raises Unsupported, naming what has no safe form."""
+    """What DCP plans for this rank to write, without a copy. Raises Unsupported, naming what has no safe form."""
     into = Collector()
     into.suffix = OBJECT
     tensors: dict[str, CapturedTensor] = {}
@@ -157,31 +161,31 @@ def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
         elif name in tensors:
             raise Unsupported(
                 f"capture {name}: this rank holds several parts of it",
-                hint="strided sharding and ShardedTensor with several local shards have no place in one shard file",
+                hint="a shard file cannot store strided sharding or a ShardedTensor with several local shards",
             )
         else:
-            tensors[name] = _captured(item, planner)
+            tensors[name] = _capture_item(item, planner)
     paths: Mapping[str, Any] = plan.planner_data or {}
     tree = DcpTree(objects, {name: list(paths[name]) for name in (*tensors, *objects) if name in paths})
     sections = {KIND: {"kind": KIND, "suffix": "", "value": msgspec.to_builtins(tree)}}
     return Captured([*tensors.values(), *into.tensors], sections)
 
 
-def _captured(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
+def _capture_item(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
     local = planner.resolve_data(item)
     if not isinstance(local, torch.Tensor) or item.tensor_data is None:
         raise Unsupported(f"capture {item.index.fqn}: the planner gives a {type(local).__qualname__} for a tensor")
     chunk = item.tensor_data.chunk
-    part = captured(item.index.fqn, local)
+    part = capture_tensor(item.index.fqn, local)
     return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> object:
-    """The object itself: what `resolve_data` gives is pickled."""
+    """The object itself: `resolve_data` would return it pickled."""
     if not isinstance(planner, DefaultSavePlanner):
         raise Unsupported(
             f"capture {item.index.fqn}: a {type(planner).__qualname__} gives objects only pickled",
-            hint="derive the planner from DefaultSavePlanner, or keep tensors only in the state dict",
+            hint="derive the planner from DefaultSavePlanner, or keep only tensors in the state dict",
         )
     return planner.lookup_object(item.index)
 
@@ -196,25 +200,24 @@ class Contents:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict[str, tuple[str | int, ...]])
 
     def metadata(self) -> Metadata:
-        """As DCP wants it. A TrainingState's checkpoint is given by its tensors."""
+        """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
         for name, stored in self.tensors.items():
             if name.endswith(OBJECT):
                 continue
-            chunks = {part.saved_offsets: part.shape for part in stored}
-            ends = [tuple(map(sum, zip(at, shape, strict=True))) for at, shape in chunks.items()]
+            parts = {part.saved_offsets: part.shape for part in stored}.items()
             entries[name] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=DTYPES[stored[0].dtype]),
-                size=torch.Size([max(along) for along in zip(*ends, strict=True)]),
-                chunks=[ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in chunks.items()],
+                size=torch.Size(spanned_shape(parts)),
+                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
             )
         return Metadata(state_dict_metadata=entries, planner_data=self.paths)
 
 
 def contents_of(replica: Replica) -> Contents:
-    """Raises Corrupt when a header is damaged, or says what we would not write."""
+    """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
     shards = read_headers(replica.files())
-    found = Contents(replica.manifest.id, index_tensors(shards))
+    contents = Contents(replica.manifest.id, index_tensors(shards))
     for name, shard in shards.items():
         section = shard.tierd.get("state", {}).get(KIND)
         if section is None:
@@ -223,16 +226,19 @@ def contents_of(replica: Replica) -> Contents:
             tree = msgspec.convert(section["value"], DcpTree)
         except (msgspec.ValidationError, TypeError, KeyError) as error:
             raise Corrupt(f"read the state tree of {name}: {error}") from error
-        found.objects.update(tree.objects)
-        found.paths.update({name: tuple(path) for name, path in tree.paths.items()})
-    return found
+        contents.objects.update(tree.objects)
+        contents.paths.update({name: tuple(path) for name, path in tree.paths.items()})
+    return contents
 
 
 class TierdReader(StorageReader):
-    """For `dcp.load(…, storage_reader=)`: the newest checkpoint, or the one asked for, from the nearest tier.
+    """For `dcp.load(…, storage_reader=)`: the newest checkpoint, or the requested one, from the nearest tier.
 
-    `step` may come as the number that `checkpoint_id` ends with. Every byte that is read is verified; a damaged
-    replica is reported, and another one of the same checkpoint read. `found` says what was loaded.
+    `step` may also be given as the number that `checkpoint_id` ends with. Every byte that is read is verified. A
+    damaged replica is reported, and another one of the same checkpoint is read. `found` describes the loaded one.
+
+    `dcp.load` raises its CheckpointException around Mismatch when a tensor does not fit, Unsupported for a planner that
+    only pickles or a subset of the ranks, and the errors of Client.restore.
     """
 
     def __init__(
@@ -246,18 +252,18 @@ class TierdReader(StorageReader):
     ) -> None:
         self.found: Found | None = None
         self._client = client
-        self._wanted = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
+        self._request = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
         self._contents: Contents | None = None
 
     def find(self) -> int | None:
-        """All ranks: the step of the checkpoint that `dcp.load` will load. None: there is none, start fresh.
+        """On all ranks: the step of the checkpoint that `dcp.load` will load, or None to start fresh.
 
-        Raises as `Client.restore` does. What raises inside of `dcp.load` comes wrapped in its CheckpointException.
+        Raises as `Client.restore` does.
         """
         try:
             self.read_metadata()
         except NotFound:
-            if not self._wanted.is_any:
+            if not self._request.is_any:
                 raise
             return None
         assert self._contents is not None
@@ -265,16 +271,16 @@ class TierdReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._wanted = replace(self._wanted, step=step_of(checkpoint_id))
+            self._request = replace(self._request, step=step_of(checkpoint_id))
 
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Without the base's **kwargs, which would have DCP come to each rank alone after an error."""
+        """Without the base's **kwargs: with them DCP would call it again on single ranks after an error."""
 
-        def take(replica: Replica) -> None:
+        def read(replica: Replica) -> None:
             self._contents = contents_of(replica)
 
         self._contents = None
-        self._client.inspect(self._wanted, take)
+        self._client.inspect(self._request, read)
         assert self._contents is not None
         return self._contents.metadata()
 
@@ -291,11 +297,9 @@ class TierdReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         contents = self._contents
         assert contents is not None
-        # The plan was made from this checkpoint: any replica of it will do, and no other checkpoint.
-        exactly = RestoreRequest(
-            step=contents.id.step, generation=contents.id.generation, tier=self._wanted.tier, allow_unhealthy=True
-        )
-        self.found = self._client.read(exactly, lambda replica: _read(replica, contents, plan, planner))
+        # The plan was made for this checkpoint: any replica of it will do.
+        request = RestoreRequest.exactly(contents.id, self._request.tier)
+        self.found = self._client.read(request, lambda replica: _read(replica, contents, plan, planner))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -306,43 +310,39 @@ class TierdReader(StorageReader):
 
 
 def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Carries out DCP's plan: the wanted regions of tensors into the planner's, the objects into its state dict."""
+    """Executes DCP's plan: reads regions of tensors into the planner's tensors, and objects into its state dict."""
     files = replica.files()
-    into = RestorePlan(index_tensors(read_headers(files)), _accelerator())
+    restore = RestorePlan(index_tensors(read_headers(files)), _accelerator())
     for number, item in enumerate(plan.items):
         if item.type == LoadItemType.BYTE_IO:
-            value = into.decode(contents.objects[item.storage_index.fqn])
-            into.then(_setter(planner, item.dest_index.fqn, value))
+            value = restore.decode(contents.objects[item.storage_index.fqn])
+            restore.on_finish(_setter(planner, item.dest_index.fqn, value))
         else:
-            _plan_region(into, f"{number}", item, planner)
-    into.check()
-    replica.read(files, into.destinations)
-    into.finish()
+            _plan_region(restore, f"{number}", item, planner)
+    restore.check()
+    replica.read(files, restore.destinations.values())
+    restore.finish()
 
 
-def _plan_region(into: RestorePlan, key: str, item: ReadItem, planner: LoadPlanner) -> None:
-    name, chunk = item.storage_index.fqn, item.storage_index.offset
+def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPlanner) -> None:
+    name, offsets = item.storage_index.fqn, item.storage_index.offset
     target = planner.resolve_tensor(item)
-    stored = DTYPES[into.available[name][0].dtype]
-    if chunk is None or target.shape != item.lengths:
-        here = describe(str(target.dtype), target.shape)
-        raise Mismatch(f"load {name}: the planner has {here} for a region of {list(item.lengths)}")
+    stored_dtype = DTYPES[restore.available[name][0].dtype]
+    if offsets is None or target.shape != item.lengths:
+        actual = describe(str(target.dtype), target.shape)
+        raise Mismatch(f"load {name}: the planner has {actual} for a region of {list(item.lengths)}")
     destination = target.detach()
-    if destination.dtype != stored:
-        destination = torch.empty(tuple(item.lengths), dtype=stored)
-        into.then(partial(_convert, destination, target.detach()))
-    begin = tuple(map(sum, zip(chunk, item.storage_offsets, strict=True)))
-    part = captured(name, destination)
-    into.destinations[key] = msgspec.structs.replace(part, saved_offsets=begin)
-    into.then(partial(planner.commit_tensor, item, target))
-
-
-def _convert(found: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(found)
+    if destination.dtype != stored_dtype:
+        destination = torch.empty(tuple(item.lengths), dtype=stored_dtype)
+        restore.on_finish(partial(target.detach().copy_, destination))
+    region = capture_tensor(name, destination)
+    begin = tuple(map(sum, zip(offsets, item.storage_offsets, strict=True)))
+    restore.destinations[key] = msgspec.structs.replace(region, saved_offsets=begin)
+    restore.on_finish(partial(planner.commit_tensor, item, target))
 
 
 def _setter(planner: LoadPlanner, name: str, value: object) -> Callable[[], None]:
-    """What DefaultLoadPlanner.load_bytes does, but for unpickling."""
+    """Does what DefaultLoadPlanner.load_bytes does, without unpickling."""
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         raise Unsupported(
             f"load {name}: a {type(planner).__qualname__} takes objects only pickled",
@@ -354,23 +354,23 @@ def _setter(planner: LoadPlanner, name: str, value: object) -> Callable[[], None
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """The number that the last part of a path ends with: 1000 of `outputs/checkpoint/step-1000`."""
-    found = re.search(r"[0-9]+$", PurePath(checkpoint_id).name)
-    if found is None:
-        raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="which step is it?")
-    return int(found[0])
+    """The number at the end of a path: 1000 for `outputs/checkpoint/step-1000`. Raises BadConfig without one."""
+    number = re.search(r"[0-9]+$", PurePath(checkpoint_id).name)
+    if number is None:
+        raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="end it with the step")
+    return int(number[0])
 
 
 def _check_ranks(what: str, client: Client, count: int) -> None:
     if count != client.world_size:
         raise Unsupported(
-            f"{what} tierd: {count} ranks take part of the {client.world_size} that are connected",
-            hint="all ranks of the client save and load together: no process_group= of some of them, no no_dist=True",
+            f"{what} tierd: only {count} of the {client.world_size} connected ranks take part",
+            hint="all ranks of the client save and load together: do not pass no_dist=True or a smaller process_group=",
         )
 
 
 def _accelerator() -> torch.device:
-    """Where an object's tensor goes that lived on an accelerator."""
+    """The device for tensors inside objects that were saved from an accelerator."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,17 +1,17 @@
-"""Lightning over tierd: one callback, and `trainer.fit` goes on where a killed one was, to the bit.
+"""Lightning over tierd: with one callback, `trainer.fit` continues bit for bit where a killed one was.
 
 trainer = Trainer(callbacks=[TierdCallback("gpt-124m", every_steps=50)])
 trainer.fit(model, data)
 
-Snapshots hold what Lightning's own checkpoint holds, the generators, and the place in the data: the loader's own state
-where it has one (torchdata's StatefulDataLoader), else a plain DataLoader is made to give the same batches again.
-They are taken between two batches, just before the next one is fetched: then nothing of the last one is left to do.
+Snapshots hold what Lightning's own checkpoint holds, the generators, and the position in the data: the loader's own
+state where it has one (torchdata's StatefulDataLoader); a plain DataLoader repeats the batches of its epoch. Snapshots
+are taken between two batches, just before the next one is fetched, when all work on the last one is done.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -34,16 +34,16 @@ PER_RANK = ("loops", "place")
 
 
 class Randomness(msgspec.Struct):
-    """All generators at one instant: `everyone` as `rng.capture` gives them, `own` those that loaders were given."""
+    """All generators at one instant: `everyone` as `rng.capture` returns them, `own` those that loaders were given."""
 
     everyone: dict[str, Any]
     own: list[bytes]
 
 
 class Place(msgspec.Struct):
-    """Where a training is in its data: `given` batches of this epoch were trained on, which were all if `is_over`.
+    """The position in the data: training has used `given` batches of this epoch, which were all if `is_over`.
 
-    `at_iter`, `at_first`: as the epoch's iterators were made, and as its first batch was fetched.
+    `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched.
     """
 
     given: int
@@ -54,11 +54,14 @@ class Place(msgspec.Struct):
 
 
 class TierdCallback(Callback):
-    """Takes snapshots as `due` says, at SIGTERM, and at the end of `fit`; restores the newest when `fit` begins.
+    """Takes snapshots when `due`, at SIGTERM, and at the end of `fit`; restores the newest when `fit` begins.
 
-    `run` and `options` are those of `tierd_client.connect`; each `fit` connects anew, when the ranks are there.
-    `found` says what was resumed. With `trainer.fit(ckpt_path=…)` training begins there, and not from tierd.
-    SIGTERM ends `fit` before the next batch, with SystemExit, the snapshot taken.
+    `run` and `options` are those of `tierd_client.connect`; each `fit` connects when its ranks have started. `found`
+    describes the restored checkpoint. `trainer.fit(ckpt_path=…)` takes precedence over tierd's checkpoints. SIGTERM
+    ends `fit` before the next batch with SystemExit, after a snapshot.
+
+    `fit` raises Unsupported for strategies whose checkpoints are directories and for steps that take a dataloader_iter,
+    Mismatch for a run of another kind of training, and the errors of connect and Client.restore.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -69,28 +72,27 @@ class TierdCallback(Callback):
         self._trainer: Any = None
         self._values: dict[str, Any] = {}
         self._resumed: Place | None = None
-        self._taken: int | None = None
-        self._asked: int | None = None
+        self._last_step: int | None = None
+        self._asked_step: int | None = None
         self._is_due = False
-        self._is_late = False
+        self._was_delayed = False
 
     # ── Lightning's hooks ──
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        strategy = trainer.strategy
-        if strategy.restore_checkpoint_after_setup:
+        if trainer.strategy.restore_checkpoint_after_setup:
             raise Unsupported(
-                f"snapshot a training by {type(strategy).__name__}: its checkpoints are no one dict",
+                f"snapshot a training by {type(trainer.strategy).__name__}: its checkpoints are directories",
                 hint="save its state with torch.distributed.checkpoint: tierd_client.frameworks.dcp",
             )
-        self._trainer, self._values, self._asked = trainer, {}, None
+        self._trainer, self._values, self._asked_step = trainer, {}, None
         self.client = connect(self._run, **self._options)
         self._restore(self.client)
         source = trainer.fit_loop._data_source
-        ask = source.dataloader
-        source.dataloader = lambda: self._watched(ask())
+        make_loaders = source.dataloader
+        source.dataloader = lambda: self._watch(make_loaders())
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.found is not None and checkpoint.get("loops") is not self._values["loops"]:
@@ -100,18 +102,17 @@ class TierdCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise Unsupported(
-                "snapshot a training whose training_step takes a dataloader_iter: there is no instant between batches",
+                "snapshot a training whose training_step takes a dataloader_iter: it has no instant between batches",
                 hint="let training_step take the batch",
             )
         if self.client is not None:
-            # In place of Lightning's own handler, which ends each rank where it happens to be.
-            self.client.start()
-        self._asked = self._taken = trainer.global_step
+            self.client.start()  # replaces Lightning's handler, which ends each rank at any instruction
+        self._asked_step = self._last_step = trainer.global_step
         if self.found is not None:
-            self._fill()  # lets go of what was restored, and says how much room a snapshot takes
+            self._fill_values()  # frees what was restored, and makes the size of a snapshot known
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._take()
+        self._snapshot()
         self._leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -123,7 +124,7 @@ class TierdCallback(Callback):
     # ── restore ──
 
     def _restore(self, client: Client) -> None:
-        """Hands the newest snapshot to Lightning, as if it had just read a checkpoint file."""
+        """Gives the newest snapshot to Lightning as if it had just read a checkpoint file."""
         self.found = client.restore(DictState(self._values, per_rank=PER_RANK))
         if self.found is None:
             return
@@ -133,58 +134,58 @@ class TierdCallback(Callback):
             checkpoint["loops"] = self._values["loops"]
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Mismatch(
-                f"resume {self._run} at step {self.found.step}: it is no snapshot of a Lightning training: {error!r}",
-                hint="give this training a run of its own",
+                f"resume {self._run} at step {self.found.step}: not a snapshot of a Lightning training: {error!r}",
+                hint="use another run name for this training",
             ) from error
-        # When fit is given no ckpt_path, what lies here is restored.
+        # Without a ckpt_path, fit restores this.
         self._trainer._checkpoint_connector._loaded_checkpoint, _ = migrate_checkpoint(checkpoint)
 
-    def _watched(self, loaders: Any) -> WatchedLoader:
-        """The training's loaders, as they were before the kill if there was one."""
+    def _watch(self, loaders: Any) -> WatchedLoader:
+        """The training's loaders, at the position of the resumed snapshot if there is one."""
         resumed, self._resumed = self._resumed, None
-        device = self._trainer.strategy.root_device
+        mode = "max_size_cycle"
         if isinstance(loaders, CombinedLoader):
-            return WatchedLoader(loaders.iterables, loaders._mode, self.before_batch, device, resumed)  # pyright: ignore[reportPrivateUsage]
-        return WatchedLoader(loaders, "max_size_cycle", self.before_batch, device, resumed)
+            loaders, mode = loaders.iterables, loaders._mode  # pyright: ignore[reportPrivateUsage]
+        return WatchedLoader(loaders, mode, self.before_batch, self._trainer.strategy.root_device, resumed)
 
     # ── snapshot ──
 
     def before_batch(self) -> None:
-        """Called between two batches. Takes a snapshot when one is due, and ends training when asked to."""
+        """Called between two batches. Takes a snapshot when one is due. Raises SIGTERMException to stop."""
         trainer, client = self._trainer, self.client
-        if client is None or self._asked in (None, trainer.global_step):
-            return  # before the first step, or in the middle of an accumulation
-        self._asked = trainer.global_step
+        if client is None or self._asked_step in (None, trainer.global_step):
+            return  # before the first step, or while gradients are accumulated
+        self._asked_step = trainer.global_step
         self._is_due = client.due(trainer.global_step) or self._is_due
         loop = trainer.fit_loop.epoch_loop
-        # From here Lightning resumes too, but counts one step more in what it logs, and steps a plateau scheduler
-        # twice. Where it is so at every step, it is no reason to wait.
-        is_late = loop.batch_progress.current.ready == 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        if client.stopping or (self._is_due and (self._is_late or not is_late)):
-            self._take()
-        self._is_late = is_late
+        # At the end of an epoch or before a validation, a resumed Lightning would log another step number and step a
+        # plateau scheduler twice. So the snapshot is delayed by a step, unless the last step was of that kind too.
+        is_delayed = loop.batch_progress.current.ready == 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        if client.stopping or (self._is_due and (self._was_delayed or not is_delayed)):
+            self._snapshot()
+        self._was_delayed = is_delayed
         if client.stopping:
             raise SIGTERMException
 
-    def _take(self) -> None:
-        """A snapshot of the step that was trained last, unless there is one."""
+    def _snapshot(self) -> None:
+        """Takes a snapshot of the last step, unless there is one."""
         trainer, client = self._trainer, self.client
-        if client is None or trainer.global_step == self._taken:
+        if client is None or trainer.global_step == self._last_step:
             return
-        self._fill()
-        self._taken, self._is_due = trainer.global_step, False
+        self._fill_values()
+        self._last_step, self._is_due = trainer.global_step, False
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         try:
             client.snapshot(trainer.global_step, DictState(self._values, per_rank=PER_RANK), metrics=metrics)
         except Transient as error:
             log.warning("tierd: no snapshot of step %d: %s", trainer.global_step, error)
 
-    def _fill(self) -> None:
-        """The training as it is now."""
+    def _fill_values(self) -> None:
+        """Sets the values of a snapshot to the training's present state."""
         trainer = self._trainer
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for owner in (trainer.lightning_module, trainer.datamodule):
-            if owner is not None:  # what it was made with: the script gives it again, and it may be any object
+            if owner is not None:  # constructor arguments: the script passes them again, and they may be any object
                 for name in ("NAME", "KEY", "TYPE"):
                     checkpoint.pop(getattr(owner, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
         loop = trainer.fit_loop.epoch_loop
@@ -205,13 +206,18 @@ class TierdCallback(Callback):
 
 
 class WatchedLoader(CombinedLoader):
-    """Lightning's loader of loaders, which says when a batch is about to be fetched, and goes back to a place.
+    """Lightning's combined loader. Calls `before_batch` before each fetch, and resumes at a Place.
 
-    Lightning itself restores loaders that have a state. The others give the batches of their epoch again.
+    Lightning restores loaders that have a state. The others repeat the batches of their epoch.
     """
 
     def __init__(
-        self, iterables: Any, mode: Any, before_batch: Any, device: torch.device, resumed: Place | None = None
+        self,
+        iterables: Any,
+        mode: Any,
+        before_batch: Callable[[], None],
+        device: torch.device,
+        resumed: Place | None = None,
     ) -> None:
         super().__init__(iterables, mode)
         self._before_batch = before_batch
@@ -239,7 +245,7 @@ class WatchedLoader(CombinedLoader):
                 self._set(self._at_first)
                 for _ in range(resumed.given):
                     super().__next__()
-        # Whatever the hooks of a start draw, the next batch must not feel it.
+        # The next batch must not depend on numbers that the hooks at the start of training draw.
         self._at_next = self._randomness() if resumed.is_over else resumed.now
         return self
 
@@ -253,7 +259,7 @@ class WatchedLoader(CombinedLoader):
         return super().__next__()
 
     def _have_states(self) -> bool:
-        return all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in self.flattened)
+        return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in self.flattened)
 
     def _randomness(self) -> Randomness:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
@@ -262,14 +268,14 @@ class WatchedLoader(CombinedLoader):
     def _set(self, randomness: Randomness) -> None:
         rng.restore(randomness.everyone, [self._device])
         for generator, state in zip(self._generators(), randomness.own, strict=False):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            generator.set_state(rng.state_tensor(state))
 
     def _generators(self) -> Iterator[torch.Generator]:
-        """Those that a loader or its sampler was given, each once."""
+        """The generators that a loader or its sampler was given, each once."""
         seen: set[int] = set()
         for loader in self.flattened:
             for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                found = getattr(owner, "generator", None)
-                if isinstance(found, torch.Generator) and id(found) not in seen:
-                    seen.add(id(found))
-                    yield found
+                generator = getattr(owner, "generator", None)
+                if isinstance(generator, torch.Generator) and id(generator) not in seen:
+                    seen.add(id(generator))
+                    yield generator

@@ -1,7 +1,7 @@
-"""The generators before each batch that is read and not trained on: loaders of frameworks read ahead.
+"""The generator states before each batch that was read and not yet trained on: frameworks' loaders read ahead.
 
-A collator may draw random numbers, to mask tokens, say. A resumed training reads those batches again, and must find
-the same ones. Holds for collators in this process; those of workers draw from generators of their own.
+A collate function may draw random numbers, for example to mask tokens. A resumed training reads those batches again and
+must get the same ones. Works for collate functions in this process; workers have generators of their own.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ Generators = dict[str, Any]
 
 
 class ReadAhead:
-    """One loader's. `states` is what a snapshot needs of it, None for a batch that drew nothing."""
+    """For one loader. A snapshot stores `states()`; a resume gives them to `repeat`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = list(devices)
         self._read: list[Generators | None] = []
-        self._again: list[Generators | None] = []
+        self._to_repeat: list[Generators | None] = []
 
     def watch(self, loader: Any) -> None:
-        """From now on, `loader` (a torch DataLoader) tells of each batch that it puts together."""
+        """Records each batch that `loader` (a torch DataLoader) collates from now on."""
         if loader.num_workers == 0:
             loader.collate_fn = self._watched(loader.collate_fn)
 
     def _watched(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def watched(samples: Any) -> Any:
             before = rng.capture(self._devices)
-            drawn_from = self._again.pop(0) if self._again else None
-            if drawn_from is None:
+            repeated = self._to_repeat.pop(0) if self._to_repeat else None
+            if repeated is None:
                 batch = collate(samples)
                 self._read.append(before if rng.capture(self._devices) != before else None)
             else:
-                rng.restore(drawn_from, self._devices)
+                rng.restore(repeated, self._devices)
                 batch = collate(samples)
-                self._read.append(drawn_from)
-                rng.restore(before, self._devices)  # what it drew was drawn before the snapshot
+                self._read.append(repeated)
+                rng.restore(before, self._devices)  # the numbers of this batch were drawn before the snapshot
             return batch
 
         return watched
 
-    def trained(self) -> None:
-        """On the oldest of the batches."""
-        del self._read[:1]
-
     def keep(self, count: int) -> None:
-        """All but the newest `count` are trained on."""
+        """All but the newest `count` batches were trained on."""
         del self._read[: max(0, len(self._read) - count)]
 
+    def trained(self) -> None:
+        """The oldest batch was trained on."""
+        del self._read[:1]
+
     def states(self) -> list[Generators | None]:
+        """The generator states before each batch; None for a batch that drew no numbers."""
         return list(self._read)
 
     def repeat(self, states: list[Generators | None]) -> None:
-        """The next batches are those of a snapshot."""
-        self._again = list(states)
+        """The next batches are those that a snapshot stored."""
+        self._to_repeat = list(states)

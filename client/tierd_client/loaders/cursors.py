@@ -1,7 +1,7 @@
-"""How far training has come in files of documents: one cursor for each file, whoever read it. Pure.
+"""How far training has read each file of documents: one cursor per file, no matter which reader read it. Pure.
 
-A file belongs to one reader at a time, so cursors of all ranks and workers merge into one, and that one is shared out
-among any number of readers: every document is read once in each pass.
+A file belongs to one reader at a time. The cursors of all ranks and workers merge into one, which is shared out among
+any number of readers, so that every document is read once in each pass.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import msgspec
 
 
 class FileCursor(msgspec.Struct, frozen=True, array_like=True):
-    """`passes` are behind it, and `documents` of the pass that has begun; the next one begins at byte `offset`.
+    """The position in one file: `passes` are complete, and `documents` of the current pass were read.
 
-    offset: 0 where the reader knows no bytes, and at the beginning of a pass. size_bytes: of the whole file.
+    offset: byte at which the next document begins; 0 at the start of a pass, and for a reader without byte positions.
+    size_bytes: of the whole file.
     """
 
     size_bytes: int
@@ -27,35 +28,42 @@ class FileCursor(msgspec.Struct, frozen=True, array_like=True):
         return self.size_bytes - self.offset if self.passes <= epoch else 0
 
     def finished(self, epoch: int) -> FileCursor:
-        """Where the pass `epoch` ends, unless it is further already."""
+        """The end of the pass `epoch`, unless the cursor is past that."""
         return FileCursor(self.size_bytes, epoch + 1) if self.passes <= epoch else self
 
 
 Cursor = Mapping[str, FileCursor]
-"""By path."""
+"""File cursors by path."""
 
 
 def merge(cursors: Iterable[Cursor]) -> dict[str, FileCursor]:
-    """All files of all cursors; of a file that several have, the furthest."""
+    """The files of all cursors. Where several have the same file, the furthest position."""
     merged: dict[str, FileCursor] = {}
     for cursor in cursors:
-        for path, at in cursor.items():
-            known = merged.get(path, at)
-            merged[path] = max(known, at, key=lambda one: (one.passes, one.documents))
+        for path, position in cursor.items():
+            known = merged.get(path, position)
+            merged[path] = max(known, position, key=lambda position: (position.passes, position.documents))
     return merged
 
 
 def share_out(cursor: Cursor, readers: int, *, epoch: int = 0) -> list[dict[str, FileCursor]]:
-    """Every file to one reader. What remains in the pass `epoch` is spread evenly by bytes, then the finished files."""
+    """Gives every file to one reader. Balances the bytes that remain in the pass `epoch`, then the finished files."""
     shares: list[dict[str, FileCursor]] = [{} for _ in range(readers)]
-    unfinished = {path: at.remaining_bytes(epoch) for path, at in cursor.items() if at.remaining_bytes(epoch)}
-    finished = {path: at.size_bytes for path, at in cursor.items() if path not in unfinished}
-    for sizes in (unfinished, finished):
-        held = [(sum(at.size_bytes for at in share.values()) if sizes is finished else 0) for share in shares]
-        lightest = [(size, reader) for reader, size in enumerate(held)]
-        heapq.heapify(lightest)
-        for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
-            size, reader = lightest[0]
-            shares[reader][path] = cursor[path]
-            heapq.heapreplace(lightest, (size + sizes[path], reader))
+    remaining = {path: position.remaining_bytes(epoch) for path, position in cursor.items()}
+    unfinished = {path: size_bytes for path, size_bytes in remaining.items() if size_bytes}
+    finished = {path: position.size_bytes for path, position in cursor.items() if path not in unfinished}
+    _assign(unfinished, cursor, shares, [0] * readers)
+    _assign(finished, cursor, shares, [sum(file.size_bytes for file in share.values()) for share in shares])
     return shares
+
+
+def _assign(
+    sizes: Mapping[str, int], cursor: Cursor, shares: list[dict[str, FileCursor]], loads_bytes: list[int]
+) -> None:
+    """Adds each file, the largest first, to the share with the smallest load."""
+    heap = [(load_bytes, reader) for reader, load_bytes in enumerate(loads_bytes)]
+    heapq.heapify(heap)
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        load_bytes, reader = heap[0]
+        shares[reader][path] = cursor[path]
+        heapq.heapreplace(heap, (load_bytes + sizes[path], reader))

@@ -1,7 +1,7 @@
-"""Batches of documents out of files, read by workers, with a place that any number of ranks and workers can take over.
+"""Batches of documents from files, read by workers, that resume on any number of ranks and workers.
 
-Each batch brings from its worker the cursors of the files that it is made of; they count when the batch is delivered
-to training, not when a worker has read ahead. A file is the unit that is shared out: a single large one has one reader.
+Each batch carries the cursors of its files. They count when the batch is delivered to training, not when a worker has
+read ahead. The unit that is shared out is a file: a single large file has one reader.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tierd.errors import BadConfig, Corrupt, Mismatch
 from tierd_client.loaders.cursors import Cursor, FileCursor, merge, share_out
-from tierd_client.loaders.sampler import place_of
+from tierd_client.loaders.loader import unchanged
+from tierd_client.loaders.sampler import find_rank
 from tierd_client.state import rng
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,9 @@ Collate = Callable[[list[Any]], Any]
 
 
 class ReaderState(msgspec.Struct, frozen=True):
-    """Of one rank. `workers`: the files of each, and how far it is in them; `turn`: whose batch comes next.
+    """One rank's state. `workers`: each worker's files and positions. `turn`: the worker that reads the next batch.
 
-    files, names: how many files all ranks have together, and the sha256 of their names.
+    files, names: the number of files of all ranks together, and the sha256 of their names.
     """
 
     seed: int
@@ -44,19 +46,20 @@ class ReaderState(msgspec.Struct, frozen=True):
 
 
 class DocumentLoader:
-    """Lists of `batch_size` documents of `files`, or what `collate` makes of each. The last of a worker may be shorter.
+    """Lists of `batch_size` documents of `files`, or what `collate` makes of each. A worker's last one may be shorter.
 
-    A document is a line that is not blank: decoded JSON in a file that ends in .jsonl, else text. With `read` it is
-    whatever read(path) yields, the same each time; a resume then skips what was consumed by reading it again.
+    A document is a non-blank line: decoded JSON in a file that ends in .jsonl, otherwise text. With `read` it is
+    whatever read(path) yields, the same each time; a resume then reads the consumed documents again and skips them.
 
-    A `for` over it is one pass over this rank's files, or what remains of it. Files keep their rank until the number
-    of ranks changes, and come in another order in each pass unless `shuffle` is false; documents stay in the order of
-    their file. Ranks do not have equally many batches: train by steps where they must go together.
+    A `for` over it is one pass over this rank's files, or the rest of it. Files stay with their rank until the number
+    of ranks changes, and have another order in each pass unless `shuffle` is false. Documents keep the order of their
+    file. The ranks' numbers of batches differ: train by steps if all ranks must do the same number.
 
-    num_workers: processes of this rank; 0 reads in the training process. options: more of torch's DataLoader.
-    rank, world_size: of torch.distributed, which must be initialized before, unless given.
-    In `collate` the global generators of Python, numpy and torch (CPU) begin from a seed of the batch.
-    Raises BadConfig when a file is not there, or listed twice.
+    num_workers: processes of this rank; 0 reads in the training process. options: further ones of torch's DataLoader.
+    rank, world_size: default to those of torch.distributed, which must be initialized before.
+    In `collate` the global generators of Python, numpy and torch (CPU) start from a seed of the batch.
+    Raises BadConfig when a file does not exist or is listed twice, and for an invalid number; Corrupt, while reading,
+    when a line cannot be decoded.
     """
 
     def __init__(
@@ -84,29 +87,30 @@ class DocumentLoader:
         self._collate = collate
         self._shuffle = shuffle
         self._seed = seed
-        self._rank, self._world_size = place_of(rank, world_size)
+        self._rank, self._world_size = find_rank(rank, world_size)
         self._options = options
-        self._moves = 0
+        self._restores = 0
         self._epoch = 0
         self._turn = 0
-        self._workers = self._share({path: FileCursor(_size(path)) for path in self._files})
+        self._workers = self._share_of_rank({path: FileCursor(_size(path)) for path in self._files})
 
     @property
     def epoch(self) -> int:
-        """The pass that the next batch belongs to."""
+        """The pass of the next batch."""
         return self._epoch
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            moves = self._moves
-            for worker, read, batch in self._batches():
-                self._workers[worker].update(read)
+            restores = self._restores
+            for worker, cursor, batch in self._batches():
+                self._workers[worker].update(cursor)
                 self._turn = (worker + 1) % len(self._workers)
                 yield batch
-                if self._moves != moves:  # restored meanwhile: on from there
+                if self._restores != restores:  # continue at the restored position
                     break
             else:
-                self._workers = [{path: at.finished(self._epoch) for path, at in one.items()} for one in self._workers]
+                for files in self._workers:
+                    files.update({path: position.finished(self._epoch) for path, position in files.items()})
                 self._epoch += 1
                 self._turn = 0
                 return
@@ -117,50 +121,51 @@ class DocumentLoader:
         return msgspec.to_builtins(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On as many ranks as before. Raises Mismatch when a file has changed since, or the list of files has."""
-        (saved,) = self._take([state])
+        """On as many ranks as before. Raises Mismatch when a file or the list of files has changed since."""
+        (saved,) = self._restore([state])
         if len(saved.workers) == len(self._workers):
             self._workers, self._turn = saved.workers, saved.turn
         else:
             self._workers, self._turn = self._share_among_workers(merge(saved.workers)), 0
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """From all ranks of another world size: what remains of the pass is shared out anew."""
-        saved = self._take(states)
-        self._workers, self._turn = self._share(merge(worker for one in saved for worker in one.workers)), 0
+        """From all ranks of another world size: the rest of the pass is shared out again. Raises as load_state_dict."""
+        saved = self._restore(states)
+        self._workers, self._turn = self._share_of_rank(_merge_ranks(saved)), 0
 
-    def _take(self, states: Sequence[dict[str, Any]]) -> list[ReaderState]:
+    def _restore(self, states: Sequence[dict[str, Any]]) -> list[ReaderState]:
+        """Checks the states of all given ranks, and restores seed and pass."""
         try:
             saved = msgspec.convert(states, list[ReaderState])
         except msgspec.ValidationError as error:
-            raise Mismatch(f"restore the documents: their state in the checkpoint is none: {error}") from error
-        self._check(merge(worker for one in saved for worker in one.workers), saved[0])
+            raise Mismatch(f"restore the documents: the state is not a DocumentLoader's: {error}") from error
+        self._check_files(_merge_ranks(saved), saved[0])
         self._seed = saved[0].seed
-        # A rank that was a pass ahead has files that are done with this one: nobody reads them in it.
-        self._epoch = min(one.epoch for one in saved)
-        self._moves += 1
+        # The files of a rank that is a pass ahead are finished in this pass: nobody reads them in it.
+        self._epoch = min(state.epoch for state in saved)
+        self._restores += 1
         return saved
 
-    def _check(self, cursor: Cursor, saved: ReaderState) -> None:
-        """The files are those that the checkpoint knows."""
-        now = set(self._files)
-        for path, at in cursor.items():
-            if path not in now:
+    def _check_files(self, cursor: Cursor, saved: ReaderState) -> None:
+        """Raises Mismatch unless the files are those of the checkpoint."""
+        files = set(self._files)
+        for path, position in cursor.items():
+            if path not in files:
                 raise Mismatch(f"restore the documents: {path} is not among the files now", hint=_SAME_FILES)
-            if (size_bytes := _size(path)) != at.size_bytes:
+            if (size_bytes := _size(path)) != position.size_bytes:
                 raise Mismatch(
-                    f"restore the documents: {path} had {at.size_bytes} bytes, now {size_bytes}", hint=_SAME_FILES
+                    f"restore the documents: {path} had {position.size_bytes} bytes, now {size_bytes}", hint=_SAME_FILES
                 )
         if saved.names != _digest(self._files):
             raise Mismatch(
-                f"restore the documents: {saved.files} files then, {len(now)} now, of other names", hint=_SAME_FILES
+                f"restore the documents: {saved.files} files then, {len(files)} now, with other names", hint=_SAME_FILES
             )
 
-    def _share(self, cursor: Cursor) -> list[dict[str, FileCursor]]:
+    def _share_of_rank(self, cursor: Cursor) -> list[dict[str, FileCursor]]:
+        """This rank's files, for each of its workers."""
         if len(cursor) < self._world_size and self._rank == 0:
             logger.warning("documents: %d files for %d ranks, some have nothing to read", len(cursor), self._world_size)
-        mine = share_out(cursor, self._world_size, epoch=self._epoch)[self._rank]
-        return self._share_among_workers(mine)
+        return self._share_among_workers(share_out(cursor, self._world_size, epoch=self._epoch)[self._rank])
 
     def _share_among_workers(self, cursor: Cursor) -> list[dict[str, FileCursor]]:
         workers = max(1, self._num_workers)
@@ -169,21 +174,21 @@ class DocumentLoader:
         return share_out(cursor, workers, epoch=self._epoch)
 
     def _batches(self) -> Iterable[tuple[int, Cursor, Any]]:
-        """What remains of the pass. torch takes a batch of each worker in turn and begins with its first."""
+        """The rest of the pass. torch takes a batch of each worker in turn, starting with its first."""
         count = len(self._workers)
-        in_turn = [(self._turn + place) % count for place in range(count)]
-        share = _Share(
-            [(worker, self._in_order(self._workers[worker])) for worker in in_turn],
+        workers = [(self._turn + index) % count for index in range(count)]
+        reader = _PassReader(
+            [(worker, self._in_order(self._workers[worker])) for worker in workers],
             epoch=self._epoch,
             seed=self._seed,
             batch_size=self._batch_size,
             read=self._read,
             collate=self._collate,
         )
-        # A generator for the seeds of workers: else each start draws one from the global generator.
+        # A generator for the seeds of workers: without it each start draws one from the global generator.
         generator = torch.Generator().manual_seed(rng.seed_of(self._seed, self._epoch, "workers"))
         return DataLoader(
-            share, batch_size=None, num_workers=self._num_workers, generator=generator, collate_fn=_unchanged,
+            reader, batch_size=None, num_workers=self._num_workers, generator=generator, collate_fn=unchanged,
             **self._options,
         )  # fmt: skip
 
@@ -195,66 +200,60 @@ class DocumentLoader:
         return {path: cursor[path] for path in paths}
 
 
-_SAME_FILES = "a pass goes on only with the files that it began with, under the same paths"
+_SAME_FILES = "a pass can only continue with the files that it began with, under the same paths"
 
 
-class _Share(IterableDataset[Any]):
-    """What the workers of one rank read in one pass: (worker, files in their order), by the place that torch gives."""
+def _merge_ranks(states: Sequence[ReaderState]) -> Cursor:
+    return merge(files for state in states for files in state.workers)
 
-    def __init__(
-        self,
-        shares: list[tuple[int, dict[str, FileCursor]]],
-        *,
-        epoch: int,
-        seed: int,
-        batch_size: int,
-        read: Read | None,
-        collate: Collate | None,
-    ) -> None:
-        self._shares = shares
-        self._epoch = epoch
-        self._seed = seed
-        self._batch_size = batch_size
-        self._read = read
-        self._collate = collate
+
+@dataclass(eq=False)
+class _PassReader(IterableDataset[Any]):
+    """Reads one rank's share of one pass. `shares`: (worker, its files in order) for each of torch's worker ids."""
+
+    shares: list[tuple[int, dict[str, FileCursor]]]
+    epoch: int
+    seed: int
+    batch_size: int
+    read: Read | None
+    collate: Collate | None
 
     def __iter__(self) -> Iterator[tuple[int, Cursor, Any]]:
-        """(worker, where its files are behind the batch, batch)."""
+        """Yields (worker, positions of its files after the batch, batch)."""
         process = get_worker_info()
-        worker, files = self._shares[process.id if process else 0]
-        found = self._documents(files)
-        while rows := list(itertools.islice(found, self._batch_size)):
-            path, at, _ = rows[0]
-            documents: Any = [document for _, _, document in rows]
-            if self._collate:
-                with rng.drawn_from(rng.seed_of(self._seed, self._epoch, path, at.passes, at.documents)):
-                    documents = self._collate(documents)
-            yield worker, {path: at for path, at, _ in rows}, documents
+        worker, files = self.shares[process.id if process else 0]
+        rows = self._documents(files)
+        while batch := list(itertools.islice(rows, self.batch_size)):
+            path, position, _ = batch[0]
+            documents: Any = [document for _, _, document in batch]
+            if self.collate:
+                with rng.temporary_seed(rng.seed_of(self.seed, self.epoch, path, position.passes, position.documents)):
+                    documents = self.collate(documents)
+            yield worker, {path: position for path, position, _ in batch}, documents
 
     def _documents(self, files: Cursor) -> Iterator[tuple[str, FileCursor, Any]]:
-        """(path, where the file is behind the document, document)."""
-        for path, at in files.items():
-            if at.passes > self._epoch:
+        """Yields (path, position after the document, document)."""
+        for path, begin in files.items():
+            if begin.passes > self.epoch:
                 continue
-            count = at.documents
-            rows = itertools.chain(self._rows(path, at), [None])
-            for row, following in itertools.pairwise(rows):
+            count = begin.documents
+            for row, next_row in itertools.pairwise(itertools.chain(self._rows(path, begin), [None])):
                 assert row is not None
                 document, offset = row
                 count += 1
-                is_last = following is None
-                behind = at.finished(self._epoch) if is_last else FileCursor(at.size_bytes, at.passes, count, offset)
-                yield path, behind, document
+                is_last = next_row is None
+                middle = FileCursor(begin.size_bytes, begin.passes, count, offset)
+                yield path, begin.finished(self.epoch) if is_last else middle, document
 
-    def _rows(self, path: str, at: FileCursor) -> Iterator[tuple[Any, int]]:
-        """(document, the byte behind it) of what remains."""
-        if self._read is None:
-            return _lines(path, at)
-        return ((document, 0) for document in itertools.islice(self._read(path), at.documents, None))
+    def _rows(self, path: str, begin: FileCursor) -> Iterator[tuple[Any, int]]:
+        """Yields (document, the byte after it) from the position on."""
+        if self.read is None:
+            return _lines(path, begin)
+        return ((document, 0) for document in itertools.islice(self.read(path), begin.documents, None))
 
 
-def _lines(path: str, at: FileCursor) -> Iterator[tuple[Any, int]]:
-    offset, number = at.offset, at.documents
+def _lines(path: str, begin: FileCursor) -> Iterator[tuple[Any, int]]:
+    offset, number = begin.offset, begin.documents
     with open(path, "rb") as file:
         file.seek(offset)
         for line in file:
@@ -277,7 +276,3 @@ def _size(path: str) -> int:
 
 def _digest(paths: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(sorted(paths)).encode()).hexdigest()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -1,7 +1,7 @@
-"""A DataLoader of torch that goes on in the middle of an epoch exactly as if it had never stopped.
+"""A torch DataLoader that resumes in the middle of an epoch exactly as if it had never stopped.
 
-It counts what it delivers, reads nothing twice, and draws nothing from the global generators. Each batch has random
-numbers of its own, so augmentation is the same with any number of workers, and after a resume.
+It counts the batches it delivers, reads no sample twice, and does not draw from the global generators. Each batch has
+its own random numbers: augmentation is the same with any number of workers, and after a resume.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tierd_client.state import rng
 
 
 class ResumableLoader(DataLoader[Any]):
-    """`dataset` (map-style) in the batches of `sampler`. `options`: more of torch's DataLoader, such as num_workers.
+    """`dataset` (map-style) in the batches of `sampler`. `options`: further options of torch's DataLoader.
 
-    A `for` over it goes through one epoch, or what remains of it, and ends at the beginning of the next. One that is
-    left by `break` goes on where it was. State that is restored during a `for` takes effect at once.
+    A `for` over it goes through one epoch, or the rest of it. After a `break` the next `for` continues there. State
+    that is restored during a `for` takes effect at the next batch.
 
-    Within a batch the global generators of Python, numpy and torch (CPU) begin from its seed, in the dataset and in
-    `collate_fn`. Generators that the dataset keeps itself are its own matter.
+    Within a batch the global generators of Python, numpy and torch (CPU) start from the batch's seed, in the dataset
+    and in `collate_fn`. Generators that the dataset owns are not seeded.
     """
 
     def __init__(
@@ -34,30 +34,30 @@ class ResumableLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
-        # With batch_size=None torch hands each "index" of the sampler, a whole batch, to the dataset as it is.
+        # With batch_size=None torch passes each item of the sampler, here a whole batch, to the dataset unchanged.
         fetch = _Fetch(dataset, collate_fn)
-        generator = torch.Generator()  # for the seeds of workers: else each start draws one from the global generator
-        super().__init__(fetch, batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=generator, **options)
+        generator = torch.Generator()  # for the seeds of workers: without it each start draws one from the global one
+        super().__init__(fetch, batch_size=None, sampler=sampler, collate_fn=unchanged, generator=generator, **options)
         self._generator = generator
         self._resumable = sampler
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
+        """The epoch of the next batch."""
         return self._resumable.epoch
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         sampler = self._resumable
         while True:
-            moves = sampler.moves
+            jumps = sampler.jumps
             self._generator.manual_seed(rng.seed_of(sampler.seed, sampler.epoch, "workers"))
             for batch in super().__iter__():
                 sampler.advance()
                 yield batch
-                if sampler.moves != moves:
+                if sampler.jumps != jumps:
                     break
             else:
-                # Not with the last batch already: what training does between epochs is still to come there.
+                # Not with the last batch: a snapshot after it still belongs to this epoch, whose end is to come.
                 sampler.set_epoch(sampler.epoch + 1)
                 return
 
@@ -75,18 +75,19 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class _Fetch(Dataset[Any]):
-    """Batches of a dataset, by their indexes: in a worker, or in the training process."""
+    """The batches of a dataset by their indexes, read in a worker or in the training process."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
         self._collate = collate
 
     def __getitem__(self, batch: Batch) -> Any:
-        with rng.drawn_from(batch.seed):
+        with rng.temporary_seed(batch.seed):
             fetch_all = getattr(self._dataset, "__getitems__", None)  # torch's name for reading several at once
             samples = fetch_all(list(batch)) if fetch_all else [self._dataset[index] for index in batch]
             return self._collate(samples)
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """A collate function for batches that are complete already."""
     return batch

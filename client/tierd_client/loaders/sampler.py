@@ -1,8 +1,8 @@
 """The order in which a map-style dataset is read, and how far training has come in it.
 
-An epoch is one order of all samples, and all ranks go through it together, so one number says what they have
-consumed: it means the same on any number of ranks. The trap: workers fetch ahead, so what was handed out says nothing.
-Only `advance` counts. `ResumableLoader` calls it for each batch that it delivers.
+An epoch is one order of all samples, and all ranks go through it together. One number, the samples consumed, is the
+position: it means the same on any number of ranks. Workers fetch batches ahead, so batches that were handed out do not
+count; `advance` counts a batch that training has consumed. `ResumableLoader` calls it for each batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Batch(list[int]):
 
 
 class SamplerState(msgspec.Struct, frozen=True):
-    """The same on all ranks. `consumed` counts the samples of the epoch's order that are behind all of them."""
+    """The same on all ranks. `consumed`: how many samples of the epoch's order all ranks together have consumed."""
 
     length: int
     seed: int
@@ -38,15 +38,15 @@ class SamplerState(msgspec.Struct, frozen=True):
 class ResumableSampler(Sampler[list[int]]):
     """Batches of this rank's share of `range(length)`, in order or shuffled by (seed, epoch).
 
-    Rank r of n takes every n-th sample, as torch's DistributedSampler does, so that one batch of each rank together
-    are the next samples of the order. Every rank has the same number of batches: the last ones are filled up with
-    at most n - 1 samples of the epoch's beginning, or with `drop_last` left out unless all are full.
+    Rank r of n takes every n-th sample, as torch's DistributedSampler does: one batch of each rank together are the
+    next samples of the order. Every rank has the same number of batches. The last ones are filled up with at most
+    n - 1 samples from the epoch's beginning; with `drop_last` they are dropped unless all are full.
 
-    rank, world_size: of torch.distributed, which must be initialized before, unless given.
+    rank, world_size: default to those of torch.distributed, which must be initialized before.
 
-    With a DataLoader of torch it is the `batch_sampler`. Then call `advance()` once for each batch that training has
-    consumed, and give the loader a `generator` of its own: else it draws from the global one at each start.
-    Raises BadConfig for a length, batch size or rank that cannot be.
+    It can be the `batch_sampler` of a torch DataLoader. Then call `advance()` after each batch that training has
+    consumed, and give the loader its own `generator`: otherwise it draws from the global one at each start.
+    Raises BadConfig for an invalid length, batch size or rank.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class ResumableSampler(Sampler[list[int]]):
         self._state = SamplerState(length, seed, shuffle, epoch=0, consumed=0)
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._rank, self._world_size = place_of(rank, world_size)
-        self._is_begun = False
-        self.moves = 0
+        self._rank, self._world_size = find_rank(rank, world_size)
+        self._is_iterated = False
+        self.jumps = 0
+        """How often the position was set, other than by `advance`: iterators of an earlier position are then stale."""
 
     @property
     def epoch(self) -> int:
@@ -81,66 +82,69 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of one rank in a whole epoch."""
-        return -(-self._each(self._state.length) // self._batch_size)
+        return -(-self._samples_per_rank(self._state.length) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches that remain of this epoch; of the next one when a pass has consumed all of this."""
-        if self._is_begun and self._each(self._remaining) == 0:
+        """The remaining batches of this epoch; of the next one if an earlier iteration has consumed all of this one."""
+        if self._is_iterated and self._samples_per_rank(self._remaining) == 0:
             self.set_epoch(self.epoch + 1)
-        self._is_begun = True
+        self._is_iterated = True
         state = self._state
-        each = self._each(self._remaining)
-        places = torch.arange(each) * self._world_size + self._rank + state.consumed
-        mine = self._order()[places % state.length].tolist()
-        for at in range(0, each, self._batch_size):
-            batch = Batch(mine[at : at + self._batch_size])
+        count = self._samples_per_rank(self._remaining)
+        positions = torch.arange(count) * self._world_size + self._rank + state.consumed
+        indexes = self._order()[positions % state.length].tolist()
+        for begin in range(0, count, self._batch_size):
+            batch = Batch(indexes[begin : begin + self._batch_size])
             batch.seed = rng.seed_of(state.seed, state.epoch, batch[0])
             yield batch
 
     def advance(self) -> None:
-        """Training has consumed one more batch, on every rank."""
+        """Counts one more batch, on every rank, as consumed."""
         consumed = self._state.consumed + self._batch_size * self._world_size
         self._state = msgspec.structs.replace(self._state, consumed=min(consumed, self._state.length))
 
     def set_epoch(self, epoch: int) -> None:
-        """To the beginning of another epoch. Within the epoch that it is in, it stays where it is."""
+        """Goes to the beginning of another epoch. Does nothing if it is in that epoch already."""
         if epoch != self.epoch:
-            self._move(msgspec.structs.replace(self._state, epoch=epoch, consumed=0))
+            self._jump(msgspec.structs.replace(self._state, epoch=epoch, consumed=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and consumed samples: the same on all ranks."""
         return msgspec.to_builtins(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Seed and order come from the checkpoint too. Raises Mismatch when it was of another dataset."""
+        """Also restores seed and order. Raises Mismatch when the state is that of another dataset."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """From all ranks of another world size: what remains of the epoch is shared out anew, each sample once."""
+        """From all ranks of another world size: the rest of the epoch is shared out again, each sample once.
+
+        Raises Mismatch when the ranks were at different positions.
+        """
         try:
             saved = msgspec.convert(states, list[SamplerState])
         except msgspec.ValidationError as error:
-            raise Mismatch(f"restore the sampler: its state in the checkpoint is none of a sampler: {error}") from error
+            raise Mismatch(f"restore the sampler: its state in the checkpoint is not a sampler's: {error}") from error
         if len(set(saved)) != 1:
+            positions = (f"rank {rank} epoch {state.epoch} sample {state.consumed}" for rank, state in enumerate(saved))
             raise Mismatch(
-                "restore the sampler: the ranks were not at one place: "
-                + ", ".join(f"rank {rank} epoch {one.epoch} sample {one.consumed}" for rank, one in enumerate(saved)),
+                f"restore the sampler: the ranks were at different positions: {', '.join(positions)}",
                 hint="all ranks must take the same number of batches of the same size between snapshots",
             )
         if saved[0].length != self._state.length:
             raise Mismatch(
                 f"restore the sampler: the dataset had {saved[0].length} samples, now {self._state.length}",
-                hint="an epoch goes on only with the dataset that it began with",
+                hint="an epoch can only continue with the dataset that it began with",
             )
-        self._move(saved[0])
-        self._is_begun = False
+        self._jump(saved[0])
+        self._is_iterated = False
 
     @property
     def _remaining(self) -> int:
         return self._state.length - self._state.consumed
 
-    def _each(self, samples: int) -> int:
-        """How many of so many samples each rank takes."""
+    def _samples_per_rank(self, samples: int) -> int:
+        """How many of the next `samples` each rank takes."""
         if self._drop_last:
             return samples // (self._batch_size * self._world_size) * self._batch_size
         return -(-samples // self._world_size)
@@ -151,14 +155,16 @@ class ResumableSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(rng.seed_of(self.seed, self.epoch))
         return torch.randperm(self._state.length, generator=generator)
 
-    def _move(self, state: SamplerState) -> None:
-        """`moves` tells whoever is iterating that the place is another one now."""
+    def _jump(self, state: SamplerState) -> None:
         self._state = state
-        self.moves += 1
+        self.jumps += 1
 
 
-def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): as given, else those of torch.distributed, else a process by itself. Raises BadConfig."""
+def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world size): as given, else from torch.distributed, else (0, 1).
+
+    Raises BadConfig when they are invalid, or when torchrun has started ranks and torch.distributed is not initialized.
+    """
     if rank is None and world_size is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()

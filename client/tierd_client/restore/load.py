@@ -1,18 +1,18 @@
-"""Reads shards into live tensors, chunk by chunk, each checked against the manifest's CRC64NVME on the way.
+"""Reads shards into live tensors, chunk by chunk, and verifies each chunk against the manifest's CRC64NVME.
 
-A memory snapshot is mapped, a file is read; files and chunks that hold nothing wanted are not touched. A block
-is copied as soon as it was read, while it is in the CPU's cache, so a destination may hold wrong bytes when
-Corrupt is raised: nothing counts as restored before `load` returns.
+A sealed memory snapshot is mapped, a file is read. Only chunks that hold requested tensors are read. Each block is
+copied while it is in the CPU's cache, before its chunk is verified: the destinations may hold wrong bytes when Corrupt
+is raised. Nothing counts as restored before `ReadPlan.run` returns.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -25,38 +25,34 @@ from tierd.format.manifest import FileEntry
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
 from tierd_client.snapshot.copying import has_plain_bytes
 from tierd_client.snapshot.slot import is_sealed, map_to_read
-from tierd_client.state.tensors import CapturedTensor, as_bytes, overlap
+from tierd_client.state.tensors import CapturedTensor, as_bytes, contiguous_strides, overlap
 
 WORKERS = 4
-BLOCK_BYTES = 2 << 20  # the CPU's caches hold it from checksum to copy; of smaller ones, Python's share is felt
+BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; smaller blocks make Python's share visible
 
-Take = Callable[[int, torch.Tensor], None]
-"""(offset in the file, block of bytes as uint8) → nothing. The block is the taker's for the call only."""
-
-Bring = Callable[[Sequence[Sequence[int]]], None]
-"""Chunks, by number, of each of the files → nothing. They can be read when it returns."""
+_HINT = "the restore goes on from another replica; see docs/RUNBOOK.md#corrupt-chunk"
 
 
 class SourceFile:
-    """One file of a checkpoint: an open descriptor, which stays the caller's, and its entry in the manifest.
+    """One file of a checkpoint: an open descriptor, which the caller closes, and its entry in the manifest.
 
-    `name` is what messages call it. Raises Corrupt when the file is shorter than its entry says.
+    `name` is used in messages. Raises Corrupt when the file is shorter than its entry says.
     """
 
     def __init__(self, name: str, fd: int, entry: FileEntry) -> None:
         self.name = name
         self.entry = entry
         self._fd = fd
-        found_bytes = os.fstat(fd).st_size
-        if found_bytes < entry.size_bytes:
-            raise Corrupt(f"read {name}: {found_bytes} bytes, expected {entry.size_bytes}", hint=_HINT)
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes < entry.size_bytes:
+            raise Corrupt(f"read {name}: {size_bytes} bytes, expected {entry.size_bytes}", hint=_HINT)
         self._mapping = map_to_read(fd, entry.size_bytes) if is_sealed(fd) and entry.size_bytes else None
-        self._verified: set[int] = set()  # chunks of a mapping: its bytes need no second look
+        self._verified: set[int] = set()  # chunks of the mapping, whose bytes cannot change
         self._shard: Shard | None = None
         self._lock = threading.Lock()
 
     def shard(self) -> Shard:
-        """The parsed header, from verified bytes. Raises Corrupt when it or its chunk is damaged."""
+        """The parsed header, from verified bytes. Raises Corrupt when it or its chunk is damaged, or NewerFormat."""
         with self._lock:
             if self._shard is None:
                 self._shard = self._read_shard()
@@ -64,37 +60,36 @@ class SourceFile:
 
     def _read_shard(self) -> Shard:
         header = bytearray()
-
-        def keep(offset: int, block: torch.Tensor) -> None:
-            if offset == 0:
-                header[:] = bytes(header_length(bytes(_bytes(block)[:8]), self.entry.size_bytes, where=self.name))
-            wanted = min(block.numel(), len(header) - offset)
-            if wanted > 0:
-                header[offset : offset + wanted] = _bytes(block)[:wanted]
-
+        header_bytes = 0
         scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for index in range(len(self.entry.chunks)):
-            self.read_chunk(index, scratch, keep)
-            if len(header) <= (index + 1) * self.entry.chunk_bytes:
+            for offset, block in self.read_chunk(index, scratch):
+                content = block.numpy().data
+                if offset == 0:
+                    header_bytes = header_length(bytes(content[:8]), self.entry.size_bytes, where=self.name)
+                header += content[: max(0, header_bytes - offset)]
+            if len(header) == header_bytes:
                 break
         return parse_header(memoryview(header), self.entry.size_bytes, where=self.name)
 
-    def read_chunk(self, index: int, scratch: torch.Tensor, take: Take) -> None:
-        """Gives the chunk to `take`, block by block. Raises Corrupt when, at its end, the checksum is another."""
+    def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (offset in the file, block of bytes as flat uint8). A block is valid until the next one.
+
+        Raises Corrupt after the last block when the chunk's checksum is wrong. `scratch`: BLOCK_BYTES of uint8.
+        """
         begin = index * self.entry.chunk_bytes
         end = min(begin + self.entry.chunk_bytes, self.entry.size_bytes)
         is_verified = index in self._verified
-        found = 0
+        crc = 0
         for offset in range(begin, end, BLOCK_BYTES):
             block = self._read_block(offset, min(BLOCK_BYTES, end - offset), scratch)
             if not is_verified:
-                found = checksum.crc64nvme(_bytes(block), found)
-            take(offset, block)
+                crc = checksum.crc64nvme(block.numpy().data, crc)
+            yield offset, block
         expected = self.entry.chunks[index]
-        if not is_verified and checksum.encode(found) != expected:
+        if not is_verified and checksum.encode(crc) != expected:
             raise Corrupt(
-                f"read chunk {index} of {self.name}: crc64nvme {checksum.encode(found)}, expected {expected}",
-                hint=_HINT,
+                f"read chunk {index} of {self.name}: crc64nvme {checksum.encode(crc)}, expected {expected}", hint=_HINT
             )
         if self._mapping is not None:
             self._verified.add(index)
@@ -103,7 +98,7 @@ class SourceFile:
         if self._mapping is not None:
             return self._mapping[offset : offset + length]
         block = scratch[:length]
-        view = _bytes(block)
+        view = block.numpy().data
         done = 0
         while done < length:
             count = os.preadv(self._fd, [view[done:]], offset + done)
@@ -115,80 +110,85 @@ class SourceFile:
         return block
 
 
-_HINT = "the restore goes on from another replica; see docs/RUNBOOK.md#corrupt-chunk"
-
-
 def read_headers(files: Sequence[SourceFile]) -> dict[str, Shard]:
-    """Every file's parsed header by the file's name, its first chunk verified. Raises Corrupt, NewerFormat."""
+    """Each file's parsed header by the file's name, from verified bytes. Raises Corrupt or NewerFormat."""
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="tierd-restore") as pool:
         shards = list(pool.map(SourceFile.shard, files))
     return {file.name: shard for file, shard in zip(files, shards, strict=True)}
 
 
 def index_tensors(shards: Mapping[str, Shard]) -> dict[str, list[TensorEntry]]:
-    """All shards' tensors by name: what `TrainingState.plan_restore` fits the state to."""
-    found: dict[str, list[TensorEntry]] = {}
+    """The tensors of all shards by name: the `available` of `State.plan_restore`."""
+    tensors: dict[str, list[TensorEntry]] = {}
     for shard in shards.values():
         for name, entry in shard.tensors.items():
-            found.setdefault(name, []).append(entry)
-    return found
+            tensors.setdefault(name, []).append(entry)
+    return tensors
 
 
-def load(
-    files: Sequence[SourceFile],
-    wanted: Mapping[str, CapturedTensor],
-    *,
-    bring: Bring | None = None,
-    workers: int = WORKERS,
-) -> int:
-    """Reads every wanted tensor, from whichever files hold it or parts of it. Returns how many bytes were read.
+class ReadPlan:
+    """Which chunks of which files hold the requested tensors, and where their bytes go.
 
-    A stored tensor may be wanted several times, in parts: it is the name in the CapturedTensor that counts.
-    `bring`: told first which chunks of each file will be read. Raises Corrupt, naming file and chunk; then the
-    destinations hold a mixture.
+    Several requests may name the same stored tensor, for different parts of it. A requested tensor is read from all
+    files that hold parts of it.
     """
-    by_name: dict[str, list[CapturedTensor]] = {}
-    for one in wanted.values():
-        by_name.setdefault(one.name, []).append(one)
-    for device in {one.tensor.device for one in wanted.values() if one.tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # streams of the training may not be done with that memory; ours do not wait
-    of_files = [_jobs(file, by_name) for file in files]
-    if bring is not None:
-        bring([[job.index for job in jobs] for jobs in of_files])
-    failed = threading.Event()
-    scratch = threading.local()
 
-    def run(job: _Job) -> int:
-        if failed.is_set():
-            return 0
-        try:
-            buffer = getattr(scratch, "buffer", None)
-            if buffer is None:
-                buffer = scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-            job.file.read_chunk(job.index, buffer, job.take)
-        except BaseException:
-            failed.set()
-            raise
-        return job.length
+    def __init__(self, files: Sequence[SourceFile], requested: Iterable[CapturedTensor]) -> None:
+        by_name: dict[str, list[CapturedTensor]] = defaultdict(list)
+        for tensor in requested:
+            by_name[tensor.name].append(tensor)
+        self._devices = {
+            tensor.tensor.device for tensors in by_name.values() for tensor in tensors if tensor.tensor.is_cuda
+        }
+        self._reads = [_plan_file(file, by_name) for file in files]
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="tierd-restore") as pool:
-        return sum(pool.map(run, chain.from_iterable(of_files)))
+    @property
+    def chunks(self) -> list[list[int]]:
+        """The indexes of the chunks that `run` reads, for each file."""
+        return [[read.index for read in reads] for reads in self._reads]
+
+    def run(self, workers: int = WORKERS) -> int:
+        """Fills the requested tensors. Returns the number of bytes read.
+
+        Raises Corrupt, naming file and chunk; then the destinations hold a mixture of old, new and damaged bytes.
+        """
+        for device in self._devices:
+            torch.cuda.synchronize(device)  # kernels of the training may still use that memory; our copies do not wait
+        failed = threading.Event()
+        scratch = threading.local()
+
+        def run(read: _ChunkRead) -> int:
+            if failed.is_set():
+                return 0
+            try:
+                if not hasattr(scratch, "buffer"):
+                    scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+                for offset, block in read.file.read_chunk(read.index, scratch.buffer):
+                    read.copy(offset, block)
+            except BaseException:
+                failed.set()
+                raise
+            return read.length
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="tierd-restore") as pool:
+            return sum(pool.map(run, chain.from_iterable(self._reads)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One chunk of one file, and the tensors that have bytes in it, by offset. `reaches`: the end of all up to each."""
+class _ChunkRead:
+    """One chunk to read. `sinks` are those with bytes in it, by their begin; `max_ends` the running maxima of their
+    ends."""
 
     file: SourceFile
     index: int
     length: int
     sinks: Sequence[_Sink]
-    reaches: Sequence[int]
+    max_ends: Sequence[int]
 
-    def take(self, offset: int, block: torch.Tensor) -> None:
-        """Copies what lies in the file's bytes from `offset` on to wherever it belongs."""
+    def copy(self, offset: int, block: torch.Tensor) -> None:
+        """Copies the file's bytes from `offset` on into the sinks."""
         end = offset + block.numel()
-        for sink in self.sinks[bisect.bisect_right(self.reaches, offset) :]:
+        for sink in self.sinks[bisect.bisect_right(self.max_ends, offset) :]:
             if sink.begin >= end:
                 break
             low, high = max(offset, sink.begin), min(end, sink.end)
@@ -196,12 +196,16 @@ class _Job:
                 sink.write(low - sink.begin, block, low - offset, high - low)
 
 
-def _jobs(file: SourceFile, wanted: Mapping[str, Sequence[CapturedTensor]]) -> list[_Job]:
-    entries = [entry for entry in file.shard().tensors.values() if entry.size_bytes]
-    places = [(entry, one) for entry in entries for one in wanted.get(entry.name, ())]
-    sinks = [sink for entry, one in places if (sink := _sink(entry, one)) is not None]
+def _plan_file(file: SourceFile, requested: Mapping[str, Sequence[CapturedTensor]]) -> list[_ChunkRead]:
+    sinks = [
+        sink
+        for entry in file.shard().tensors.values()
+        if entry.size_bytes
+        for tensor in requested.get(entry.name, ())
+        if (sink := _sink(entry, tensor)) is not None
+    ]
     sinks.sort(key=lambda sink: sink.begin)
-    jobs: list[_Job] = []
+    reads: list[_ChunkRead] = []
     first = 0
     for index, (offset, length) in enumerate(checksum.chunk_ranges(file.entry.size_bytes, file.entry.chunk_bytes)):
         while first < len(sinks) and sinks[first].end <= offset:
@@ -210,13 +214,13 @@ def _jobs(file: SourceFile, wanted: Mapping[str, Sequence[CapturedTensor]]) -> l
         while last < len(sinks) and sinks[last].begin < offset + length:
             last += 1
         if first < last:
-            mine = sinks[first:last]
-            jobs.append(_Job(file, index, length, mine, list(accumulate((sink.end for sink in mine), max))))
-    return jobs
+            in_chunk = sinks[first:last]
+            reads.append(_ChunkRead(file, index, length, in_chunk, list(accumulate((s.end for s in in_chunk), max))))
+    return reads
 
 
 class _Sink:
-    """Where the bytes `[begin, end)` of a file go: straight into a contiguous destination."""
+    """The destination of the bytes `[begin, end)` of a file: a contiguous tensor."""
 
     def __init__(self, begin: int, end: int, destination: torch.Tensor) -> None:
         self.begin = begin
@@ -225,63 +229,59 @@ class _Sink:
         self._address = destination.data_ptr() if destination.is_cpu else 0
 
     def write(self, at: int, block: torch.Tensor, begin: int, length: int) -> None:
+        """Writes `length` bytes of `block` from `begin` on to byte `at` of the destination."""
         if self._address:
-            # Not Tensor.copy_: that would start torch's threads from within ours. This too lets go of the GIL.
+            # Tensor.copy_ would start torch's threads from within ours. memmove releases the GIL too.
             ctypes.memmove(self._address + at, block.data_ptr() + begin, length)
         else:
             as_bytes(self._destination)[at : at + length].copy_(block[begin : begin + length])
 
 
-class _Detour(_Sink):
-    """A destination in other strides than the file's: gathered first, put there when whole.
+class _StridedSink(_Sink):
+    """A destination whose strides differ from the file's. The bytes are buffered, and copied when all have arrived.
 
-    `strides`: of the destination's elements in the file, in elements.
+    `strides`: those of the destination's elements in the file, in elements.
     """
 
     def __init__(self, begin: int, end: int, destination: torch.Tensor, strides: Sequence[int]) -> None:
-        self.begin = begin
-        self.end = end
-        self._destination = destination
+        super().__init__(begin, end, destination)
         self._strides = strides
-        self._flat: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._missing_bytes = end - begin
         self._lock = threading.Lock()
 
     def write(self, at: int, block: torch.Tensor, begin: int, length: int) -> None:
         with self._lock:
-            if self._flat is None:
-                self._flat = torch.empty(self.end - self.begin, dtype=torch.uint8)
-            flat = self._flat
-        ctypes.memmove(flat.data_ptr() + at, block.data_ptr() + begin, length)
+            if self._buffer is None:
+                self._buffer = torch.empty(self.end - self.begin, dtype=torch.uint8)
+            buffer = self._buffer
+        ctypes.memmove(buffer.data_ptr() + at, block.data_ptr() + begin, length)
         with self._lock:
             self._missing_bytes -= length
             if self._missing_bytes:
                 return
-            self._flat = None
-        found = flat.view(self._destination.dtype).as_strided(self._destination.shape, self._strides)
-        self._destination.copy_(found)
+            self._buffer = None
+        content = buffer.view(self._destination.dtype).as_strided(self._destination.shape, self._strides)
+        self._destination.copy_(content)
 
 
-def _sink(entry: TensorEntry, wanted: CapturedTensor) -> _Sink | None:
-    """For what a stored part and a wanted one share; from its first byte in the file to its last, no more is read."""
-    if (wanted.saved_offsets, wanted.shape) == (entry.saved_offsets, entry.shape) and has_plain_bytes(wanted.tensor):
-        return _Sink(entry.offset, entry.offset + wanted.size_bytes, wanted.tensor)
-    shared = overlap(wanted.saved_offsets, wanted.shape, entry.saved_offsets, entry.shape)
+def _sink(entry: TensorEntry, requested: CapturedTensor) -> _Sink | None:
+    """A sink for the elements that a stored part and a requested one share, from the first to the last in the file."""
+    if (requested.saved_offsets, requested.shape) == (entry.saved_offsets, entry.shape) and has_plain_bytes(
+        requested.tensor
+    ):
+        return _Sink(entry.offset, entry.offset + requested.size_bytes, requested.tensor)
+    shared = overlap(requested.saved_offsets, requested.shape, entry.saved_offsets, entry.shape)
     if shared is None:
         return None
-    strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
-    ranges = list(zip(shared, entry.saved_offsets, strides, strict=True))
-    first = sum((low - at) * stride for (low, _), at, stride in ranges)
-    last = sum((high - 1 - at) * stride for (_, high), at, stride in ranges)
-    itemsize = wanted.tensor.element_size()
+    strides = contiguous_strides(entry.shape)
+    axes = list(zip(shared, entry.saved_offsets, strides, strict=True))
+    first = sum((low - offset) * stride for (low, _), offset, stride in axes)
+    last = sum((high - 1 - offset) * stride for (_, high), offset, stride in axes)
+    itemsize = requested.tensor.element_size()
     begin, end = entry.offset + first * itemsize, entry.offset + (last + 1) * itemsize
-    into = wanted.tensor[
-        tuple(slice(low - at, high - at) for (low, high), at in zip(shared, wanted.saved_offsets, strict=True))
-    ]
-    if end - begin == into.numel() * itemsize and has_plain_bytes(into):
-        return _Sink(begin, end, into)
-    return _Detour(begin, end, into, strides)
-
-
-def _bytes(block: torch.Tensor) -> memoryview:
-    return block.numpy().data
+    box = tuple(slice(low - at, high - at) for (low, high), at in zip(shared, requested.saved_offsets, strict=True))
+    destination = requested.tensor[box]
+    if end - begin == destination.numel() * itemsize and has_plain_bytes(destination):
+        return _Sink(begin, end, destination)
+    return _StridedSink(begin, end, destination, strides)

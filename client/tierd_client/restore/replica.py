@@ -1,13 +1,13 @@
-"""A replica as a trainer gets it: a checkpoint's manifest and its open files, from one tier.
+"""A replica as a trainer reads it: the manifest and the open files of one checkpoint in one tier.
 
-Rank 0 chooses and all ranks take the same one; a damaged one is passed by, and the next one tried, by all together.
+Rank 0 chooses a replica and all ranks read the same one. When it is damaged, all ranks together try the next one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,11 +16,11 @@ import msgspec
 
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import layout, manifest, wire
-from tierd.format.ids import Rank
+from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
 from tierd_client.ranks import Ranks
-from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
@@ -29,10 +29,12 @@ from tierd_client.state.training_state import State, parse_tree
 
 log = logging.getLogger("tierd_client")
 
+DETAIL_CHARS_MAX = 4096  # of an error that is reported to the daemon in one message
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """Which checkpoint a trainer asks for. With nothing given: the newest, from the nearest tier."""
+    """Which checkpoint to restore. By default the newest one, from the nearest tier."""
 
     step: int | None = None
     generation: int | None = None
@@ -40,26 +42,31 @@ class RestoreRequest:
     tier: str = "auto"
     allow_unhealthy: bool = False
 
+    @classmethod
+    def exactly(cls, checkpoint: CheckpointId, tier: str) -> RestoreRequest:
+        """For a checkpoint that was chosen already. Whether it is healthy was decided then."""
+        return cls(step=checkpoint.step, generation=checkpoint.generation, tier=tier, allow_unhealthy=True)
+
     @property
     def is_any(self) -> bool:
-        """Whether anything would do. Only then does finding nothing mean to start fresh."""
+        """Whether any checkpoint would do. Only then may training start fresh when there is none."""
         return self == RestoreRequest(allow_unhealthy=self.allow_unhealthy)
 
 
 @dataclass(slots=True)
 class Replica:
-    """Closes its files at the end of its `with` block. `ask_more`: given where only the headers have come; asks for the
-    same replica with these chunks. `is_refused`: that was answered with an error, which the daemon has recorded."""
+    """Closes its files at the end of its `with` block.
+
+    `session` is set when the daemon has fetched only the headers from a cold tier: `read` then requests the chunks that
+    it needs, with the same `excluded` replicas. `fetch_failed`: that request failed; the daemon has recorded why.
+    """
 
     tier: str
     manifest: Manifest
     descriptors: list[int]
-    ask_more: Callable[[Sequence[Sequence[int]]], Replica] | None = None
-    is_refused: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.manifest.id.name}@{self.tier}"
+    session: DaemonSession | None = None
+    excluded: Sequence[str] = ()
+    fetch_failed: bool = False
 
     def __enter__(self) -> Replica:
         return self
@@ -71,150 +78,147 @@ class Replica:
             os.close(self.descriptors.pop())
 
     def files(self) -> list[SourceFile]:
-        """Its shards, open while the `with` block lasts. Raises Corrupt when one is too short."""
+        """Its shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
         return [
             SourceFile(f"{self.manifest.id}/{entry.name} in {self.tier}", descriptor, entry)
             for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)
         ]
 
-    def read(self, files: Sequence[SourceFile], wanted: Mapping[str, CapturedTensor]) -> None:
-        """Fill the wanted tensors from `files`, which are this replica's: `restoring.load`, once all they take is here.
+    def read(self, files: Sequence[SourceFile], requested: Iterable[CapturedTensor]) -> None:
+        """Fills the requested tensors from `files`, which are this replica's, after fetching the chunks they are in.
 
-        Raises Corrupt, or what the daemon answers when it cannot bring that."""
-        load(files, wanted, bring=self._bring)
+        Raises Corrupt, or the daemon's error when it cannot fetch those chunks.
+        """
+        reads = ReadPlan(files, requested)
+        self._fetch(reads.chunks)
+        reads.run()
 
-    def _bring(self, chunks: Sequence[Sequence[int]]) -> None:
-        if self.ask_more is None or not any(chunks):
+    def _fetch(self, chunks: Sequence[Sequence[int]]) -> None:
+        if self.session is None or not any(chunks):
             return
         try:
-            more = self.ask_more(chunks)
+            request = RestoreRequest.exactly(self.manifest.id, self.tier)
+            fetched = _find(self.session, request, self.excluded, chunks)
         except TierdError as error:
-            self.is_refused = True
+            self.fetch_failed = True
             log.error("tierd: %s", error.message)
             raise
-        with more:
-            if more.manifest != self.manifest:
-                raise NotFound(f"go on with {self.manifest.id} from {self.tier}: another one has taken its place")
-            for mine, other in zip(self.descriptors, more.descriptors, strict=True):
-                os.dup2(other, mine, inheritable=False)
+        with fetched:
+            if fetched.manifest != self.manifest:
+                raise NotFound(f"read {self.manifest.id} from {self.tier}: another checkpoint has replaced it")
+            for descriptor, fetched_descriptor in zip(self.descriptors, fetched.descriptors, strict=True):
+                os.dup2(fetched_descriptor, descriptor, inheritable=False)
 
-    def load(self, state: State, rank: int, world_size: int) -> None:
-        """Read it into `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
-        found = self.manifest
+    def read_into_state(self, state: State, rank: int, world_size: int) -> None:
+        """Restores `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
         files = self.files()
         shards = read_headers(files)
         available = index_tensors(shards)
         by_name = {file.entry.name: shards[file.name] for file in files}
-        local = None
-        if found.world_size == world_size:
+        saved_world_size = self.manifest.world_size
+        rank_local = None
+        if saved_world_size == world_size:
             tree = self._tree(by_name, rank)
         else:
-            trees = [self._tree(by_name, saved) for saved in range(found.world_size)]
-            local = RankLocal([parse_tree(one) for one in trees], rank, available, partial(self.read, files))
-            tree = trees[0]
+            rank_trees = [self._tree(by_name, saved_rank) for saved_rank in range(saved_world_size)]
+            rank_local = RankLocal(list(map(parse_tree, rank_trees)), rank, available, partial(self.read, files))
+            tree = rank_trees[0]
             if rank == 0:
-                new = "; new ranks draw random numbers of their own" if world_size > found.world_size else ""
-                log.warning("tierd: %d ranks restore %s, which %d saved%s", world_size, found.id, found.world_size, new)
-        plan = state.plan_restore(tree, available, local)
-        self.read(files, plan.destinations)
+                log.warning(
+                    "tierd: %d ranks restore %s, which %d ranks saved%s",
+                    world_size,
+                    self.manifest.id,
+                    saved_world_size,
+                    "; new ranks get random numbers of their own" if world_size > saved_world_size else "",
+                )
+        plan = state.plan_restore(tree, available, rank_local)
+        self.read(files, plan.destinations.values())
         plan.finish()
 
     def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
-        """The state tree of a rank that saved it."""
+        """The state tree that `rank` saved."""
         shard = shards.get(layout.shard_name(Rank(rank), self.manifest.world_size))
         if shard is None or "state" not in shard.tierd:
             raise Corrupt(f"restore {self.manifest.id} from {self.tier}: it has no state of rank {rank}")
         return shard.tierd["state"]
 
 
-def restore(
-    session: DaemonSession,
-    ranks: Ranks,
-    wanted: RestoreRequest,
-    take: Callable[[Replica], None],
-    *,
-    on_corrupt: Callable[[Replica, Corrupt], None],
-) -> Replica:
-    """Has `take` read the newest replica that every rank can read, and returns it, closed.
+ReadReplica = Callable[[Replica], None]
+"""Reads a replica into its destination. Called again with the next replica after Corrupt on any rank."""
 
-    Raises what the daemon answers: NotFound when there is none, Corrupt when all have been tried.
+
+def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreRequest, read: ReadReplica) -> Replica:
+    """Calls `read` with the newest replica that all ranks can read, and returns it, closed.
+
+    Reports damaged replicas to the daemon. Raises the daemon's error: NotFound when there is no checkpoint, Corrupt
+    when all replicas were tried; and what `read` raises, but for Corrupt, NotFound and TierUnreachable.
     """
-    bad: list[str] = []
+    excluded: list[str] = []
     while True:
-        first = _choose(session, ranks, wanted, bad)
-        name, exactly = _tell(ranks, first)
-        passed_by: TierdError | None = None
-        final: TierdError | None = None
-        replica = first
+        replica = ranks.run_on_all(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
+        chosen, tier = _share_choice(ranks, replica)
+        skip_error: TierdError | None = None
+        final_error: TierdError | None = None
         try:
-            replica = replica or _find(session, exactly, bad)
+            replica = replica or _find(session, RestoreRequest.exactly(chosen, tier), excluded)
             with replica:
-                take(replica)
+                read(replica)
         except Corrupt as error:
-            passed_by = error
-            if replica is not None and not replica.is_refused:
-                on_corrupt(replica, error)
+            skip_error = error
+            if replica is not None and not replica.fetch_failed:
+                _report_corrupt(session, replica, error)
         except (NotFound, TierUnreachable) as error:
-            passed_by = error  # what rank 0 has just seen is out of this rank's reach
+            skip_error = error  # this rank cannot reach what rank 0 has just seen
         except TierdError as error:
-            final = error
-        ranks.raise_on_all(final)
-        is_bad = ranks.maximum([passed_by is not None])[0]
-        if replica is not None and not is_bad:
+            final_error = error
+        ranks.raise_on_all(final_error)
+        is_skipped = ranks.maximum([skip_error is not None])[0]
+        if replica is not None and not is_skipped:
             return replica
-        bad.append(name)
+        excluded.append(f"{chosen.name}@{tier}")
 
 
-def _choose(session: DaemonSession, ranks: Ranks, wanted: RestoreRequest, bad: Sequence[str]) -> Replica | None:
-    """On rank 0; None on the others."""
-    return ranks.run_on_all(lambda: _find(session, wanted, bad) if ranks.rank == 0 else None)
+def _share_choice(ranks: Ranks, replica: Replica | None) -> tuple[CheckpointId, str]:
+    """The checkpoint and the tier that rank 0 has chosen, on all ranks."""
+    raw = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else None
+    return msgspec.json.decode(ranks.broadcast(raw) or b"", type=tuple[CheckpointId, str])
 
 
-def _tell(ranks: Ranks, first: Replica | None) -> tuple[str, RestoreRequest]:
-    """The name of what rank 0 has chosen, and how to ask for it."""
-    raw = b"" if first is None else msgspec.json.encode((first.name, _exactly(first)))
-    # Rank 0 has decided: the others take what it took.
-    return msgspec.json.decode(ranks.broadcast(raw) or b"", type=tuple[str, RestoreRequest])
+def _report_corrupt(session: DaemonSession, replica: Replica, error: Corrupt) -> None:
+    log.error("tierd: %s; trying the next replica", error.message)
+    step, detail = replica.manifest.step, error.message[:DETAIL_CHARS_MAX]
+    session.send(wire.Report(outcome="corrupt", step=step, tier=replica.tier, seconds=0.0, detail=detail))
 
 
 def _find(
-    session: DaemonSession, wanted: RestoreRequest, exclude: Sequence[str], chunks: Sequence[Sequence[int]] = ()
+    session: DaemonSession, request: RestoreRequest, excluded: Sequence[str], chunks: Sequence[Sequence[int]] = ()
 ) -> Replica:
-    """`exclude`: replicas found bad, as "<checkpoint name>@<tier>". `chunks`: those of each file that must be here, and
-    the headers; of a replica in a cold tier no more may be fetched."""
-    packed = [wire.pack_indexes(some) for some in chunks]
+    """Asks the daemon for a replica. `excluded`: bad replicas, as "<checkpoint name>@<tier>". `chunks`: for each file
+    the indexes of the chunks that are needed besides the headers; from a cold tier only these are fetched."""
+    packed = [wire.pack_indexes(indexes) for indexes in chunks]
 
     def message(number: int) -> wire.Find:
         return wire.Find(
             request=number,
-            step=wanted.step,
-            generation=wanted.generation,
-            milestone=wanted.milestone,
-            tier=wanted.tier,
-            exclude=list(exclude),
-            allow_unhealthy=wanted.allow_unhealthy,
+            step=request.step,
+            generation=request.generation,
+            milestone=request.milestone,
+            tier=request.tier,
+            exclude=list(excluded),
+            allow_unhealthy=request.allow_unhealthy,
             chunks=packed if sum(map(len, packed)) <= wire.CHUNKS_BYTES_MAX else None,
         )
 
-    told, descriptors = session.find(message)
+    answer, descriptors = session.find(message)
     try:
         with open(descriptors.pop(0), "rb") as file:
-            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {told.tier}")
+            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {answer.tier}")
         if len(found.files) != len(descriptors):
             raise Corrupt(
-                f"take over {found.id} from {told.tier}: {len(descriptors)} descriptors of {len(found.files)}"
+                f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors of {len(found.files)}"
             )
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    replica = Replica(told.tier, found, descriptors)
-    if told.is_part:
-        replica.ask_more = partial(_find, session, _exactly(replica), tuple(exclude))
-    return replica
-
-
-def _exactly(replica: Replica) -> RestoreRequest:
-    """To ask for what was chosen already."""
-    found = replica.manifest
-    return RestoreRequest(step=found.step, generation=found.generation, tier=replica.tier, allow_unhealthy=True)
+    return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))

@@ -27,7 +27,7 @@ from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
-from tierd_client.state.ownership import HeldTensor, owner_of
+from tierd_client.state.ownership import HeldTensor, assign_owners
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
 
@@ -141,10 +141,10 @@ class Snapshotter:
         """Decide which rank writes a tensor that several ranks have. Only when the tensors of some rank changed."""
         sizes = captured.sizes() if self._ranks.world_size > 1 else None
         if self._ranks.maximum([sizes != self._owned_sizes])[0]:
-            tensors = captured.held() if sizes is not None else []
+            tensors = captured.held_tensors() if sizes is not None else []
             gathered = self._ranks.gather(msgspec.json.encode(tensors))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
-            self._owned = owner_of(by_rank)[self._ranks.rank]
+            self._owned = assign_owners(by_rank)[self._ranks.rank]
             self._owned_sizes = sizes
 
     def _take_slot(self, captured: Captured, step: int) -> int:

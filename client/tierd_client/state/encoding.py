@@ -1,4 +1,4 @@
-"""The state that is no tensor, as tagged JSON, with references to the tensors and arrays that lie beside it.
+"""State that is not a tensor, as tagged JSON, with references to the tensors and arrays that are stored as tensors.
 
 {"$tensor": name}                              on the device where its owner lives
 {"$tensor": {"name": n, "device": "cpu"}}      or "accelerator"
@@ -19,7 +19,7 @@ import torch
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import tagged
-from tierd_client.state.tensors import PLAIN, CapturedTensor, captured, is_dtensor
+from tierd_client.state.tensors import PLAIN, CapturedTensor, capture_tensor, is_dtensor
 
 Json = tagged.Json
 
@@ -27,10 +27,11 @@ _ARRAY_KINDS = frozenset("biufcSUmM")  # numpy kinds whose bytes are their value
 
 
 class Collector:
-    """Gathers tensors under unique names while sections turn themselves into JSON.
+    """Collects tensors under unique names while sections encode themselves as JSON.
 
-    `live` holds the very objects, `tensors` their captured form; `suffix` is put behind the names of a
-    section that differs per rank. A DTensor needs none: what a rank has of it is a part of one tensor.
+    `tensors` are the captured tensors in the order they were added, `live` the original objects by name. `suffix` is
+    appended to tensor names in a section that differs per rank, except to DTensors: each rank holds a part of the same
+    tensor.
     """
 
     def __init__(self) -> None:
@@ -39,19 +40,22 @@ class Collector:
         self.suffix = ""
 
     def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
-        """The name under which `tensor` is stored. Raises Unsupported when it has no place in a shard."""
+        """Adds `tensor`; returns the name under which it is stored. Raises Unsupported when a shard cannot store it."""
         name = path + self.suffix if self.suffix and not is_dtensor(tensor) else path
-        if name in self.live:  # {"a.b": x, "a": {"b": y}} gives the same path twice
-            name = next(made for n in range(2, 1 << 30) if (made := f"{name}#{n}") not in self.live)
-        self.tensors.append(captured(name, tensor, is_buffer=is_buffer))
+        if name in self.live:  # {"a.b": x, "a": {"b": y}} has the same path twice
+            name = next(free for n in range(2, 1 << 30) if (free := f"{name}#{n}") not in self.live)
+        self.tensors.append(capture_tensor(name, tensor, is_buffer=is_buffer))
         self.live[name] = tensor
         return name
 
     def encode(self, value: object, path: str, home: torch.device | None = None) -> Json:
-        """`value` as tagged JSON. `home` is the device that its tensors follow at a restore."""
+        """`value` as tagged JSON. Tensors on the device `home` follow their owner's device when they are restored.
+
+        Raises Unsupported, naming the path, for a value that has no safe form.
+        """
         if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value)):
-            # As it would come out below; optimizers have thousands of these, and training waits.
-            return {key: _reference(self.add(f"{path}.{key}", one), one, home) for key, one in value.items()}
+            # Same result as below, but faster: optimizers have thousands of these dicts, and training waits.
+            return {key: _reference(self.add(f"{path}.{key}", tensor), tensor, home) for key, tensor in value.items()}
 
         def leaf(value: object, path: str) -> Json | None:
             if isinstance(value, torch.Tensor):
@@ -59,8 +63,8 @@ class Collector:
             if isinstance(value, np.ndarray):
                 return self._encode_array(value, path)
             if isinstance(value, np.generic):
-                kind = _check_kind(value.dtype, path)
-                return {"$scalar": [kind, base64.b64encode(value.tobytes()).decode("ascii")]}
+                dtype = _dtype_name(value.dtype, path)
+                return {"$scalar": [dtype, base64.b64encode(value.tobytes()).decode("ascii")]}
             if isinstance(value, torch.dtype):
                 return {"$dtype": str(value).removeprefix("torch.")}
             if isinstance(value, torch.device):
@@ -70,14 +74,13 @@ class Collector:
         return tagged.encode(value, path, leaf)
 
     def _encode_array(self, array: np.ndarray[Any, Any], path: str) -> Json:
-        kind = _check_kind(array.dtype, path)
-        ordered = np.array(array, order="C")  # a copy: the array may be read-only, and may change while we stage
+        dtype = _dtype_name(array.dtype, path)
+        copy = np.array(array, order="C")  # the array may be read-only, and may change during staging
         try:
-            return {"$ndarray": {"name": self.add(path, torch.from_numpy(ordered)), "dtype": kind}}
-        except (TypeError, ValueError, Unsupported):  # no torch dtype, or no safetensors one: keep its plain bytes
-            raw = torch.frombuffer(bytearray(ordered.tobytes() or b"\0"), dtype=torch.uint8)
-            shape = list(array.shape)
-            return {"$ndarray": {"name": self.add(path, raw), "dtype": kind, "shape": shape}}
+            return {"$ndarray": {"name": self.add(path, torch.from_numpy(copy)), "dtype": dtype}}
+        except (TypeError, ValueError, Unsupported):  # torch or safetensors lacks this dtype: store plain bytes
+            raw = torch.frombuffer(bytearray(copy.tobytes() or b"\0"), dtype=torch.uint8)
+            return {"$ndarray": {"name": self.add(path, raw), "dtype": dtype, "shape": list(array.shape)}}
 
 
 _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
@@ -90,7 +93,7 @@ def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Js
     return {"$tensor": {"name": name, "device": "cpu" if device.type == "cpu" else "accelerator"}}
 
 
-def _check_kind(dtype: np.dtype[Any], path: str) -> str:
+def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
     if dtype.kind not in _ARRAY_KINDS:
         raise Unsupported(
             f"encode {path}: numpy dtype {dtype} has no safe form in a checkpoint",
@@ -100,11 +103,11 @@ def _check_kind(dtype: np.dtype[Any], path: str) -> str:
 
 
 Allocate = Callable[[str, str], torch.Tensor]
-"""(name, device: "home", "cpu" or "accelerator") → the tensor that the stored bytes will be read into."""
+"""(name, "home", "cpu" or "accelerator") → the tensor that the stored bytes will be read into."""
 
 
 def decode(value: Json, allocate: Allocate) -> Any:
-    """The inverse of `Collector.encode`, with tensors and arrays that are filled later, when bytes are restored.
+    """The inverse of `Collector.encode`. Tensors and arrays are filled later, when the stored bytes are read.
 
     Raises Corrupt when `value` is not what `encode` writes.
     """
@@ -117,11 +120,11 @@ def decode(value: Json, allocate: Allocate) -> Any:
                 return allocate(str(content["name"]), str(content["device"]))
             case "$ndarray":
                 flat = allocate(str(content["name"]), "cpu").numpy()
-                return _array(flat, _plain_dtype(content["dtype"]), content.get("shape"))
+                return _array(flat, _parse_dtype(content["dtype"]), content.get("shape"))
             case "$scalar":
-                return np.frombuffer(base64.b64decode(content[1], validate=True), dtype=_plain_dtype(content[0]))[0]
-            case "$dtype" if isinstance(found := getattr(torch, str(content), None), torch.dtype):
-                return found
+                return np.frombuffer(base64.b64decode(content[1], validate=True), dtype=_parse_dtype(content[0]))[0]
+            case "$dtype" if isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
+                return dtype
             case "$device":
                 return torch.device(str(content))
             case _:
@@ -138,11 +141,10 @@ def _array(flat: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: list[int] | 
         if flat.dtype != dtype:
             raise ValueError(f"array of {flat.dtype}, expected {dtype}")
         return flat
-    count = math.prod(shape)
-    return flat[: count * dtype.itemsize].view(dtype).reshape(shape)
+    return flat[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _plain_dtype(text: Json) -> np.dtype[Any]:
+def _parse_dtype(text: Json) -> np.dtype[Any]:
     dtype = np.dtype(str(text))
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"numpy dtype {text!r}")

@@ -1,4 +1,4 @@
-"""Which rank writes which tensor, when several hold the same one. A pure function: every rank gets the same answer.
+"""Decides which rank writes a tensor that several ranks hold. A pure function: every rank gets the same answer.
 
 Each key is written by exactly one rank that holds it, and the bytes are spread evenly.
 """
@@ -13,7 +13,10 @@ from tierd.errors import Unsupported
 
 
 class HeldTensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A tensor, or a part of one, that a rank holds. Ranks with the same key must have the same `sample`, if any."""
+    """A tensor, or a part of one, that a rank holds. Ranks with the same key must have the same size and `sample`.
+
+    `sample` is a checksum of a few elements, or None where ranks may hold different values.
+    """
 
     key: str
     size_bytes: int
@@ -21,32 +24,32 @@ class HeldTensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     is_buffer: bool = False
 
 
-def owner_of(held: Sequence[Sequence[HeldTensor]]) -> list[set[str]]:
-    """From what every rank holds, the keys that each rank writes.
+def assign_owners(held: Sequence[Sequence[HeldTensor]]) -> list[set[str]]:
+    """For each rank the keys that it writes, from the tensors that each rank holds.
 
-    Raises Unsupported when ranks hold different tensors under one key: those are no replicas, and writing one of
-    them would lose the others.
+    Raises Unsupported when ranks hold different tensors under one key: to write one of them would lose the others.
     """
     first: dict[str, HeldTensor] = {}
     holders: dict[str, list[int]] = {}
     for rank, tensors in enumerate(held):
-        for one in tensors:
-            known = first.setdefault(one.key, one)
-            holders.setdefault(one.key, []).append(rank)
-            if (one.size_bytes, one.sample) != (known.size_bytes, known.sample):
+        for tensor in tensors:
+            known = first.setdefault(tensor.key, tensor)
+            holders.setdefault(tensor.key, []).append(rank)
+            if (tensor.size_bytes, tensor.sample) != (known.size_bytes, known.sample):
+                sizes = f" ({tensor.size_bytes} and {known.size_bytes} bytes)"
                 raise Unsupported(
-                    f"share out {one.key}: rank {rank} has another one than rank {holders[one.key][0]}"
-                    + (f", {one.size_bytes} bytes and {known.size_bytes}" * (one.size_bytes != known.size_bytes)),
+                    f"assign {tensor.key} to a rank: ranks {holders[tensor.key][0]} and {rank} hold different tensors"
+                    + (sizes if tensor.size_bytes != known.size_bytes else ""),
                     hint="a tensor that differs between ranks must be a DTensor, or belong to extra",
                 )
     owned: list[set[str]] = [set() for _ in held]
     load_bytes = [0] * len(held)
 
     def candidates(key: str) -> list[int]:
-        # Of different buffers the lowest rank's count: that is the one which DDP gives to all before each forward.
+        # Buffers may differ between ranks. DDP broadcasts rank 0's before each forward, so the lowest rank writes them.
         return holders[key][:1] if first[key].is_buffer else holders[key]
 
-    # What only one rank can write is settled first, then the largest first: the greedy order that balances well.
+    # Keys with one candidate come first, then the largest: this greedy order balances well.
     for key in sorted(holders, key=lambda key: (len(candidates(key)) > 1, -first[key].size_bytes, key)):
         rank = min(candidates(key), key=lambda rank: (load_bytes[rank], rank))
         owned[rank].add(key)

@@ -1,15 +1,15 @@
-"""What each rank has of its own (generators, data loader, extra), where other ranks restore it than have saved it.
+"""Restores sections that differ per rank (generators, data loader, extra) on another number of ranks.
 
-An object with `load_state_dicts` is given what all of them saved, and shares it out itself. Anything else is restored
-where all saved the same: to choose among different ones would lose the rest, so that is a Mismatch. A rank that is new
-has random numbers of its own, derived from those that were saved.
+An object with `load_state_dicts` gets the states of all ranks that saved the checkpoint. Any other section is restored
+if all ranks saved the same bits; else it is a Mismatch, because to choose one rank's would lose the others'. A rank
+beyond the saved ones gets new random numbers, derived from the saved generators.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -17,108 +17,110 @@ import torch
 from tierd_client.state.encoding import Json
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
-from tierd_client.state.tensors import DTYPES, CapturedTensor, as_bytes, captured
+from tierd_client.state.tensors import DTYPES, CapturedTensor, as_bytes, capture_tensor
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[Mapping[str, CapturedTensor]], object]
-"""Fills tensors of the checkpoint, by name: what `restoring.load` does."""
+ReadTensors = Callable[[Iterable[CapturedTensor]], object]
+"""Fills the given tensors with the checkpoint's bytes."""
+
+_Split = tuple[str, str]
+"""What precedes and what follows the rank's suffix in a tensor's name."""
 
 
 class RankLocal:
-    """The state trees of all ranks that saved the checkpoint, for one that restores it."""
+    """The state trees of all ranks that saved the checkpoint, for one rank that restores it."""
 
-    def __init__(self, trees: Sequence[Mapping[str, SectionTree]], rank: int, available: Available, read: Read) -> None:
-        self._trees = trees
+    def __init__(
+        self, rank_trees: Sequence[Mapping[str, SectionTree]], rank: int, available: Available, read: ReadTensors
+    ) -> None:
+        self._rank_trees = rank_trees
         self._rank = rank
         self._available = available
         self._read = read
 
-    def plan(self, name: str, section: Section, plan: RestorePlan, *, is_wanted: bool) -> None:
-        """Adds the section `name` to the plan, which notes a difference when there is no way to restore it.
+    def plan(self, name: str, section: Section, plan: RestorePlan, *, is_required: bool) -> None:
+        """Plans the restore of the section `name`. Adds a difference when that is impossible.
 
-        `is_wanted`: the live state has it. What only the checkpoint has is left out instead.
+        `is_required`: the live state has this section. Otherwise it is skipped instead.
         """
-        saved = [tree[name] for tree in self._trees if name in tree and tree[name].kind == section.kind]
-        if len(saved) == len(self._trees):
-            if isinstance(section, StatefulSection) and section.plan_shared([one.value for one in saved], plan):
+        saved = [tree[name] for tree in self._rank_trees if name in tree and tree[name].kind == section.kind]
+        if len(saved) == len(self._rank_trees):
+            values = [tree.value for tree in saved]
+            if isinstance(section, StatefulSection) and section.plan_from_all_ranks(values, plan):
                 return
             if isinstance(section, RngSection):
-                self._plan_rng(saved, section, plan)
+                self._plan_rng(values, section, plan)
                 return
-            if self._are_same(name, saved):
+            if self._are_equal(name, saved):
                 section.plan(saved[0].value, saved[0].suffix, plan)
                 return
-        found = f"{name}: the {len(self._trees)} ranks that saved the checkpoint have different ones"
-        if is_wanted:
-            plan.differ(f"{found}: give it load_state_dicts(states), or leave it out of the state for this restore")
+        difference = f"{name}: it differs between the {len(self._rank_trees)} ranks that saved the checkpoint"
+        if is_required:
+            plan.add_difference(f"{difference}: give it load_state_dicts(states), or restore without it in the state")
         elif self._rank == 0:
-            logger.warning("restore: %s, and this state lacks it: left out", found)
+            logger.warning("restore: %s, and this state lacks it: skipped", difference)
 
     def is_shared(self, name: str) -> bool:
-        """Whether the section is one and the same of all ranks: its tensors are stored under the same names."""
-        return all(tree.get(name) == self._trees[0].get(name) for tree in self._trees)
+        """Whether all ranks saved one and the same section, with its tensors under the same names."""
+        return all(tree.get(name) == self._rank_trees[0].get(name) for tree in self._rank_trees)
 
-    def _plan_rng(self, saved: Sequence[SectionTree], section: RngSection, plan: RestorePlan) -> None:
-        values = [one.value for one in saved]
+    def _plan_rng(self, saved: Sequence[Json], section: RngSection, plan: RestorePlan) -> None:
         if self._rank < len(saved):
-            section.plan(values[self._rank], "", plan)
-        elif len(saved) > 1 and all(value == values[0] for value in values):
-            section.plan(values[0], "", plan)  # as tensor parallel ranks have it, which must draw the same
+            section.plan(saved[self._rank], "", plan)
+        elif len(saved) > 1 and all(value == saved[0] for value in saved):
+            section.plan(saved[0], "", plan)  # as with tensor parallel, where ranks must draw the same numbers
         else:
-            seed = hashlib.sha256(msgspec.json.encode([values, self._rank], order="sorted")).digest()
-            section.plan_new(seed, plan)
+            seed = hashlib.sha256(msgspec.json.encode([saved, self._rank], order="sorted")).digest()
+            section.plan_seed(seed, plan)
 
-    def _are_same(self, name: str, saved: Sequence[SectionTree]) -> bool:
-        """Whether all ranks have saved the same, bit for bit. Reads the tensors of two of them at a time."""
+    def _are_equal(self, name: str, saved: Sequence[SectionTree]) -> bool:
+        """Whether all ranks saved the same bits. Reads the tensors of two ranks at a time."""
         first, *others = saved
         if not others:
             return True
-        plain = _without_suffix(first.value, first.suffix)
-        if any(_without_suffix(other.value, other.suffix) != plain for other in others):
+        value = _without_suffix(first.value, first.suffix)
+        if any(_without_suffix(other.value, other.suffix) != value for other in others):
             return False
-        mine, *theirs = [self._layout(name, one.suffix) for one in saved]
-        if any(layout != mine for layout in theirs):
+        layout = self._layout(name, first.suffix)
+        if any(self._layout(name, other.suffix) != layout for other in others):
             return False
-        expected = self._bytes(mine, first.suffix) if mine else {}
+        if not layout:
+            return True
+        expected = self._read_bytes(layout, first.suffix)
         return all(
-            torch.equal(found, expected[where])
+            torch.equal(content, expected[split])
             for other in others
-            if mine
-            for where, found in self._bytes(mine, other.suffix).items()
+            for split, content in self._read_bytes(layout, other.suffix).items()
         )
 
-    def _layout(self, name: str, suffix: str) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of one rank's tensors in one section, by what stands before and behind the suffix."""
-        found: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
-        for stored, (part, *_) in self._available.items():
-            path, mark, more = stored.rpartition(suffix)
-            if (
-                mark
-                and (not more or more.startswith("#"))
-                and (path == name or path.startswith((name + ".", name + "[")))
-            ):
-                found[path, more] = part.dtype, part.shape
-        return found
+    def _layout(self, name: str, suffix: str) -> dict[_Split, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of the tensors that one rank stored in the section `name`."""
+        layout: dict[_Split, tuple[str, tuple[int, ...]]] = {}
+        for stored_name, (entry, *_) in self._available.items():
+            path, found_suffix, rest = stored_name.rpartition(suffix)
+            is_in_section = path == name or path.startswith((name + ".", name + "["))
+            if found_suffix and is_in_section and (not rest or rest.startswith("#")):
+                layout[path, rest] = entry.dtype, entry.shape
+        return layout
 
-    def _bytes(
-        self, layout: Mapping[tuple[str, str], tuple[str, tuple[int, ...]]], suffix: str
-    ) -> dict[tuple[str, str], torch.Tensor]:
-        made = {where: torch.empty(shape, dtype=DTYPES[dtype]) for where, (dtype, shape) in layout.items()}
-        names = {where: suffix.join(where) for where in layout}
-        self._read({names[where]: captured(names[where], tensor) for where, tensor in made.items()})
-        return {where: as_bytes(tensor) for where, tensor in made.items()}
+    def _read_bytes(
+        self, layout: Mapping[_Split, tuple[str, tuple[int, ...]]], suffix: str
+    ) -> dict[_Split, torch.Tensor]:
+        tensors = {split: torch.empty(shape, dtype=DTYPES[dtype]) for split, (dtype, shape) in layout.items()}
+        self._read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
+        return {split: as_bytes(tensor) for split, tensor in tensors.items()}
 
 
 def _without_suffix(value: Json, suffix: str) -> Json:
-    """A tree as it would be if tensors were not called after their rank."""
+    """A section's tree with the rank's suffix removed from the names of its tensors."""
     match value:
         case {"$tensor": str(name)}:
-            return {"$tensor": _bare(name, suffix)}
-        case {"$tensor": {"name": str(name), **more}}:
-            return {"$tensor": {"name": _bare(name, suffix), **more}}
-        case {"$ndarray": {"name": str(name), **more}}:
-            return {"$ndarray": {"name": _bare(name, suffix), **more}}
+            return {"$tensor": _remove_last(name, suffix)}
+        case {"$tensor": {"name": str(name), **rest}}:
+            return {"$tensor": {"name": _remove_last(name, suffix), **rest}}
+        case {"$ndarray": {"name": str(name), **rest}}:
+            return {"$ndarray": {"name": _remove_last(name, suffix), **rest}}
         case dict():
             return {key: _without_suffix(item, suffix) for key, item in value.items()}
         case list():
@@ -127,6 +129,6 @@ def _without_suffix(value: Json, suffix: str) -> Json:
             return value
 
 
-def _bare(name: str, suffix: str) -> str:
-    path, _, more = name.rpartition(suffix)
-    return path + more
+def _remove_last(name: str, suffix: str) -> str:
+    path, _, rest = name.rpartition(suffix)
+    return path + rest

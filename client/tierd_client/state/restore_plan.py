@@ -1,82 +1,73 @@
-"""What a restore will do: which stored tensor goes into which live one, and what is installed after the bytes.
+"""The plan of a restore: which stored tensor is read into which live one, and what is installed afterwards.
 
-Made before a single byte changes: everything that does not fit is gathered, then raised as one Mismatch. The
-bytes are read into `destinations`, then `finish` installs the rest. Until `finish` returns, the live state is
-half old and half new: a restore that raises must be repeated, from another replica, before training goes on.
+It is complete before a byte changes: all differences between checkpoint and state are collected, then raised as one
+Mismatch. The stored bytes are read into `destinations`, then `finish` installs the rest. Until `finish` returns, the
+live state is half old and half new: after an error the restore must be repeated from another replica before training
+continues.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tierd.errors import Mismatch
+from tierd.format.shard import TensorEntry
 from tierd_client.state import encoding
-from tierd_client.state.tensors import DTYPES, CapturedTensor, captured, describe, is_dtensor, overlap_elements
+from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe, is_dtensor, spanned_shape
 
 DIFFERENCES_SHOWN = 20
 
 
-class StoredTensor(Protocol):
-    """A tensor, or a part of one, as the header of a shard lists it."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def saved_offsets(self) -> tuple[int, ...]: ...
-
-
-Available = Mapping[str, Sequence[StoredTensor]]
-"""All shards' tensors by name: one entry for each part that a shard holds."""
+Available = Mapping[str, Sequence[TensorEntry]]
+"""The tensors of all shards by name, with one entry for each stored part."""
 
 
 class RestorePlan:
-    """Filled by the sections of a TrainingState, checked, then carried out by `restoring.load` and `finish`."""
+    """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name."""
 
     def __init__(self, available: Available, accelerator: torch.device) -> None:
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
         self._accelerator = accelerator
-        self._seen: set[str] = set()
+        self._used: set[str] = set()
         self._differences: list[str] = []
-        self._installs: list[Callable[[], None]] = []
+        self._installs: list[Callable[[], object]] = []
 
     # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
 
     def stored_name(self, path: str, suffix: str) -> str:
-        """How the tensor of a section that differs per rank was stored: a part of a DTensor has no suffix."""
+        """The stored name of a tensor in a section that differs per rank: parts of DTensors have no suffix."""
         return path + suffix if path + suffix in self.available else path
 
-    def place(self, name: str, tensor: torch.Tensor) -> None:
-        """The stored tensor `name` goes into `tensor`. Notes a difference when it is absent or does not fit."""
-        stored = self._stored(name)
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Reads the stored tensor `name` into `tensor`. Adds a difference when it is absent or does not fit."""
+        stored = self._find_stored(name)
         if stored is None:
             return
-        dtype, shape = stored
-        wanted = captured(name, tensor)
-        if (dtype, shape) != (wanted.dtype, wanted.global_shape):
-            here, live = describe(dtype, shape), describe(wanted.dtype, wanted.global_shape)
-            self.differ(f"{name}: checkpoint {here}, {name.split('.')[0]} {live}")
+        destination = capture_tensor(name, tensor)
+        if stored != (destination.dtype, destination.global_shape):
+            live = describe(destination.dtype, destination.global_shape)
+            self.add_difference(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {live}")
             return
-        self.destinations[name] = wanted
+        self.destinations[name] = destination
 
-    def new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A new tensor that the stored one goes into, laid out and sharded as `like` when that has its shape."""
-        stored = self._stored(name)
+    def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
+        equal."""
+        stored = self._find_stored(name)
         if stored is None:
             return torch.empty(0)
         dtype, shape = DTYPES[stored[0]], stored[1]
         if like is not None and tuple(like.shape) == shape and (is_dtensor(like) or like.device == device):
-            made = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
-            made = torch.empty(shape, dtype=dtype, device=device)
-        self.place(name, made)
-        return made
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.read_into(name, tensor)
+        return tensor
 
     def decode(
         self,
@@ -86,43 +77,43 @@ class RestorePlan:
         is_strict: bool = False,
         new: encoding.Allocate | None = None,
     ) -> Any:
-        """A value from its encoding. Its tensors are those of `live` where name, shape and dtype agree, else `new`.
+        """Decodes `value`. Its tensors are those of `live` where name, shape and dtype agree, else made by `new`.
 
-        `is_strict`: a live tensor that does not agree is a difference.
+        `is_strict`: a live tensor that does not agree is a difference. Raises Corrupt when `value` is not an encoding.
         """
 
-        def allocate(name: str, mark: str) -> torch.Tensor:
-            mine = (live or {}).get(name)
-            if mine is not None and (is_strict or self._fits(name, mine)):
-                self.place(name, mine)
-                return mine
+        def allocate(name: str, device: str) -> torch.Tensor:
+            tensor = (live or {}).get(name)
+            if tensor is not None and (is_strict or self._fits(name, tensor)):
+                self.read_into(name, tensor)
+                return tensor
             if new is not None:
-                return new(name, mark)
-            return self.new(name, self.device(mark, self._accelerator))
+                return new(name, device)
+            return self.read_new(name, self.device(device, self._accelerator))
 
         return encoding.decode(value, allocate)
 
-    def device(self, mark: str, home: torch.device) -> torch.device:
-        """The device that a mark in the tree stands for."""
-        return {"home": home, "cpu": torch.device("cpu")}.get(mark, self._accelerator)
+    def device(self, name: str, home: torch.device) -> torch.device:
+        """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
+        return {"home": home, "cpu": torch.device("cpu")}.get(name, self._accelerator)
 
-    def differ(self, difference: str) -> None:
+    def add_difference(self, difference: str) -> None:
         self._differences.append(difference)
 
-    def expect_no_more(self, prefix: str, suffix: str) -> None:
-        """Notes every stored tensor below `prefix` that nobody asked for."""
+    def check_all_used(self, prefix: str, suffix: str) -> None:
+        """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
         for name in self.available:
-            if name.startswith(prefix) and name.endswith(suffix) and name not in self._seen:
-                self.differ(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
+            if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
+                self.add_difference(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
 
-    def then(self, install: Callable[[], None]) -> None:
-        """`install` runs in `finish`, in the order of these calls, when all bytes are in place."""
+    def on_finish(self, install: Callable[[], object]) -> None:
+        """Calls `install` in `finish`, after all bytes were read, in the order of these calls."""
         self._installs.append(install)
 
     # ── for the restore ───────────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        """Raises Mismatch, listing what differs, unless everything fits."""
+        """Raises Mismatch, listing the differences, if there are any."""
         count = len(self._differences)
         if not count:
             return
@@ -134,39 +125,37 @@ class RestorePlan:
         )
 
     def finish(self) -> None:
-        """Installs what is no bytes: optimizer state, schedulers, loaders, values, and last the RNG."""
+        """Installs everything but tensor bytes: optimizer state, schedulers, loaders, values, and last the RNG."""
         with torch.no_grad():
             for install in self._installs:
                 install()
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
-        stored = self._stored(name)
+        stored = self._find_stored(name)
         if stored is None:
             return False
-        wanted = captured(name, tensor)
-        return stored == (wanted.dtype, wanted.global_shape)
+        live = capture_tensor(name, tensor)
+        return stored == (live.dtype, live.global_shape)
 
-    def _stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """(dtype, global shape) of a stored tensor whose parts are all there; else None, and a difference is noted."""
-        first = name not in self._seen
-        self._seen.add(name)
-        found = self.available.get(name, ())
-        if not found:
-            if first:
-                self.differ(f"{name}: not in the checkpoint")
+    def _find_stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """(dtype, global shape) of a stored tensor. None, with a difference, unless all its parts are stored."""
+        is_first_use = name not in self._used
+        self._used.add(name)
+        entries = self.available.get(name, ())
+        if not entries:
+            if is_first_use:
+                self.add_difference(f"{name}: not in the checkpoint")
             return None
-        if len(found) == 1 and not any(found[0].saved_offsets):
-            return found[0].dtype, found[0].shape  # most are whole: what follows comes to the same, ten times as slowly
-        parts = {part.saved_offsets: part for part in found}
-        ndim = len(next(iter(parts)))
+        if len(entries) == 1 and not any(entries[0].saved_offsets):
+            return entries[0].dtype, entries[0].shape  # most tensors are whole; the code below is ten times slower
+        parts = {entry.saved_offsets: entry for entry in entries}  # several ranks may have stored the same part
         if len({(part.dtype, len(part.shape)) for part in parts.values()}) != 1:
-            self.differ(f"{name}: its parts in the checkpoint disagree")
+            self.add_difference(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
             return None
-        ends = [tuple(map(sum, zip(part.saved_offsets, part.shape, strict=True))) for part in parts.values()]
-        shape = tuple(max(end[axis] for end in ends) for axis in range(ndim))
-        held = sum(overlap_elements(part.saved_offsets, part.shape, (0,) * ndim, shape) for part in parts.values())
-        if held != math.prod(shape):
-            if first:
-                self.differ(f"{name}: the checkpoint holds {held} of its {math.prod(shape)} elements")
+        shape = spanned_shape((part.saved_offsets, part.shape) for part in parts.values())
+        stored, expected = sum(math.prod(part.shape) for part in parts.values()), math.prod(shape)
+        if stored != expected:
+            if is_first_use:
+                self.add_difference(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
-        return next(iter(parts.values())).dtype, shape
+        return entries[0].dtype, shape

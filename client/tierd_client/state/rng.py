@@ -1,6 +1,6 @@
-"""Random number generators: Python, numpy's global one, torch on CPU and on the CUDA devices in use.
+"""Random number generators: Python's, numpy's global one, torch's on the CPU and on the CUDA devices in use.
 
-Captured as bytes, restored last of all. Never initialises CUDA.
+Captured as bytes, restored after everything else. Never initialises CUDA.
 """
 
 from __future__ import annotations
@@ -20,53 +20,60 @@ from tierd.errors import Corrupt, Unsupported
 
 log = logging.getLogger("tierd_client")
 
-_TWISTER = struct.Struct("<625I")  # 624 words of Mersenne Twister and the position in them
+_TWISTER = struct.Struct("<625I")  # the 624 words of Mersenne Twister and the position in them
 
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """All generators' states, as bytes, numbers and dicts. `devices`: where the state lives."""
+    """The states of all generators, as bytes, numbers and dicts. `devices`: where the training state lives.
+
+    Raises Unsupported when numpy's global generator is not a Mersenne Twister.
+    """
     version, words, gauss = random.getstate()
-    saved: dict[str, Any] = {
+    return {
         "python": {"version": version, "words": _TWISTER.pack(*words), "gauss": gauss},
         "numpy": _capture_numpy(),
         "torch": torch.get_rng_state().numpy().tobytes(),
         "cuda": [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _cuda_devices(devices)],
     }
-    return saved
 
 
 def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None:
-    """Puts every generator where `capture` found it. Raises Corrupt when `saved` is not what `capture` writes."""
+    """Restores what `capture` returned. Raises Corrupt when `saved` is something else."""
     try:
         python = saved["python"]
         random.setstate((python["version"], _TWISTER.unpack(python["words"]), python["gauss"]))
         _restore_numpy(saved["numpy"])
-        torch.set_rng_state(_as_tensor(saved["torch"]))
+        torch.set_rng_state(state_tensor(saved["torch"]))
         gpus = _cuda_devices(devices)
         if len(gpus) != len(saved["cuda"]):
             log.warning(
-                "tierd: the checkpoint has the generators of %d CUDA devices, %d are in use: not all come back",
+                "tierd: the checkpoint has the generators of %d CUDA devices, %d are in use: not all are restored",
                 len(saved["cuda"]),
                 len(gpus),
             )
         for device, state in zip(gpus, saved["cuda"], strict=False):
-            torch.cuda.set_rng_state(_as_tensor(state), device)
+            torch.cuda.set_rng_state(state_tensor(state), device)
     except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
         raise Corrupt(f"restore rng: {error!r}") from error
 
 
-def seed_of(*what: int | str) -> int:
-    """63 bits that depend on all of `what`, the same in every process and version."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 1
+def state_tensor(state: bytes) -> torch.Tensor:
+    """The state of a torch generator, as a uint8 tensor for its set_state."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits that depends on all `parts` and is the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 @contextlib.contextmanager
-def drawn_from(seed: int) -> Generator[None]:
-    """Inside, the generators of the CPU begin from `seed`; afterwards they are where they were."""
+def temporary_seed(seed: int) -> Generator[None]:
+    """Inside, the generators on the CPU start from `seed`. Afterwards their previous states are restored."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed([seed & 0xFFFF_FFFF, seed >> 32])
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach for every GPU too
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU too
     try:
         yield
     finally:
@@ -76,10 +83,10 @@ def drawn_from(seed: int) -> Generator[None]:
 
 
 def seed_all(seed: bytes) -> None:
-    """Begins every generator anew, CUDA's too. `seed`: 8 bytes or more, a multiple of 4."""
+    """Seeds every generator, CUDA's too. `seed`: 8 bytes or more, a multiple of 4."""
     random.seed(seed)
     np.random.seed(np.frombuffer(seed, dtype="<u4"))
-    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # below 2**63; kept for CUDA until that is initialised
+    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # below 2**63; CUDA takes it when initialised
 
 
 def _capture_numpy() -> dict[str, Any]:
@@ -99,18 +106,10 @@ def _restore_numpy(saved: dict[str, Any]) -> None:
     np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))
 
 
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
 def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
-    """The CUDA devices of `devices` and the current one, in order; none before the program uses CUDA."""
+    """The CUDA devices among `devices` and the current one, in order. Empty before the program uses CUDA."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
     current = torch.cuda.current_device()
-    indexes = {_index(device, current) for device in devices if device.type == "cuda"}
+    indexes = {current if str(device) == "cuda" else device.index for device in devices if device.type == "cuda"}
     return [torch.device("cuda", index) for index in sorted(indexes | {current})]
-
-
-def _index(device: torch.device, current: int) -> int:
-    return current if str(device) == "cuda" else device.index

@@ -1,6 +1,6 @@
-"""The whole state of a training: model, optimizer, scheduler, scaler, EMA, data loader, RNG and whatever else.
+"""The whole state of a training: model, optimizer, scheduler, scaler, EMA, data loader, RNG and extra values.
 
-`capture` is a cheap walk that gives names to tensors and turns the rest into tagged JSON, copying nothing.
+`capture` is a cheap walk that names the tensors and encodes the rest as tagged JSON; it copies no tensor.
 `plan_restore` fits a checkpoint to the live objects and changes nothing; its plan then restores them in place.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,23 +38,13 @@ from tierd_client.state.tensors import CapturedTensor, sample_of
 logger = logging.getLogger(__name__)
 
 PER_RANK = ("dataloader", "extra", "rng")
-"""Sections that differ between ranks: their tensors' names end in @<rank> when there are several."""
-
+"""Sections that differ between ranks: with several ranks, the names of their tensors end in @<rank>."""
 
 HINTS = {
-    "scheduler": "several schedulers go into extra, each under a name of its own",
+    "scheduler": "put several schedulers into extra, each under its own name",
     "scaler": "torch.amp.GradScaler has them",
     "dataloader": "ResumableLoader and DocumentLoader of tierd_client have them, and torchdata's StatefulDataLoader",
 }
-
-
-def must_agree(tensor: CapturedTensor) -> bool:
-    """Whether ranks that have a tensor of this name must have the very same one: the model's plain parameters."""
-    return tensor.name.startswith("model.") and not tensor.is_buffer and not tensor.is_distributed
-
-
-def is_per_rank(section: str) -> bool:
-    return section.split(".")[0] in PER_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,50 +55,80 @@ class Captured:
     tree: Json
 
     def sizes(self) -> list[tuple[str, int]]:
-        """(key, size in bytes) of every tensor: while they stay the same, so does who writes what."""
+        """(key, size in bytes) of every tensor: while these stay the same, so does the owner of each key."""
         return [(tensor.key, tensor.size_bytes) for tensor in self.tensors]
 
-    def held(self) -> list[HeldTensor]:
-        """What `ownership.owner_of` wants from each rank."""
+    def held_tensors(self) -> list[HeldTensor]:
+        """The input of `ownership.assign_owners` from this rank."""
         return [
             HeldTensor(
-                key=one.key,
-                size_bytes=one.size_bytes,
-                sample=sample_of(one.tensor) if must_agree(one) else None,
-                is_buffer=one.is_buffer,
+                key=tensor.key,
+                size_bytes=tensor.size_bytes,
+                sample=sample_of(tensor.tensor) if _must_be_equal(tensor) else None,
+                is_buffer=tensor.is_buffer,
             )
-            for one in self.tensors
+            for tensor in self.tensors
         ]
 
 
+def _must_be_equal(tensor: CapturedTensor) -> bool:
+    """Whether all ranks must hold the same values: true for the model's plain parameters."""
+    return tensor.name.startswith("model.") and not tensor.is_buffer and not tensor.is_distributed
+
+
+def architecture_hash(captured: Captured) -> str:
+    """sha256, in hex, of the names, dtypes and global shapes of the model's tensors."""
+    model = sorted(
+        (tensor.name, tensor.dtype, tensor.global_shape)
+        for tensor in captured.tensors
+        if tensor.name.startswith("model.")
+    )
+    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
+
+
+class Capturable(Protocol):
+    """State that a Client can take snapshots of."""
+
+    def capture(self, rank: int, world_size: int) -> Captured: ...
+
+
+class State(Capturable, Protocol):
+    """State that a Client can also restore into."""
+
+    @property
+    def is_stepped(self) -> bool: ...
+    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan: ...
+
+
+def capture_sections(
+    sections: Mapping[str, Section], per_rank: Collection[str], rank: int, world_size: int
+) -> Captured:
+    """Captures the sections in order. With several ranks, those `per_rank` get tensor names that end in @<rank>."""
+    into = Collector()
+    tree: dict[str, Json] = {}
+    for name, section in sections.items():
+        into.suffix = f"@{rank:05d}" if world_size > 1 and name in per_rank else ""
+        tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": section.capture(into)}
+    return Captured(into.tensors, tree)
+
+
 def parse_tree(tree: Json) -> dict[str, SectionTree]:
-    """Raises Corrupt when it is none of ours."""
+    """The sections of a rank's state tree by name. Raises Corrupt when `tree` is something else."""
     try:
         return msgspec.convert(tree, dict[str, SectionTree])
     except msgspec.ValidationError as error:
         raise Corrupt(f"read the state tree: {error}") from error
 
 
-class Capturable(Protocol):
-    """What a Client takes snapshots of."""
-
-    def capture(self, rank: int, world_size: int) -> Captured: ...
-
-
-class State(Capturable, Protocol):
-    """What a Client restores into as well."""
-
-    @property
-    def is_stepped(self) -> bool: ...
-    def plan_restore(self, tree: Json, available: Available, local: RankLocal | None = None) -> RestorePlan: ...
-
-
 class TrainingState:
-    """What a checkpoint holds, and what a restore changes.
+    """The objects whose state a snapshot captures and a restore changes, in place.
 
     `optimizer` may be a list. `scheduler`, `scaler`, `dataloader`: anything with state_dict and load_state_dict.
-    `ema`: a module, a stateful object, or a dict of tensors (restored in place). `extra`: a dict of modules,
-    stateful objects and plain values; values are restored by assigning into the same dict, tensors in place.
+    `ema`: a module, a stateful object, or a dict of tensors, which are restored in place. `extra`: a dict of modules,
+    stateful objects and plain values; values are restored by assignment into the same dict, tensors in place. `rng`:
+    whether the random number generators of Python, numpy and torch belong to the state.
+
+    Tensors have any shape and any dtype of safetensors: floats of 8 to 64 bits, integers, bool, complex64.
     Raises BadConfig when an argument cannot hold state.
     """
 
@@ -144,8 +164,8 @@ class TrainingState:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether every optimizer has its state: before the first step there are no moments to make room for."""
-        return all(len(one.state) > 0 for one in self.optimizers)
+        """Whether every optimizer has state: before its first step the size of a snapshot is not known."""
+        return all(len(optimizer.state) > 0 for optimizer in self.optimizers)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -155,96 +175,86 @@ class TrainingState:
         return [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else list(self._optimizer)
 
     def capture(self, rank: int, world_size: int) -> Captured:
-        """The state as it is now, without copying a byte. Raises Unsupported, naming what has no safe form."""
-        into = Collector()
-        tree: dict[str, Json] = {}
-        for name, section in self._sections().items():
-            into.suffix = f"@{rank:05d}" if world_size > 1 and is_per_rank(name) else ""
-            tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": section.capture(into)}
-        return Captured(into.tensors, tree)
+        """The state as it is now, without copying a tensor. Raises Unsupported, naming what has no safe form."""
+        sections = self._sections()
+        return capture_sections(sections, list(filter(_is_per_rank, sections)), rank, world_size)
 
-    def plan_restore(self, tree: Json, available: Available, local: RankLocal | None = None) -> RestorePlan:
-        """How the checkpoint with this rank's `tree` and all shards' tensors goes into the live objects.
+    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan:
+        """How a checkpoint with the state tree `tree` and the tensors `available` is restored into the live objects.
 
-        `local`: for another number of ranks than saved it; then any rank's `tree` will do for what they share.
-        Changes nothing. Raises Mismatch, listing what differs; Corrupt when `tree` is none of ours. Afterwards
-        the caller reads the bytes into `destinations`, then calls `finish`.
+        `tree` is this rank's. When another number of ranks saved the checkpoint, it is any rank's and `rank_local` is
+        given. Changes nothing: the caller reads the stored bytes into the plan's `destinations`, then calls `finish`.
+        Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
         """
         saved = parse_tree(tree)
         plan = RestorePlan(available, self._accelerator())
-        held = self._sections()
-        sections = held | self._values_only_in(saved)
+        live = self._sections()
+        sections = live | self._values_only_in(saved)
         for name, section in sections.items():
             if name not in saved:
                 logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
             elif saved[name].kind != section.kind:
-                plan.differ(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
-            elif local is not None and is_per_rank(name):
-                local.plan(name, section, plan, is_wanted=name in held)
+                plan.add_difference(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
+            elif rank_local is not None and _is_per_rank(name):
+                rank_local.plan(name, section, plan, is_required=name in live)
             else:
                 section.plan(saved[name].value, saved[name].suffix, plan)
         if not saved.keys() & sections.keys():
-            plan.differ(f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common")
+            plan.add_difference(
+                f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
+            )
         for name in saved.keys() - sections.keys():
-            logger.warning("restore: the checkpoint has %s, which this state lacks: left out", name)
+            logger.warning("restore: the checkpoint has %s, which this state lacks: ignored", name)
         plan.check()
         return plan
 
     def _sections(self) -> dict[str, Section]:
-        """All sections by name, in the order in which they are captured and restored: the RNG last."""
-        found: dict[str, Section] = {"model": ModuleSection(self._model, "model")}
+        """All sections by name, in the order of capture and restore: the RNG last."""
+        sections: dict[str, Section] = {"model": ModuleSection(self._model, "model")}
         if self._optimizer is not None:
-            found["optimizer"] = OptimizersSection(self._optimizer, self._model)
+            sections["optimizer"] = OptimizersSection(self.optimizers, self._model)
         for name, owner in self._stateful.items():
             if owner is not None:
-                found[name] = StatefulSection(owner, name)
+                sections[name] = StatefulSection(owner, name)
         if isinstance(self._ema, dict):
-            found["ema"] = TensorsSection(self._ema, "ema")
+            sections["ema"] = TensorsSection(self._ema, "ema")
         elif self._ema is not None:
-            found["ema"] = _section(self._ema, "ema")
+            sections["ema"] = _section(self._ema, "ema")
         if self._dataloader is not None:
-            found["dataloader"] = StatefulSection(self._dataloader, "dataloader")
+            sections["dataloader"] = StatefulSection(self._dataloader, "dataloader")
         for key, value in (self._extra or {}).items():
             name = f"extra.{key}"
-            if is_stateful(value):
-                found[name] = _section(value, name)
-            else:
-                found[name] = ValueSection(self._extra or {}, key, name)
+            is_object = is_stateful(value)
+            sections[name] = _section(value, name) if is_object else ValueSection(self._extra or {}, key, name)
         if self._rng:
-            found["rng"] = RngSection(self._devices)
-        return found
+            sections["rng"] = RngSection(self._devices)
+        return sections
 
     def _values_only_in(self, saved: dict[str, SectionTree]) -> dict[str, Section]:
-        """Plain values of the checkpoint that `extra` does not hold yet: they can be restored nonetheless."""
+        """Sections for plain values that only the checkpoint has: they are added to `extra`."""
         if self._extra is None:
             return {}
-        keys = [name.removeprefix("extra.") for name in saved if name.startswith("extra.")]
-        return {
-            f"extra.{key}": ValueSection(self._extra, key, f"extra.{key}")
-            for key in keys
-            if key not in self._extra and saved[f"extra.{key}"].kind == ValueSection.kind
-        }
+        sections: dict[str, Section] = {}
+        for name, section in saved.items():
+            key = name.removeprefix("extra.")
+            if key != name and key not in self._extra and section.kind == ValueSection.kind:
+                sections[name] = ValueSection(self._extra, key, name)
+        return sections
 
     def _devices(self) -> Iterator[torch.device]:
         return (parameter.device for parameter in self._model.parameters())
 
     def _accelerator(self) -> torch.device:
-        """Where a tensor that lived on an accelerator goes when nothing else says it."""
-        found = sorted({device for device in self._devices() if device.type != "cpu"}, key=str)
-        return found[0] if found else torch.device("cpu")
+        """The device for tensors that were saved from an accelerator and belong to no live object."""
+        devices = sorted({device for device in self._devices() if device.type != "cpu"}, key=str)
+        return devices[0] if devices else torch.device("cpu")
+
+
+def _is_per_rank(section: str) -> bool:
+    return section.split(".")[0] in PER_RANK
 
 
 def _section(owner: torch.nn.Module | Stateful, prefix: str) -> Section:
     if isinstance(owner, torch.nn.Module):
         return ModuleSection(owner, prefix)
     return StatefulSection(owner, prefix)
-
-
-def architecture_hash(captured: Captured) -> str:
-    """sha256, in hex, of the names, dtypes and global shapes of the model's tensors: the same model, the same hash."""
-    model = sorted(
-        (tensor.name, tensor.dtype, tensor.global_shape)
-        for tensor in captured.tensors
-        if tensor.name.startswith("model.")
-    )
-    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()

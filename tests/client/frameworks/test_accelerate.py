@@ -1,4 +1,4 @@
-"""A training with Accelerate that is killed goes on as one that was left alone, bit for bit."""
+"""A training with Accelerate that is killed resumes bit for bit as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.runs import Daemon
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks("accelerate_training", tmp_path_factory.mktemp("accelerate")) as found:
-        yield found
+    with Forks("accelerate_training", tmp_path_factory.mktemp("accelerate")) as forks:
+        yield forks
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def alone(forks: Forks) -> Done:
 
 
 @pytest.mark.parametrize(("resumed", "batches"), [(3, 6), (7, 0), (14, 0)])
-def test_killed_in_an_epoch_and_between_two_it_goes_on_as_if_left_alone(
+def test_accelerate_training_killed_within_or_between_epochs_resumes_identically(
     forks: Forks, alone: Done, tmp_path: Path, resumed: int, batches: int
 ) -> None:
     """7 steps an epoch of 14 batches, two to a step. The order of the data and the masks in it are random."""
@@ -33,15 +33,17 @@ def test_killed_in_an_epoch_and_between_two_it_goes_on_as_if_left_alone(
         command = {"socket": daemon.socket, "every": resumed}
         killed = forks.run(f"run-{resumed}", **command, kill_at=resumed + 2)
         assert killed.codes == [-signal.SIGKILL]
-        again = forks.run(f"run-{resumed}", **command, seed=2)  # what the seed decided is restored
+        again = forks.run(
+            f"run-{resumed}", **command, seed=2
+        )  # the restore replaces everything that depends on the seed
     assert again.lines[0][0] == {"resumed": resumed, "batches": batches}  # Accelerate's count begins with each epoch
     assert again.steps(resumed + 1) == alone.steps(resumed + 1)
     assert len(again.steps(resumed + 1)[0]) >= 2 * (28 - resumed)
     assert again.result == alone.result
 
 
-def test_two_ranks_go_on_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path) -> None:
-    """DDP over gloo, each rank with batches of its own."""
+def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path) -> None:
+    """DDP over gloo; each rank has its own batches."""
     alone = forks.run("alone-ranks", ranks=2, socket=None, epochs=6)
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "every": 5, "epochs": 6}
@@ -50,19 +52,19 @@ def test_two_ranks_go_on_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path)
         again = forks.run("ranks", ranks=2, **command)
     assert again.resumed == 5
     assert again.steps(6) == alone.steps(6)
-    assert again.lines[0][-1] != again.lines[1][-1]  # they do not see the same data
+    assert again.lines[0][-1] != again.lines[1][-1]  # the ranks read different data
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"stateful": False}, "a prepared loader does not keep its position"),
-        ({"seedable": False}, "a prepared loader shuffles in an order that cannot be had again"),
+        ({"seedable": False}, "a prepared loader shuffles in an order that cannot be reproduced"),
         ({"names": ["registered_0"]}, "registered_0 is taken"),
-        ({"every_batch": True}, "gradients are accumulated: they are no part of it"),
+        ({"every_batch": True}, "batches are being accumulated, and are not stored"),
     ],
 )
-def test_what_could_not_go_on_exactly_is_refused(
+def test_accelerate_setup_that_cannot_resume_exactly_is_refused(
     forks: Forks, tmp_path: Path, wrong: dict[str, object], message: str
 ) -> None:
     with Daemon(tmp_path) as daemon:

@@ -1,4 +1,4 @@
-"""DCP over tierd: what stock DCP saves and loads, with one argument more, no pickle, and any number of ranks."""
+"""DCP over tierd saves and loads what stock DCP does, without pickle, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """Each test's own."""
+    """Each test has its own run."""
     return request.node.name
 
 
@@ -48,7 +48,7 @@ def client(daemon: Daemon, run: str) -> Iterator[Client]:
 
 @pytest.fixture
 def without_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own way with objects raises."""
+    """torch.save and torch.load raise."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("pickle")
@@ -74,7 +74,7 @@ def example() -> dict[str, Any]:
 
 
 def blank(value: Any) -> Any:
-    """The same nest with other content: tensors where tensors were, as `dcp.load` wants."""
+    """The same structure with other content: `dcp.load` needs tensors where tensors are stored."""
     if isinstance(value, dict):
         return {key: blank(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -83,28 +83,28 @@ def blank(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("without_pickle")
-def test_what_is_saved_is_loaded_in_place_and_objects_are_never_pickled(client: Client) -> None:
+def test_saved_state_is_loaded_in_place_and_objects_are_never_pickled(client: Client) -> None:
     saved = example()
     writer = TierdWriter(client, step=5, metrics={"loss": 0.5}, wait_persisted=True)
     dcp.save(saved, storage_writer=writer)
     assert writer.shot is not None
     assert writer.shot.is_persisted
 
-    found = blank(saved)
-    weight = found["model"]["weight"]
+    loaded = blank(saved)
+    weight = loaded["model"]["weight"]
     reader = TierdReader(client)
     assert reader.find() == 5
-    dcp.load(found, storage_reader=reader)
+    dcp.load(loaded, storage_reader=reader)
 
-    assert found["model"]["weight"] is weight
-    assert found["array"].dtype == np.int16
-    assert found.pop("array").tolist() == saved.pop("array").tolist()
-    assert_same(found, saved)
+    assert loaded["model"]["weight"] is weight
+    assert loaded["array"].dtype == np.int16
+    assert loaded.pop("array").tolist() == saved.pop("array").tolist()
+    assert_same(loaded, saved)
     assert reader.found is not None
     assert (reader.found.step, reader.found.metrics) == (5, {"loss": 0.5})
 
 
-def test_torchs_own_reader_reads_the_same_files(client: Client, daemon: Daemon, run: str) -> None:
+def test_stock_torch_reader_reads_the_same_files(client: Client, daemon: Daemon, run: str) -> None:
     writer = TierdWriter(client, wait_persisted=True)
     dcp.save(example(), storage_writer=writer, checkpoint_id="outputs/step-12")
 
@@ -117,7 +117,7 @@ def test_torchs_own_reader_reads_the_same_files(client: Client, daemon: Daemon, 
     assert_same(flat, {name: saved[name].contiguous() for name in names})
 
 
-def test_async_save_saves_what_was_there_when_it_was_called(client: Client) -> None:
+def test_async_save_saves_the_state_at_the_time_of_the_call(client: Client) -> None:
     state = {"weight": torch.ones(1000)}
     saving: Any = dcp.async_save(state, storage_writer=TierdWriter(client, step=1))
     state["weight"].zero_()
@@ -135,35 +135,33 @@ def test_async_save_of_torch_2_6_is_refused(client: Client, monkeypatch: pytest.
     dcp.save({"weight": torch.ones(10)}, storage_writer=TierdWriter(client, step=1))
 
 
-def test_a_part_of_a_checkpoint_is_loaded_and_the_dtype_is_converted(client: Client) -> None:
+def test_part_of_a_checkpoint_is_loaded_and_converted_to_another_dtype(client: Client) -> None:
     dcp.save(example(), storage_writer=TierdWriter(client, step=1))
     part = {"model": {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}}
     dcp.load(part, storage_reader=TierdReader(client, step=1))
     assert torch.equal(part["model"]["weight"], example()["model"]["weight"].bfloat16())
 
 
-def test_a_training_states_checkpoint_is_loaded_by_its_names(client: Client) -> None:
+def test_checkpoint_of_a_training_state_is_loaded_by_its_names(client: Client) -> None:
     model = nn.Linear(3, 2)
     client.snapshot(1, tierd_client.TrainingState(model=model))
-    found = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
-    dcp.load(found, storage_reader=TierdReader(client))
-    assert_same(found["model"], dict(model.state_dict()))
+    loaded = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(loaded, storage_reader=TierdReader(client))
+    assert_same(loaded["model"], dict(model.state_dict()))
 
 
-def test_loading_an_older_step_begins_a_generation_that_descends_from_it(
-    client: Client, daemon: Daemon, run: str
-) -> None:
+def test_loading_an_older_step_starts_a_generation_with_that_parent(client: Client, daemon: Daemon, run: str) -> None:
     for step in (1, 2):
         dcp.save({"a": torch.tensor(step)}, storage_writer=TierdWriter(client, step, wait_persisted=True))
-    found = {"a": torch.tensor(0)}
-    dcp.load(found, storage_reader=TierdReader(client), checkpoint_id="1")
-    assert found["a"].item() == 1
-    dcp.save(found, storage_writer=TierdWriter(client, 2, wait_persisted=True))
+    loaded = {"a": torch.tensor(0)}
+    dcp.load(loaded, storage_reader=TierdReader(client), checkpoint_id="1")
+    assert loaded["a"].item() == 1
+    dcp.save(loaded, storage_writer=TierdWriter(client, 2, wait_persisted=True))
     shown = daemon.json("show", run, "2")["manifest"]
     assert (shown["generation"], shown["parent"]["step"], shown["parent"]["generation"]) == (2, 1, 1)
 
 
-def test_without_a_checkpoint_the_training_starts_fresh(client: Client) -> None:
+def test_find_returns_none_without_a_checkpoint(client: Client) -> None:
     assert TierdReader(client).find() is None
     with pytest.raises(NotFound):
         TierdReader(client, step=3).find()
@@ -171,7 +169,7 @@ def test_without_a_checkpoint_the_training_starts_fresh(client: Client) -> None:
         dcp.load({"a": torch.zeros(1)}, storage_reader=TierdReader(client))
 
 
-def test_damage_sends_the_load_to_another_replica_of_the_same_checkpoint(
+def test_damaged_replica_is_replaced_by_another_of_the_same_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Daemon(tmp_path) as daemon:
@@ -187,28 +185,28 @@ def test_damage_sends_the_load_to_another_replica_of_the_same_checkpoint(
             file.write(b"\x00")
         daemon.start()
         with tierd_client.connect("run", socket=daemon.socket) as client:
-            found, reader = {"weight": torch.zeros(18 << 20)}, TierdReader(client)
-            dcp.load(found, storage_reader=reader)
-    assert found["weight"].min() == 1
+            loaded, reader = {"weight": torch.zeros(18 << 20)}, TierdReader(client)
+            dcp.load(loaded, storage_reader=reader)
+    assert loaded["weight"].min() == 1
     assert reader.found is not None
     assert reader.found.tier == "cold"
     assert "trying the next replica" in caplog.text
 
 
 def raised(error: BaseException) -> str:
-    """What went wrong on the ranks, out of DCP's CheckpointException."""
+    """The errors of the ranks in DCP's CheckpointException."""
     failures: dict[int, Any] = getattr(error, "failures", {})
-    return "; ".join(f"{type(one[0]).__name__}: {one[0]}" for one in failures.values())
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, *_ in failures.values())
 
 
-def test_an_object_without_a_safe_form_is_refused_by_its_name(client: Client) -> None:
+def test_object_without_a_safe_form_in_dcp_is_refused_by_its_name(client: Client) -> None:
     with pytest.raises(BaseException, match="dcp") as caught:
         dcp.save({"a": {"hook": print}}, storage_writer=TierdWriter(client, 1))
     assert "Unsupported: encode a.hook" in raised(caught.value) + str(caught.value)
 
 
 class Foreign(SavePlanner):
-    """Delegates, without being a DefaultSavePlanner."""
+    """Delegates to a DefaultSavePlanner, but is not one."""
 
     def __init__(self) -> None:
         self.inner = DefaultSavePlanner()
@@ -231,10 +229,10 @@ class Foreign(SavePlanner):
 
 class Opaque(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise AssertionError("never asked")
+        raise AssertionError("not called")
 
 
-def test_planners_that_only_pickle_are_refused_by_name(client: Client) -> None:
+def test_planners_that_require_pickle_are_refused_by_name(client: Client) -> None:
     with pytest.raises(BaseException, match=r".*") as caught:
         dcp.save({"a": 1}, storage_writer=TierdWriter(client, 1), planner=Foreign())
     assert "a Foreign gives objects only pickled" in raised(caught.value)
@@ -244,8 +242,8 @@ def test_planners_that_only_pickle_are_refused_by_name(client: Client) -> None:
     assert "a Opaque takes objects only pickled" in raised(caught.value)
 
 
-def test_a_step_is_the_number_that_a_checkpoint_id_ends_with() -> None:
-    assert [step_of(one) for one in ("7", "out/step-1000", Path("a/step_20"))] == [7, 1000, 20]
+def test_step_is_the_number_at_the_end_of_a_checkpoint_id() -> None:
+    assert [step_of(checkpoint_id) for checkpoint_id in ("7", "out/step-1000", Path("a/step_20"))] == [7, 1000, 20]
     with pytest.raises(BadConfig, match="ends with no number"):
         step_of("outputs/latest")
 
@@ -254,7 +252,7 @@ def test_a_step_is_the_number_that_a_checkpoint_id_ends_with() -> None:
 
 
 class App:
-    """torchtitan's way: model and optimizer as one Stateful, by DCP's own state dicts."""
+    """As in torchtitan: model and optimizer as one Stateful, by DCP's own state dicts."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -270,7 +268,7 @@ class App:
 
 
 def begin(training: Training, rank: int, world_size: int, rendezvous: str, socket: str) -> None:
-    """Become one rank of an FSDP2 training."""
+    """Makes this process one rank of an FSDP2 training."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(training.extra["seed"])
     model = nn.Sequential(nn.Linear(10, 13), nn.GELU(), nn.Linear(13, 10))
@@ -302,7 +300,7 @@ def save(training: Training) -> None:
 
 
 def save_beside(training: Training) -> list[float]:
-    """Saves in DCP's thread while the training thread goes on asking and training; the losses meanwhile."""
+    """Saves in DCP's thread while the training thread calls due() and trains. Returns the losses."""
     writer = TierdWriter(training.client, training.step)
     saving: Any = dcp.async_save(
         {"app": training.extra["app"], "train": {"step": training.step}},
@@ -325,7 +323,7 @@ def resume(training: Training, step: int | None = None) -> int:
 
 
 def whole(training: Training) -> dict[str, torch.Tensor]:
-    """Every tensor of the app, put together."""
+    """Every tensor of the app, gathered."""
     options = dcp_state.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     model, optimizer = dcp_state.get_state_dict(training.model, training.optimizer, options=options)
     return {name: value for name, value in {**model, **optimizer}.items() if isinstance(value, torch.Tensor)}
@@ -345,7 +343,7 @@ def sharded(daemon: Daemon, world_size: int, seed: int) -> Generator[list[Traine
             trainer.kill()
 
 
-def test_an_fsdp_training_killed_and_resumed_cannot_be_told_from_one_undisturbed(daemon: Daemon) -> None:
+def test_fsdp_training_killed_and_resumed_is_identical_to_an_undisturbed_one(daemon: Daemon) -> None:
     with sharded(daemon, 2, seed=1) as first:
         together(first, "apply", step_on, 3)
         together(first, "apply", save)
@@ -355,13 +353,13 @@ def test_an_fsdp_training_killed_and_resumed_cannot_be_told_from_one_undisturbed
     with sharded(daemon, 2, seed=2) as second:
         assert together(second, "apply", resume) == [3, 3]
         assert together(second, "apply", step_on, 4) == expected
-        # Step 7, saved by a thread beside a training thread that has the ranks agree on something else meanwhile.
+        # Step 7 is saved by one thread while the training thread exchanges with the other ranks too.
         expected = together(second, "apply", save_beside)
         assert together(second, "apply", resume, 7) == [7, 7]
         assert together(second, "apply", step_on, 2) == expected
 
 
-def test_another_number_of_ranks_loads_the_same_state(daemon: Daemon) -> None:
+def test_dcp_loads_the_same_state_on_another_number_of_ranks(daemon: Daemon) -> None:
     with sharded(daemon, 4, seed=3) as four:
         together(four, "apply", step_on, 2)
         together(four, "apply", save)
@@ -371,6 +369,6 @@ def test_another_number_of_ranks_loads_the_same_state(daemon: Daemon) -> None:
 
     with sharded(daemon, 2, seed=4) as two:
         assert together(two, "apply", resume) == [2, 2]
-        found = together(two, "apply", whole)
-    assert_same(found[0], expected)
-    assert_same(found[1], expected)
+        loaded = together(two, "apply", whole)
+    assert_same(loaded[0], expected)
+    assert_same(loaded[1], expected)

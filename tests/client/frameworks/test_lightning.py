@@ -1,4 +1,4 @@
-"""Lightning over tierd: a training that was killed in the middle of an epoch ends as one that nothing happened to."""
+"""A Lightning training that is killed in the middle of an epoch ends bit for bit as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.support.runs import Daemon, Trainer, Training, wait_until
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning on how a training so small could be faster
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning suggests how to make the small training faster
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -32,7 +32,7 @@ STEPS = EPOCHS * BATCHES
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Draws from the same generators as the training does."""
+    """A dataset that draws from the same generators as the training."""
 
     def __len__(self) -> int:
         return 4 * BATCHES
@@ -42,7 +42,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Says nothing about its length."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from (torch.full((6,), float(index)) for index in range(4 * BATCHES))
@@ -51,35 +51,35 @@ class Stream(IterableDataset[torch.Tensor]):
 class Net(lightning.LightningModule):
     """Dropout, running statistics, a scheduler, and an average kept in the module's own hook."""
 
-    def __init__(self, heard: Path, killed_at: int | None = None, asked_at: int | None = None) -> None:
+    def __init__(self, log_file: Path, killed_at: int | None = None, stopped_at: int | None = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.register_buffer("average", torch.zeros(8, 6))
-        self.heard, self.killed_at, self.asked_at = heard, killed_at, asked_at
+        self.log_file, self.killed_at, self.stopped_at = log_file, killed_at, stopped_at
 
-    def say(self, **facts: Any) -> None:
-        with self.heard.open("a") as file:
+    def write(self, **facts: Any) -> None:
+        with self.log_file.open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         step = self.global_step + 1
         if step == self.killed_at:
             signal.raise_signal(signal.SIGKILL)
-        if step == self.asked_at:
+        if step == self.stopped_at:
             signal.raise_signal(signal.SIGTERM)
         loss = self.net(batch).square().mean()
         self.log("loss", loss)
-        self.say(step=step, loss=loss.item())
+        self.write(step=step, loss=loss.item())
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.average.lerp_(self.net[0].weight.detach(), 0.1)
-        self.say(step=self.global_step, average=self.average.sum().item())
+        self.write(step=self.global_step, average=self.average.sum().item())
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            self.say(step=self.global_step, validated=self.net(batch).square().mean().item())
+            self.write(step=self.global_step, validated=self.net(batch).square().mean().item())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -96,7 +96,7 @@ def loader(kind: str) -> Any:
 
 
 def fit(
-    kind: str, heard: Path, callback: TierdCallback | None, *, seed: int = 1, epochs: int = EPOCHS, **net: Any
+    kind: str, log_file: Path, callback: TierdCallback | None, *, seed: int = 1, epochs: int = EPOCHS, **net: Any
 ) -> lightning.Trainer:
     lightning.seed_everything(seed, verbose=False)
     trainer = lightning.Trainer(
@@ -106,25 +106,25 @@ def fit(
         accelerator="cpu",
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
     )
-    trainer.fit(Net(heard, **net), loader(kind), DataLoader(Rows(), batch_size=20))
+    trainer.fit(Net(log_file, **net), loader(kind), DataLoader(Rows(), batch_size=20))
     return trainer
 
 
 def fit_in_process(
-    training: Training, kind: str, heard: Path, socket: str, seed: int, net: dict[str, int]
+    training: Training, kind: str, log_file: Path, socket: str, seed: int, net: dict[str, int]
 ) -> int | None:
-    """A process's part. The step that was resumed."""
+    """`fit` in another process. Returns the step that was resumed."""
     callback = TierdCallback(kind, socket=socket, every_steps=4)
-    fit(kind, heard, callback, seed=seed, **net)
+    fit(kind, log_file, callback, seed=seed, **net)
     return callback.found.step if callback.found else None
 
 
-def said(heard: Path, since: int = 0) -> list[dict[str, Any]]:
-    return [fact for line in heard.read_text().splitlines() if (fact := json.loads(line))["step"] > since]
+def facts_of(log_file: Path, since: int = 0) -> list[dict[str, Any]]:
+    return [fact for line in log_file.read_text().splitlines() if (fact := json.loads(line))["step"] > since]
 
 
 def exit_code(trainer: Trainer) -> int | None:
-    """Of a process that ends before it answers."""
+    """The exit code of a process that ends before it answers."""
     with pytest.raises(EOFError):
         trainer.end()
     return trainer.leave()
@@ -138,7 +138,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(autouse=True)
 def gradients_on() -> Iterator[None]:
-    """Lightning leaves gradients switched off where a fit was broken off, but no handler."""
+    """A fit that raised may leave gradients disabled, but no signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     with torch.enable_grad():
         yield
@@ -146,35 +146,33 @@ def gradients_on() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
-def test_killed_in_an_epoch_it_goes_on_as_a_training_without_tierd_that_nothing_happened_to(
-    kind: str, daemon: Daemon, tmp_path: Path
-) -> None:
+def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     fit(kind, tmp_path / "undisturbed", None)
 
     with Trainer() as killed:
         killed.begin("apply", fit_in_process, kind, tmp_path / "killed", daemon.socket, 1, {"killed_at": 34})
         assert exit_code(killed) == -signal.SIGKILL
-    assert said(tmp_path / "killed")[-1]["step"] == 33
-    # Step 20 was the last of an epoch, and validated: its snapshot came one step later.
+    assert facts_of(tmp_path / "killed")[-1]["step"] == 33
+    # Step 20 was the last of an epoch and was validated, so its snapshot was delayed by a step.
     assert daemon.json("show", kind, "21")["manifest"]["metrics"].keys() == {"loss"}
 
-    with Trainer() as asked:
-        asked.begin("apply", fit_in_process, kind, tmp_path / "asked", daemon.socket, 2, {"asked_at": 57})
-        assert exit_code(asked) == 0
-    assert said(tmp_path / "asked")[0]["step"] == 33
-    assert said(tmp_path / "asked")[-1]["step"] == 57
+    with Trainer() as stopped:
+        stopped.begin("apply", fit_in_process, kind, tmp_path / "stopped", daemon.socket, 2, {"stopped_at": 57})
+        assert exit_code(stopped) == 0
+    assert facts_of(tmp_path / "stopped")[0]["step"] == 33
+    assert facts_of(tmp_path / "stopped")[-1]["step"] == 57
 
     with Trainer() as last:
         assert last.apply(fit_in_process, kind, tmp_path / "last", daemon.socket, 3, {}) == 57
 
-    resumed = said(tmp_path / "asked") + said(tmp_path / "last")
+    resumed = facts_of(tmp_path / "stopped") + facts_of(tmp_path / "last")
     assert len({fact["step"] for fact in resumed if "loss" in fact}) == STEPS - 32
-    assert resumed == said(tmp_path / "undisturbed", since=32)
-    wait_until(lambda: any((daemon.hot / kind).glob(f"{STEPS:012d}-g*/manifest.json")), "the one at the end")
+    assert resumed == facts_of(tmp_path / "undisturbed", since=32)
+    wait_until(lambda: any((daemon.hot / kind).glob(f"{STEPS:012d}-g*/manifest.json")), "the snapshot at the end")
 
 
 @pytest.mark.parametrize("kind", ["generator", "stream"])
-def test_other_loaders_give_the_same_batches_again(kind: str, daemon: Daemon, tmp_path: Path) -> None:
+def test_loaders_without_state_repeat_the_same_batches(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     class Dies(Exception):
         pass
 
@@ -193,21 +191,21 @@ def test_other_loaders_give_the_same_batches_again(kind: str, daemon: Daemon, tm
     fit(kind, tmp_path / "resumed", again, seed=7, epochs=2)
     assert again.found is not None
     assert again.found.step == 12
-    assert said(tmp_path / "resumed") == said(tmp_path / "undisturbed", since=12)
+    assert facts_of(tmp_path / "resumed") == facts_of(tmp_path / "undisturbed", since=12)
 
 
-def test_a_training_that_ended_can_be_prolonged(daemon: Daemon, tmp_path: Path) -> None:
-    """`max_epochs` is no part of its state: two epochs, then two more, are four."""
+def test_finished_training_can_be_extended(daemon: Daemon, tmp_path: Path) -> None:
+    """`max_epochs` is not part of the state: two epochs and two more equal four."""
     fit("plain", tmp_path / "undisturbed", None, epochs=4)
     fit("plain", tmp_path / "first", TierdCallback("prolonged", socket=daemon.socket), epochs=2)
     fit("plain", tmp_path / "ended", (ended := TierdCallback("prolonged", socket=daemon.socket)), epochs=2)
     assert ended.found is not None
     assert not (tmp_path / "ended").exists()
     fit("plain", tmp_path / "second", TierdCallback("prolonged", socket=daemon.socket), epochs=4, seed=5)
-    assert said(tmp_path / "first") + said(tmp_path / "second") == said(tmp_path / "undisturbed")
+    assert facts_of(tmp_path / "first") + facts_of(tmp_path / "second") == facts_of(tmp_path / "undisturbed")
 
 
-def test_with_a_ckpt_path_training_begins_there_and_it_is_told(
+def test_ckpt_path_takes_precedence_and_is_logged(
     daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = fit("plain", tmp_path / "other", None, epochs=1)
@@ -220,18 +218,18 @@ def test_with_a_ckpt_path_training_begins_there_and_it_is_told(
     with caplog.at_level(logging.WARNING, logger="tierd_client"):
         again.fit(Net(tmp_path / "again"), loader("plain"), ckpt_path=str(tmp_path / "other.ckpt"), weights_only=False)
     assert callback.found is None
-    assert said(tmp_path / "again")[0]["step"] == BATCHES + 1
+    assert facts_of(tmp_path / "again")[0]["step"] == BATCHES + 1
     assert "ckpt_path is given" in caplog.text
 
 
-def test_a_run_of_something_else_is_refused_before_anything_changes(daemon: Daemon, tmp_path: Path) -> None:
+def test_run_of_another_kind_of_training_is_refused_before_anything_changes(daemon: Daemon, tmp_path: Path) -> None:
     with connect("foreign", socket=daemon.socket) as client:
         client.snapshot(1, DictState({"model": {"net.0.weight": torch.zeros(8, 6)}})).wait_persisted(60)
-    with pytest.raises(Mismatch, match="no snapshot of a Lightning training"):
-        fit("plain", tmp_path / "heard", TierdCallback("foreign", socket=daemon.socket))
+    with pytest.raises(Mismatch, match="not a snapshot of a Lightning training"):
+        fit("plain", tmp_path / "log_file", TierdCallback("foreign", socket=daemon.socket))
 
 
-def test_strategies_whose_checkpoints_are_directories_are_refused_by_name(daemon: Daemon) -> None:
+def test_lightning_strategies_with_directory_checkpoints_are_refused_by_name(daemon: Daemon) -> None:
     callback = TierdCallback("sharded", socket=daemon.socket)
     trainer: Any = type("", (), {"strategy": FSDPStrategy()})()
     with pytest.raises(Unsupported, match="FSDPStrategy") as caught:
@@ -240,7 +238,7 @@ def test_strategies_whose_checkpoints_are_directories_are_refused_by_name(daemon
     assert callback.client is None
 
 
-def test_a_loader_that_nobody_resumes_gives_what_lightnings_own_gives() -> None:
+def test_watched_loader_without_a_resume_yields_what_lightnings_loader_yields() -> None:
     calls: list[None] = []
     torch.manual_seed(4)
     plain = DataLoader(Rows(), batch_size=4, shuffle=True)

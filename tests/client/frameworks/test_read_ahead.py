@@ -1,4 +1,4 @@
-"""Batches that were read ahead of the training are put together again as they were."""
+"""Batches that were read ahead of the training are the same when a resumed training reads them again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def drawn(samples: list[int]) -> tuple[list[int], float, float, float]:
 
 def loader(collate: Any = drawn) -> tuple[ReadAhead, DataLoader[int]]:
     ahead = ReadAhead([])
-    found: DataLoader[int] = DataLoader(range(6), batch_size=1, collate_fn=collate)  # pyright: ignore[reportArgumentType]
-    ahead.watch(found)
-    return ahead, found
+    loader: DataLoader[int] = DataLoader(range(6), batch_size=1, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    ahead.watch(loader)
+    return ahead, loader
 
 
-def test_batch_that_is_read_again_draws_what_it_drew_and_leaves_the_generators_alone() -> None:
+def test_repeated_batch_draws_the_same_numbers_and_leaves_the_generators_unchanged() -> None:
     ahead, first = loader()
     batches = iter(first)
     read = [next(batches) for _ in range(3)]
@@ -37,19 +37,19 @@ def test_batch_that_is_read_again_draws_what_it_drew_and_leaves_the_generators_a
     batches = iter(second)
     rng.restore(generators)
     again = [next(batches) for _ in range(2)]
-    assert [one[1:] for one in again] == [one[1:] for one in read[1:]]
+    assert [numbers for _, *numbers in again] == [numbers for _, *numbers in read[1:]]
     assert next(batches)[1:] == following[1:]
 
 
-def test_batch_that_draws_nothing_costs_nothing_in_a_snapshot() -> None:
-    ahead, found = loader(list)
-    list(found)
+def test_batch_that_draws_no_numbers_adds_no_state() -> None:
+    ahead, batches = loader(list)
+    list(batches)
     assert ahead.states() == [None] * 6
 
 
-def test_only_the_newest_are_kept() -> None:
-    ahead, found = loader()
-    list(found)
+def test_only_the_newest_batches_are_kept() -> None:
+    ahead, batches = loader()
+    list(batches)
     newest = ahead.states()[-1:]
     ahead.keep(1)
     assert ahead.states() == newest

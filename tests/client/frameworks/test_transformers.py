@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that is killed, stopped and started again ends as one that was left alone, bit for bit."""
+"""A Hugging Face Trainer that is killed, stopped and started again ends bit for bit as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EVERY_3 = {"every_steps": 3}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks("hf_training", tmp_path_factory.mktemp("hf")) as found:
-        yield found
+    with Forks("hf_training", tmp_path_factory.mktemp("hf")) as forks:
+        yield forks
 
 
-def test_killed_and_stopped_in_the_middle_of_epochs_it_ends_as_if_left_alone(forks: Forks, tmp_path: Path) -> None:
+def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(forks: Forks, tmp_path: Path) -> None:
     """10 steps an epoch of 20 batches, two to a step; logs every 3 steps, evaluations every 4."""
     output = tmp_path / "output"
     alone = forks.run("alone", socket=None, output=str(output))
@@ -32,33 +32,33 @@ def test_killed_and_stopped_in_the_middle_of_epochs_it_ends_as_if_left_alone(for
         stopped = forks.run("run", **command, signals=[(13, "SIGTERM", 0)])
         assert stopped.resumed == 6
         assert stopped.result["stopped"]
-        again = forks.run("run", **command, seed=2)  # other weights to begin with: all of them are restored
+        again = forks.run("run", **command, seed=2)  # other initial weights: all are restored
         assert daemon.newest("hot") == 40
     assert again.resumed == 14
     assert killed.steps(1, 7) == alone.steps(1, 7)
     assert stopped.steps(7, 13) == alone.steps(7, 13)
     assert again.steps(15) == alone.steps(15)
     assert len([line for line in again.steps(15)[0] if "loss" in line]) == 2 * 26
-    # What Trainer keeps of the whole training, but for the loss that it averages over one call of train().
+    # Trainer's results for the whole training, except the loss, which it averages over one call of train().
     assert {**again.result, "train_loss": 0} == {**alone.result, "train_loss": 0}
     assert again.result["evaluations"] == 10
     assert again.result["notes"] == {"steps": 40}
     assert list(output.glob("*")) == []
 
 
-def test_loss_that_train_returns_is_that_of_its_own_steps(forks: Forks, tmp_path: Path) -> None:
+def test_loss_returned_by_train_covers_only_its_own_steps(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": {"every_steps": 10}}
         whole = forks.run("loss", **command)
-        tail = forks.run("loss", **command, which={"resume": 20})  # in the middle of what is logged at 21
+        tail = forks.run("loss", **command, which={"resume": 20})  # between two logs, at 18 and 21
     mean = sum(line["loss"] for line in tail.steps(21)[0] if "loss" in line) / 20
     assert tail.resumed == 20
     assert tail.result["train_loss"] == pytest.approx(mean, rel=1e-6)
     assert tail.steps(21) == whole.steps(21)
 
 
-def test_two_ranks_beside_trainers_own_checkpoints(forks: Forks, tmp_path: Path) -> None:
-    """DDP over gloo. Trainer saves as its user told it, and loads the best model at the end."""
+def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
+    """DDP over gloo. Trainer also saves its own checkpoints, and loads the best model at the end."""
     own = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "ddp_backend": "gloo"}
     settings = {"args": own, "samples": 150}
     alone = forks.run("alone-2", ranks=2, socket=None, output=str(tmp_path / "alone"), **settings)
@@ -74,7 +74,7 @@ def test_two_ranks_beside_trainers_own_checkpoints(forks: Forks, tmp_path: Path)
     assert (tmp_path / "run/checkpoint-40/optimizer.pt").exists()
 
 
-def test_stream_is_read_again_up_to_its_place(forks: Forks, tmp_path: Path) -> None:
+def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 30}}
     alone = forks.run("alone-stream", socket=None, **settings)
     with Daemon(tmp_path) as daemon:
@@ -84,7 +84,7 @@ def test_stream_is_read_again_up_to_its_place(forks: Forks, tmp_path: Path) -> N
     assert again.steps(7) == alone.steps(7)
 
 
-def test_training_goes_on_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
+def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         done = forks.run(
             "hung",
@@ -98,19 +98,19 @@ def test_training_goes_on_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -
     assert "tierd: no snapshot of step 11 of hf" in done.stderr
 
 
-def test_train_that_does_not_ask_where_to_resume_is_refused(forks: Forks, tmp_path: Path) -> None:
+def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
-        forgetful = forks.run("forgetful", **command, asks=False)
-        assert forgetful.codes == [1]
-        assert "the callback was not asked where to resume" in forgetful.stderr
+        refused = forks.run("forgetful", **command, asks=False)
+        assert refused.codes == [1]
+        assert "callback.resume_point was not called" in refused.stderr
         forks.run("deaf", **command, signals=[(7, "SIGKILL", 0)])
-        deaf = forks.run("deaf", **command, listens=False)
-    assert deaf.codes == [1]
-    assert "from step 0: its resume point is step 6" in deaf.stderr
+        ignored = forks.run("deaf", **command, listens=False)
+    assert ignored.codes == [1]
+    assert "from step 0: its resume point is step 6" in ignored.stderr
 
 
-def test_run_that_was_not_trainers_is_refused(forks: Forks, tmp_path: Path) -> None:
+def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, Trainer() as other:
         other.connect(daemon.socket, "hf")
         other.train(1)

@@ -1,4 +1,4 @@
-"""Documents out of files: a resume gives the same batches, and on any ranks and workers each document once."""
+"""A resumed DocumentLoader gives the same batches, and on any ranks and workers each document once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def ids(batches: Iterable[list[Any]]) -> list[int]:
 
 
 def some(loader: DocumentLoader, batches: int) -> list[Any]:
-    """So many batches, in as many passes as it takes."""
-    found: list[Any] = []
+    """(pass, batch) of the next batches, over as many passes as needed."""
+    read: list[Any] = []
     while True:
         for batch in loader:
-            found.append((loader.epoch, batch))
-            if len(found) == batches:
-                return found
+            read.append((loader.epoch, batch))
+            if len(read) == batches:
+                return read
 
 
 def rank_of(paths: list[str], rank: int, world_size: int, **options: Any) -> DocumentLoader:
@@ -54,7 +54,7 @@ def rank_of(paths: list[str], rank: int, world_size: int, **options: Any) -> Doc
 
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("before", [1, 20, 30, 45])
-def test_resumed_anywhere_it_goes_on_bit_for_bit(paths: list[str], workers: int, before: int) -> None:
+def test_batches_after_a_resume_at_any_batch_are_identical(paths: list[str], workers: int, before: int) -> None:
     def loader(seed: int) -> DocumentLoader:
         return DocumentLoader(paths, batch_size=4, num_workers=workers, collate=noisy, seed=seed)
 
@@ -67,7 +67,7 @@ def test_resumed_anywhere_it_goes_on_bit_for_bit(paths: list[str], workers: int,
     assert some(resumed, 40) == expected
 
 
-def test_each_pass_has_all_documents_in_another_order_of_files(paths: list[str]) -> None:
+def test_each_pass_has_all_documents_with_the_files_in_another_order(paths: list[str]) -> None:
     loader = DocumentLoader(paths, batch_size=4)
     first, second = ids(loader), ids(loader)
     assert sorted(first) == sorted(second) == list(range(sum(COUNTS)))
@@ -76,7 +76,7 @@ def test_each_pass_has_all_documents_in_another_order_of_files(paths: list[str])
     assert [ids(in_order), ids(in_order)] == [list(range(sum(COUNTS)))] * 2
 
 
-def test_the_generators_of_training_are_not_touched(paths: list[str]) -> None:
+def test_global_generators_are_not_changed(paths: list[str]) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3).tolist()
     torch.manual_seed(5)
@@ -85,7 +85,7 @@ def test_the_generators_of_training_are_not_touched(paths: list[str]) -> None:
     assert torch.rand(3).tolist() == expected
 
 
-def test_resumed_at_the_last_batch_the_end_of_the_pass_is_still_to_come(paths: list[str]) -> None:
+def test_pass_resumed_after_its_last_batch_ends_first(paths: list[str]) -> None:
     loader = DocumentLoader(paths, batch_size=4)
     for _ in loader:
         last = loader.state_dict()
@@ -95,7 +95,7 @@ def test_resumed_at_the_last_batch_the_end_of_the_pass_is_still_to_come(paths: l
     assert sorted(ids(resumed)) == list(range(sum(COUNTS)))
 
 
-def test_state_restored_within_a_loop_takes_effect_with_the_next_batch(paths: list[str]) -> None:
+def test_state_restored_within_a_loop_takes_effect_at_the_next_batch(paths: list[str]) -> None:
     loader = DocumentLoader(paths, batch_size=4)
     iterator = iter(loader)
     next(iterator)
@@ -106,7 +106,7 @@ def test_state_restored_within_a_loop_takes_effect_with_the_next_batch(paths: li
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0), (0, 2)])
-def test_another_number_of_workers_reads_the_rest(paths: list[str], before: int, after: int) -> None:
+def test_rest_of_a_pass_is_read_by_another_number_of_workers(paths: list[str], before: int, after: int) -> None:
     loader = rank_of(paths, 1, 2, num_workers=before)
     seen = [batch for _, batch in some(loader, 6)]
     resumed = rank_of(paths, 1, 2, num_workers=after)
@@ -117,7 +117,7 @@ def test_another_number_of_workers_reads_the_rest(paths: list[str], before: int,
 # ── files ──
 
 
-def test_lines_of_text_are_documents_and_blank_ones_are_none(tmp_path: Path) -> None:
+def test_non_blank_lines_of_text_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("first\r\n\n  second ü\nlast, with no newline".encode())
     loader = DocumentLoader([tmp_path / "a.txt"], batch_size=1)
     iterator = iter(loader)
@@ -127,7 +127,7 @@ def test_lines_of_text_are_documents_and_blank_ones_are_none(tmp_path: Path) -> 
     assert list(resumed) == [["  second ü", "last, with no newline"]]
 
 
-def test_a_resume_seeks_and_does_not_read_what_is_behind_it(tmp_path: Path) -> None:
+def test_resume_seeks_past_consumed_documents_without_reading_them(tmp_path: Path) -> None:
     (path,) = write_documents(tmp_path, [10])
     loader = DocumentLoader([path], batch_size=6)
     next(iter(loader))
@@ -143,7 +143,7 @@ def _characters(path: str) -> Iterator[str]:
     yield from Path(path).read_text()
 
 
-def test_another_reader_is_asked_again_and_what_was_consumed_skipped(tmp_path: Path) -> None:
+def test_custom_reader_is_called_again_and_consumed_documents_are_skipped(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_text(f"{name}123456789")
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -154,7 +154,7 @@ def test_another_reader_is_asked_again_and_what_was_consumed_skipped(tmp_path: P
     assert list(resumed) == [list("2345"), list("6789")]
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_line_that_is_not_json_is_reported_with_its_number_and_file(tmp_path: Path) -> None:
     (path,) = write_documents(tmp_path, [2])
     with open(path, "a") as file:
         file.write("{oops\n")
@@ -162,7 +162,7 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         list(DocumentLoader([path], batch_size=1))
 
 
-def test_files_that_are_not_those_of_the_checkpoint_are_refused_by_name(paths: list[str]) -> None:
+def test_files_that_differ_from_those_of_the_checkpoint_are_refused_by_name(paths: list[str]) -> None:
     loader = DocumentLoader(paths, batch_size=4)
     some(loader, 3)
     state = loader.state_dict()
@@ -171,7 +171,7 @@ def test_files_that_are_not_those_of_the_checkpoint_are_refused_by_name(paths: l
     one_less = DocumentLoader(paths[:-1], batch_size=4).state_dict()
     with pytest.raises(Mismatch, match="7 files then, 8 now"):
         DocumentLoader(paths, batch_size=4).load_state_dict(one_less)
-    with pytest.raises(Mismatch, match="their state in the checkpoint is none"):
+    with pytest.raises(Mismatch, match="the state is not a DocumentLoader"):
         loader.load_state_dict({"position": 3})
     size_bytes = Path(paths[4]).stat().st_size
     with open(paths[4], "a") as file:
@@ -183,7 +183,7 @@ def test_files_that_are_not_those_of_the_checkpoint_are_refused_by_name(paths: l
         DocumentLoader(paths, batch_size=4)
 
 
-def test_arguments_that_cannot_be_are_refused(paths: list[str]) -> None:
+def test_invalid_arguments_are_refused(paths: list[str]) -> None:
     for files, options in [([], {}), ([paths[0]] * 2, {}), (paths, {"batch_size": 0}), (paths, {"num_workers": -1})]:
         with pytest.raises(BadConfig):
             DocumentLoader(files, **{"batch_size": 4, **options})
@@ -192,7 +192,7 @@ def test_arguments_that_cannot_be_are_refused(paths: list[str]) -> None:
 # ── several ranks ──
 
 
-def test_with_fewer_files_than_readers_some_are_idle_and_it_is_said(
+def test_idle_readers_are_logged_when_there_are_fewer_files_than_readers(
     paths: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = [rank_of(paths[2:4], rank, 3, num_workers=2) for rank in range(3)]
@@ -201,7 +201,7 @@ def test_with_fewer_files_than_readers_some_are_idle_and_it_is_said(
     assert sorted(len(ids(rank)) for rank in ranks) == [0, 7, 30]
 
 
-def test_ranks_that_are_passes_apart_lose_and_double_nothing(paths: list[str], caplog: Any) -> None:
+def test_resharding_ranks_in_different_passes_loses_and_repeats_no_document(paths: list[str], caplog: Any) -> None:
     caplog.set_level(logging.ERROR)
     ranks = [rank_of(paths, rank, 2) for rank in range(2)]
     seen = ids(ranks[0]) + ids([batch for _, batch in some(ranks[0], 3)])
@@ -217,7 +217,7 @@ def test_ranks_that_are_passes_apart_lose_and_double_nothing(paths: list[str], c
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
-def test_a_rank_by_itself_becomes_several_and_back(paths: list[str], before: int, after: int) -> None:
+def test_one_rank_is_resharded_to_several_and_back(paths: list[str], before: int, after: int) -> None:
     ranks = [rank_of(paths, rank, before) for rank in range(before)]
     seen = [batch for rank in ranks for _, batch in some(rank, 2)]
     states = [rank.state_dict() for rank in ranks]
@@ -228,7 +228,7 @@ def test_a_rank_by_itself_becomes_several_and_back(paths: list[str], before: int
     assert Counter(ids(seen)) == Counter(range(sum(COUNTS)))
 
 
-# What follows runs in the process of a rank. The loader reads with workers of its own.
+# Functions that run in the process of a rank. The loader has its own workers.
 
 
 def _read_some(_: Training, paths: list[str], rank: int, batches: int) -> tuple[bytes, list[int]]:
@@ -241,19 +241,19 @@ def _read_rest(_: Training, paths: list[str], rank: int, folder: Path, raws: lis
     files = Files(folder)
     shards = [files.on_disk(raw, f"rank-{number:05d}-of-00004.safetensors") for number, raw in enumerate(raws)]
     saved = [Loader() for _ in raws]
-    for number, one in enumerate(saved):
-        restore(TrainingState(model=small_net(), dataloader=one), shards, rank=number)
+    for number, saved_loader in enumerate(saved):
+        restore(TrainingState(model=small_net(), dataloader=saved_loader), shards, rank=number)
     files.close()
     loader = rank_of(paths, rank, 2, num_workers=3, seed=99)
-    loader.load_state_dicts([one.state for one in saved])
+    loader.load_state_dicts([saved_loader.state for saved_loader in saved])
     return ids(loader), len(ids(loader))
 
 
-def test_1000_documents_from_4_ranks_with_2_workers_to_2_ranks_with_3_are_each_seen_once(tmp_path: Path) -> None:
+def test_1000_documents_resharded_from_4_ranks_to_2_are_each_read_once(tmp_path: Path) -> None:
     paths = write_documents(tmp_path, [100, 40, 60, 25, 75, 110, 90, 50, 30, 70, 80, 65, 55, 45, 85, 20])
     before = [Trainer() for _ in range(4)]
     for rank, trainer in enumerate(before):
-        trainer.begin("apply", _read_some, paths, rank, 17 + rank)  # the workers have read further by then
+        trainer.begin("apply", _read_some, paths, rank, 17 + rank)  # the workers have read ahead by then
     raws, seen = zip(*[trainer.end() for trainer in before], strict=True)
     for trainer in before:
         trainer.kill()

@@ -1,4 +1,4 @@
-"""In the middle of an epoch, with workers that read ahead and augment: the batches that follow are the same."""
+"""A loader resumed in the middle of an epoch gives the same batches, with workers that read ahead and augment."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def loader_of(workers: int, *, seed: int = 0, dataset: Augmented | None = None, 
 
 
 def train(loader: ResumableLoader, batches: int, state: TrainingState | None = None) -> tuple[list[Any], bytes]:
-    """So many batches, each with what training draws after it; and a snapshot within the loop, after the last."""
-    found: list[Any] = []
+    """The next batches, each with numbers that training draws after it, and a snapshot taken after the last one."""
+    rows: list[Any] = []
     while True:
         for batch in loader:
-            found.append((loader.epoch, batch.tolist(), random.random(), np.random.random(), torch.rand(()).item()))
-            if len(found) == batches:
-                return found, stage(state) if state else b""
+            rows.append((loader.epoch, batch.tolist(), random.random(), np.random.random(), torch.rand(()).item()))
+            if len(rows) == batches:
+                return rows, stage(state) if state else b""
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("before", [1, 4, 6, 9])
-def test_resumed_anywhere_it_goes_on_bit_for_bit(files: Files, workers: int, before: int) -> None:
+def test_batches_after_a_resume_at_any_batch_are_identical(files: Files, workers: int, before: int) -> None:
     torch.manual_seed(1)
     loader = loader_of(workers, seed=3)
     _, raw = train(loader, before, TrainingState(model=small_net(), dataloader=loader))
-    expected, _ = train(loader, 10)  # a `for` that was left goes on where it was
+    expected, _ = train(loader, 10)  # a new `for` continues after a `break`
 
     torch.manual_seed(2)
     resumed = loader_of(workers, seed=4)
@@ -67,12 +67,12 @@ def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     assert batches(0) == batches(1) == batches(2)
 
 
-def test_augmentation_differs_between_batches_and_epochs() -> None:
+def test_random_numbers_differ_between_batches_and_epochs() -> None:
     drawn = [row[1:] for _, batch, *_ in train(loader_of(0), 12)[0] for row in batch]
     assert len({tuple(row) for row in drawn}) == 2 * LENGTH
 
 
-def test_the_generators_of_training_are_not_touched() -> None:
+def test_global_generators_are_not_changed() -> None:
     def draws() -> list[float]:
         return [random.random(), np.random.random(), torch.rand(()).item()]
 
@@ -85,7 +85,7 @@ def test_the_generators_of_training_are_not_touched() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_was_consumed_is_not_read_again(tmp_path: Path, workers: int) -> None:
+def test_consumed_samples_are_not_read_again(tmp_path: Path, workers: int) -> None:
     loader = loader_of(workers)
     iterator = iter(loader)
     consumed = [int(row[0]) for _ in range(3) for row in next(iterator)]
@@ -96,7 +96,7 @@ def test_what_was_consumed_is_not_read_again(tmp_path: Path, workers: int) -> No
     assert sorted(rest + consumed) == list(range(LENGTH))
 
 
-def test_resumed_at_the_last_batch_the_end_of_the_epoch_is_still_to_come() -> None:
+def test_epoch_resumed_after_its_last_batch_ends_first() -> None:
     loader = loader_of(0)
     for _ in loader:
         last, epoch = loader.state_dict(), loader.epoch
@@ -107,7 +107,7 @@ def test_resumed_at_the_last_batch_the_end_of_the_epoch_is_still_to_come() -> No
     assert len(list(resumed)) == len(resumed) == 6
 
 
-def test_state_restored_within_a_loop_takes_effect_with_the_next_batch() -> None:
+def test_state_restored_within_a_loop_takes_effect_at_the_next_batch() -> None:
     loader = loader_of(0)
     iterator = iter(loader)
     next(iterator)
@@ -117,7 +117,7 @@ def test_state_restored_within_a_loop_takes_effect_with_the_next_batch() -> None
     assert [next(iterator).tolist() for _ in range(3)] == expected
 
 
-def test_workers_that_persist_follow_into_the_next_epoch() -> None:
+def test_persistent_workers_continue_in_the_next_epoch() -> None:
     def epochs(**options: Any) -> list[Any]:
         loader = loader_of(1, **options)
         return [batch.tolist() for _ in range(2) for batch in loader]
@@ -130,6 +130,6 @@ class _Several(Augmented):
         return [-index for index in indexes]
 
 
-def test_a_dataset_that_reads_several_at_once_is_asked_for_several() -> None:
+def test_dataset_with_getitems_reads_a_batch_at_once() -> None:
     seen = [-index for batch in loader_of(0, dataset=_Several(LENGTH), collate_fn=list) for index in batch]
     assert sorted(seen) == list(range(LENGTH))

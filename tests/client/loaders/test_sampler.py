@@ -1,4 +1,4 @@
-"""One number says where an epoch is, and it means the same on any number of ranks."""
+"""One number is the position in an epoch, and it means the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd_client.loaders.sampler import ResumableSampler, place_of
+from tierd_client.loaders.sampler import ResumableSampler, find_rank
 from torch.utils.data import DataLoader
 
 from tierd.errors import BadConfig, Mismatch
@@ -22,7 +22,7 @@ def ranks_of(world_size: int, length: int = 48, batch_size: int = 3, **options: 
 
 
 def consume(samplers: list[ResumableSampler], batches: int | None = None) -> list[int]:
-    """What all ranks read, as samples."""
+    """The samples that all ranks read."""
     seen: list[int] = []
     for sampler in samplers:
         for count, batch in enumerate(sampler):
@@ -34,7 +34,7 @@ def consume(samplers: list[ResumableSampler], batches: int | None = None) -> lis
 
 
 @pytest.mark.parametrize("is_shuffled", [True, False])
-def test_ranks_share_an_epoch_and_each_epoch_has_its_order(is_shuffled: bool) -> None:
+def test_ranks_share_each_epoch_and_epochs_have_different_orders(is_shuffled: bool) -> None:
     samplers = ranks_of(4, shuffle=is_shuffled)
     first = consume(samplers)
     second = consume(samplers)
@@ -43,13 +43,13 @@ def test_ranks_share_an_epoch_and_each_epoch_has_its_order(is_shuffled: bool) ->
     assert (first != second) == is_shuffled
 
 
-def test_one_batch_of_each_rank_together_are_the_next_samples_of_the_order() -> None:
+def test_batches_of_all_ranks_together_are_the_next_samples_in_order() -> None:
     batches = [list(sampler) for sampler in ranks_of(2, length=12, shuffle=False)]
     assert batches == [[[0, 2, 4], [6, 8, 10]], [[1, 3, 5], [7, 9, 11]]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (1, 4), (4, 1), (3, 4)])
-def test_the_rest_of_an_epoch_is_shared_out_anew_and_nothing_is_read_twice(before: int, after: int) -> None:
+def test_rest_of_an_epoch_is_resharded_and_no_sample_is_read_twice(before: int, after: int) -> None:
     length = 54  # two batches of three, on each of `before` ranks, leave what `after` ranks can share evenly
     samplers = ranks_of(before, length)
     seen = consume(samplers, batches=2)
@@ -64,15 +64,15 @@ def test_the_rest_of_an_epoch_is_shared_out_anew_and_nothing_is_read_twice(befor
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 50), st.integers(1, 5), st.integers(1, 5), st.booleans())
-def test_all_ranks_have_equally_many_batches_whatever_the_length(
+def test_all_ranks_have_equally_many_batches_for_any_length(
     length: int, batch_size: int, world_size: int, drop_last: bool
 ) -> None:
     samplers = ranks_of(world_size, length, batch_size, drop_last=drop_last)
     batches = [list(sampler) for sampler in samplers]
-    assert {len(one) for one in batches} == {len(samplers[0])}
-    sizes = [[len(batch) for batch in one] for one in batches]
+    assert {len(rank_batches) for rank_batches in batches} == {len(samplers[0])}
+    sizes = [[len(batch) for batch in rank_batches] for rank_batches in batches]
     assert sizes == [sizes[0]] * world_size
-    counts = Counter(index for one in batches for batch in one for index in batch)
+    counts = Counter(index for rank_batches in batches for batch in rank_batches for index in batch)
     if drop_last:
         assert {*sizes[0]} <= {batch_size}
         assert set(counts.values()) <= {1}
@@ -82,7 +82,7 @@ def test_all_ranks_have_equally_many_batches_whatever_the_length(
         assert counts.total() - length < world_size
 
 
-def test_it_serves_a_plain_loader_of_torch_that_is_told_of_each_batch() -> None:
+def test_sampler_works_with_a_plain_torch_loader() -> None:
     def loader(sampler: ResumableSampler) -> DataLoader[int]:
         return DataLoader(torch.arange(48), batch_sampler=sampler, generator=torch.Generator())  # type: ignore[arg-type]
 
@@ -97,33 +97,33 @@ def test_it_serves_a_plain_loader_of_torch_that_is_told_of_each_batch() -> None:
     resumed.load_state_dict(sampler.state_dict())
     plain = loader(resumed)
     for epoch in range(resumed.epoch, 2):
-        resumed.set_epoch(epoch)  # does nothing to the one that it is in
+        resumed.set_epoch(epoch)  # does nothing within the current epoch
         for batch in plain:
             seen += batch.tolist()
             resumed.advance()
     assert Counter(seen) == Counter([*range(48)] * 2)
 
 
-def test_what_cannot_be_gone_on_with_is_refused() -> None:
+def test_invalid_arguments_and_states_are_refused() -> None:
     sampler = ResumableSampler(48, batch_size=3)
     state = sampler.state_dict()
     with pytest.raises(Mismatch, match="had 48 samples, now 47"):
         ResumableSampler(47, batch_size=3).load_state_dict(state)
     with pytest.raises(Mismatch, match="rank 0 epoch 0 sample 0, rank 1 epoch 0 sample 6"):
         sampler.load_state_dicts([state, {**state, "consumed": 6}])
-    with pytest.raises(Mismatch, match="none of a sampler"):
+    with pytest.raises(Mismatch, match="not a sampler"):
         sampler.load_state_dict({"position": 3})
     for options in ({"length": 0, "batch_size": 1}, {"length": 1, "batch_size": 0}):
         with pytest.raises(BadConfig):
             ResumableSampler(**options)
 
 
-def test_a_rank_is_what_torch_distributed_says_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_of(None, None) == (0, 1)
-    assert place_of(1, 3) == (1, 3)
+def test_rank_comes_from_torch_distributed_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_rank(None, None) == (0, 1)
+    assert find_rank(1, 3) == (1, 3)
     for rank, world_size in [(1, None), (None, 2), (2, 2), (-1, 2)]:
         with pytest.raises(BadConfig, match="give both"):
-            place_of(rank, world_size)
+            find_rank(rank, world_size)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(BadConfig, match="torchrun has started several ranks"):
-        place_of(None, None)
+        find_rank(None, None)

@@ -1,10 +1,10 @@
-"""Restoring: verified bytes into live tensors, from disk or memory, and nothing from a damaged chunk counts."""
+"""Verified bytes are read into live tensors, from files and from memory; damage is detected and named."""
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tierd_client import DictState
 from tierd_client.restore import load as load_module
-from tierd_client.restore.load import SourceFile, index_tensors, load, read_headers
-from tierd_client.state.tensors import CapturedTensor, captured
+from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
+from tierd_client.state.tensors import CapturedTensor, capture_tensor
 from tierd_client.state.training_state import TrainingState
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -45,8 +45,8 @@ def model_of(width: int = 200, fill: float | None = None) -> torch.nn.Module:
 
 
 def region(name: str, into: torch.Tensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> CapturedTensor:
-    """What goes into `into`: from where `begin` lies in the stored tensor."""
-    return msgspec.structs.replace(captured(name, into), saved_offsets=begin, global_shape=shape)
+    """A request to read the region of the stored tensor that begins at `begin` into `into`."""
+    return msgspec.structs.replace(capture_tensor(name, into), saved_offsets=begin, global_shape=shape)
 
 
 # ── damage ──
@@ -65,7 +65,7 @@ def test_flipped_byte_is_corrupt_naming_file_and_chunk(files: Files, place: str,
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_damage_in_what_nobody_wants_is_not_read(files: Files, place: str) -> None:
+def test_damage_outside_the_requested_tensors_is_not_read(files: Files, place: str) -> None:
     raw = bytearray(stage(TrainingState(model=model_of(), rng=False, extra={"z": torch.zeros(3 * CHUNK_BYTES)})))
     good = bytes(raw)
     at = good.rindex(bytes(CHUNK_BYTES))  # deep in extra.z
@@ -76,8 +76,8 @@ def test_damage_in_what_nobody_wants_is_not_read(files: Files, place: str) -> No
     unwanted = shard.tensors["extra.z"]
     assert unwanted.offset + CHUNK_BYTES < at < unwanted.offset + unwanted.size_bytes
     entry = shard.tensors["model.1.bias"]
-    wanted = captured(entry.name, torch.empty(3))
-    assert load([source], {entry.name: wanted}) <= 2 * CHUNK_BYTES
+    requested = capture_tensor(entry.name, torch.empty(3))
+    assert ReadPlan([source], [requested]).run() <= 2 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -101,14 +101,14 @@ def test_truncated_file_is_corrupt(files: Files, place: str) -> None:
         (struct.pack("<Q", 2) + b"{}", Corrupt),
     ],
 )
-def test_file_that_is_no_shard_is_corrupt_though_its_checksum_is_right(
+def test_file_that_is_not_a_shard_is_corrupt_even_with_a_correct_checksum(
     files: Files, place: str, raw: bytes, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         read_headers([getattr(files, place)(raw)])
 
 
-def test_shard_of_a_later_version_is_refused_by_name(files: Files) -> None:
+def test_shard_of_a_newer_format_version_is_refused(files: Files) -> None:
     layout = plan_layout([], {"format_version": 2})
     with pytest.raises(NewerFormat):
         read_headers([files.on_disk(layout.encode_header({"format_version": 2}))])
@@ -124,11 +124,11 @@ def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
     shards = read_headers([source])
     plan = state.plan_restore(shards[source.name].tierd["state"], index_tensors(shards))
     with pytest.raises(Corrupt, match="chunk 1 "):
-        load([source], plan.destinations, workers=1)
+        ReadPlan([source], plan.destinations.values()).run(workers=1)
     assert (model[0].weight == 5.0).any()
 
 
-# ── every cut ──
+# ── chunks, blocks and regions ──
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,7 +138,7 @@ def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
     block_bytes=st.sampled_from([512, 1000, 4096, 1 << 20]),
     place=st.sampled_from(PLACES),
 )
-def test_tensors_come_back_however_chunks_and_blocks_cut_them(
+def test_tensors_are_restored_for_any_chunk_and_block_boundaries(
     files: Files, sizes: list[int], chunk_bytes: int, block_bytes: int, place: str
 ) -> None:
     model = torch.nn.ParameterList([torch.randn(size) for size in sizes])
@@ -149,10 +149,10 @@ def test_tensors_come_back_however_chunks_and_blocks_cut_them(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "BLOCK_BYTES", block_bytes)
         restore(TrainingState(model=other), [getattr(files, place)(raw, chunk_bytes=chunk_bytes)])
-    assert all(torch.equal(one, two) for one, two in zip(other, model, strict=True))
+    assert all(map(torch.equal, other, model))
 
 
-def test_tensors_of_several_files_come_together(files: Files) -> None:
+def test_tensors_are_restored_from_several_files(files: Files) -> None:
     model, other = model_of(), model_of()
     state = TrainingState(model=model)
     shares = [{"model.0.weight", "model.1.bias"}, {"model.0.bias", "model.1.weight"}]
@@ -161,7 +161,7 @@ def test_tensors_of_several_files_come_together(files: Files) -> None:
         for rank, owned in enumerate(shares)
     ]
     restore(TrainingState(model=other), opened, rank=1)
-    assert all(torch.equal(one, two) for one, two in zip(other.parameters(), model.parameters(), strict=True))
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
     with pytest.raises(Mismatch, match=r"model\.1\.weight: not in the checkpoint"):
         restore(TrainingState(model=other), opened[:1])
 
@@ -176,48 +176,42 @@ REGIONS = st.tuples(*(st.tuples(st.integers(0, size - 1), st.integers(1, size)) 
     chunk_bytes=st.integers(4096, 8000),
     block_bytes=st.sampled_from([512, 1000, 1 << 20]),
 )
-def test_regions_of_one_tensor_come_back_however_they_overlap(
+def test_overlapping_regions_of_one_tensor_are_restored(
     files: Files, regions: Any, is_strided: bool, chunk_bytes: int, block_bytes: int
 ) -> None:
     stored = torch.randn(30, 7, 5)
     raw = stage(DictState({"whole": stored, "scalar": torch.tensor(3.0)}))
-    wanted = {"scalar": region("scalar", torch.zeros(()), (), ())}
+    requested = {"scalar": region("scalar", torch.zeros(()), (), ())}
     for number, ranges in enumerate(regions):
         begin = tuple(low for low, _ in ranges)
         shape = tuple(min(low + length, size) - low for (low, length), size in zip(ranges, stored.shape, strict=True))
         into = torch.zeros(shape[::-1]).permute(2, 1, 0) if is_strided else torch.zeros(shape)
-        wanted[str(number)] = region("whole", into, begin, shape)
+        requested[str(number)] = region("whole", into, begin, shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "BLOCK_BYTES", block_bytes)
-        load([files.on_disk(raw, chunk_bytes=chunk_bytes)], wanted)
-    assert wanted.pop("scalar").tensor == 3.0
-    for one in wanted.values():
-        there = tuple(slice(at, at + size) for at, size in zip(one.saved_offsets, one.shape, strict=True))
-        assert torch.equal(one.tensor, stored[there])
+        ReadPlan([files.on_disk(raw, chunk_bytes=chunk_bytes)], requested.values()).run()
+    assert requested.pop("scalar").tensor == 3.0
+    for part in requested.values():
+        box = tuple(slice(at, at + size) for at, size in zip(part.saved_offsets, part.shape, strict=True))
+        assert torch.equal(part.tensor, stored[box])
 
 
-def test_only_the_chunks_of_the_wanted_rows_are_read(files: Files) -> None:
+def test_only_the_chunks_of_the_requested_rows_are_read(files: Files) -> None:
     rows = torch.arange(64.0 * CHUNK_BYTES / 4).view(64, -1)
     source = files.on_disk(stage(DictState({"rows": rows})))
     into = torch.zeros(2, rows.shape[1])
-    assert load([source], {"": region("rows", into, (40, 0), (2, rows.shape[1]))}) <= 3 * CHUNK_BYTES
+    assert ReadPlan([source], [region("rows", into, (40, 0), (2, rows.shape[1]))]).run() <= 3 * CHUNK_BYTES
     assert torch.equal(into, rows[40:42])
 
 
-def test_what_will_be_read_is_told_first_and_is_all_that_is_read(files: Files) -> None:
+def test_read_plan_lists_exactly_the_chunks_that_it_reads(files: Files) -> None:
     rows = torch.arange(64.0 * CHUNK_BYTES / 4).view(64, -1)
     sources = [files.on_disk(stage(DictState({name: rows})), f"{name}.safetensors") for name in ("a", "b")]
     into = torch.zeros(2, rows.shape[1])
-    told: list[list[list[int]]] = []
-
-    def bring(chunks: Sequence[Sequence[int]]) -> None:
-        assert (into == 0).all()
-        told.append([list(some) for some in chunks])
-
-    wanted = {"": region("b", into, (40, 0), (2, rows.shape[1]))}
-    read_bytes = load(sources, wanted, bring=bring)
-    ((nothing, some),) = told
-    assert (nothing, len(some) * CHUNK_BYTES) == ([], read_bytes)
+    reads = ReadPlan(sources, [region("b", into, (40, 0), (2, rows.shape[1]))])
+    chunks_of_a, chunks_of_b = reads.chunks
+    assert (into == 0).all()
+    assert (chunks_of_a, len(chunks_of_b) * CHUNK_BYTES) == ([], reads.run())
     assert torch.equal(into, rows[40:42])
 
 
@@ -226,13 +220,13 @@ def test_what_will_be_read_is_told_first_and_is_all_that_is_read(files: Files) -
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
-    """Makes this process one rank of several, one after the other."""
+    """Makes this process one rank of several."""
 
     def become(rank: int, world_size: int) -> DeviceMesh:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        # A name of its own: torch caches what it did for a mesh, and takes equal ones of two ranks for the same.
+        # A unique name: torch caches by mesh, and would take equal meshes of two ranks for the same.
         return init_device_mesh("cpu", (world_size,), mesh_dim_names=(f"rank_{rank}_of_{world_size}",))
 
     yield become
@@ -275,7 +269,7 @@ def _stage_all(files: Files, ranks: Any, weight: torch.Tensor, world_size: int, 
     return opened
 
 
-def test_sharded_tensors_carry_their_offsets(files: Files, ranks: Any) -> None:
+def test_sharded_tensors_are_stored_with_their_offsets(files: Files, ranks: Any) -> None:
     weight = torch.randn(5, 3)
     shards = read_headers(_stage_all(files, ranks, weight, 2))
     parts = index_tensors(shards)["model.weight"]
@@ -303,7 +297,7 @@ def test_sharded_tensors_are_restored_onto_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("then", [1, 2, 3, 4, 8])
-def test_only_the_chunks_that_hold_something_of_this_rank_are_read(files: Files, ranks: Any, then: int) -> None:
+def test_only_the_chunks_with_this_ranks_rows_are_read(files: Files, ranks: Any, then: int) -> None:
     rows = 24 * 256
     opened = _stage_all(files, ranks, torch.randn(rows, 64), 2)
     size_bytes = 3 * rows * 64 * 4  # the weight and two moments
@@ -313,12 +307,12 @@ def test_only_the_chunks_that_hold_something_of_this_rank_are_read(files: Files,
         module = _sharded(torch.zeros(rows, 64), ranks(rank, then))
         state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()), rng=False)
         plan = state.plan_restore(shards[opened[0].name].tierd["state"], index_tensors(shards))
-        read_bytes = load(opened, plan.destinations)
+        read_bytes = ReadPlan(opened, plan.destinations.values()).run()
         spans = 3 * (2 if then in (1, 3) else 1)  # pieces of files that this rank's rows lie in
         assert size_bytes // then <= read_bytes <= min(total, size_bytes // then + (2 * spans + 1) * CHUNK_BYTES)
 
 
-def test_sharded_tensor_of_which_a_part_is_missing_is_a_mismatch(files: Files, ranks: Any) -> None:
+def test_sharded_tensor_with_a_missing_part_is_a_mismatch(files: Files, ranks: Any) -> None:
     opened = _stage_all(files, ranks, torch.randn(6, 3), 3)
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.zeros(6, 3))
@@ -326,25 +320,25 @@ def test_sharded_tensor_of_which_a_part_is_missing_is_a_mismatch(files: Files, r
         restore(TrainingState(model=module), [opened[0], opened[2]])
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
-def test_stock_pytorch_puts_the_shards_together(files: Files, ranks: Any) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_stock_pytorch_assembles_the_shards(files: Files, ranks: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     weight = torch.randn(5, 3)
     _stage_all(files, ranks, weight, 3)
     torch.distributed.destroy_process_group()
-    found = {"model.weight": torch.zeros(5, 3), "optimizer.state.weight.exp_avg": torch.zeros(5, 3)}
-    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(files.folder)), no_dist=True)
-    assert torch.equal(found["model.weight"], weight)
-    assert torch.equal(found["optimizer.state.weight.exp_avg"], weight * 2)
+    loaded = {"model.weight": torch.zeros(5, 3), "optimizer.state.weight.exp_avg": torch.zeros(5, 3)}
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(files.folder)), no_dist=True)
+    assert torch.equal(loaded["model.weight"], weight)
+    assert torch.equal(loaded["optimizer.state.weight.exp_avg"], weight * 2)
 
 
-def test_replicated_dtensor_is_one_tensor_under_its_name(ranks: Any) -> None:
+def test_replicated_dtensor_is_stored_as_one_tensor_under_its_name(ranks: Any) -> None:
     whole = DTensor.from_local(torch.ones(3), ranks(1, 2), [Replicate()], run_check=False)
-    found = captured("model.weight", whole)
-    assert (found.key, found.saved_offsets, found.shape) == ("model.weight", (0,), (3,))
-    sharded = captured("model.weight", _sharded(torch.ones(4), ranks(1, 2)).weight)
+    replicated = capture_tensor("model.weight", whole)
+    assert (replicated.key, replicated.saved_offsets, replicated.shape) == ("model.weight", (0,), (3,))
+    sharded = capture_tensor("model.weight", _sharded(torch.ones(4), ranks(1, 2)).weight)
     assert sharded.key == "model.weight[2]"
 
 
@@ -352,11 +346,11 @@ def test_dtensor_with_pending_sums_is_refused(ranks: Any) -> None:
     from torch.distributed.tensor import Partial
 
     with pytest.raises(Unsupported, match=r"model\.weight"):
-        captured("model.weight", DTensor.from_local(torch.ones(3), ranks(0, 2), [Partial()], run_check=False))
+        capture_tensor("model.weight", DTensor.from_local(torch.ones(3), ranks(0, 2), [Partial()], run_check=False))
 
 
-def test_wanted_bytes_may_be_given_by_hand(files: Files) -> None:
+def test_one_tensor_of_a_checkpoint_is_read_by_name(files: Files) -> None:
     source = files.in_memory(stage(TrainingState(model=model_of(fill=2.0))))
     into = torch.zeros(3)
-    load([source], {"model.1.bias": region("model.1.bias", into, (0,), (3,))})
+    ReadPlan([source], [region("model.1.bias", into, (0,), (3,))]).run()
     assert into.tolist() == [2.0, 2.0, 2.0]

@@ -1,4 +1,4 @@
-"""Where a training begins: what `resume` says, and that nothing ever begins from step 0 in silence."""
+"""Where a training starts for each value of `resume`: it never silently starts at step 0."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tierd_client import (
     TrainingState,
     Unhealthy,
 )
-from tierd_client.restore.resume import Policy, parse
+from tierd_client.restore.resume import ResumePolicy, parse_resume
 
 from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, refusals, together, wait_until
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One for all tests that do it no harm: each takes a run of its own."""
+    """Shared by the tests that do not damage it: each has its own run."""
     with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    return "".join(one if one.isalnum() else "-" for one in request.node.name)[:100]
+    return "".join(char if char.isalnum() else "-" for char in request.node.name)[:100]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def _no_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Start:
-    """One start of a training whose state is a number."""
+    """One start of a training whose state is one number, the step of its last snapshot."""
 
     def __init__(self, client: tierd_client.Client) -> None:
         self.client = client
@@ -85,44 +85,46 @@ def parent(daemon: Daemon, run: str, name: str) -> Any:
     return daemon.get(f"/api/v1/checkpoints/{run}/{name}")["manifest"]["parent"]
 
 
-# ── what it says ──
+# ── values of resume ──
 
 
 @pytest.mark.parametrize(
     ("resume", "policy"),
     [
-        ("auto", Policy(word="auto")),
-        ("scratch", Policy(word="scratch")),
-        ("require", Policy(word="require")),
-        (0, Policy(word="require", step=0)),
-        (18000, Policy(word="require", step=18000)),
-        ("18000", Policy(word="require", step=18000)),
-        ("/a/b", Policy(word="require", path="/a/b")),
-        (Path("500"), Policy(word="require", path=f"{os.getcwd()}/500")),
-        ("./500", Policy(word="require", path=f"{os.getcwd()}/500")),
-        (".", Policy(word="require", path=os.getcwd())),
+        ("auto", ResumePolicy(mode="auto")),
+        ("scratch", ResumePolicy(mode="scratch")),
+        ("require", ResumePolicy(mode="require")),
+        (0, ResumePolicy(mode="require", step=0)),
+        (18000, ResumePolicy(mode="require", step=18000)),
+        ("18000", ResumePolicy(mode="require", step=18000)),
+        ("/a/b", ResumePolicy(mode="require", path="/a/b")),
+        (Path("500"), ResumePolicy(mode="require", path=f"{os.getcwd()}/500")),
+        ("./500", ResumePolicy(mode="require", path=f"{os.getcwd()}/500")),
+        (".", ResumePolicy(mode="require", path=os.getcwd())),
     ],
 )
-def test_word_step_or_path_as_argument_or_in_the_environment(resume: Any, policy: Policy) -> None:
-    assert parse(resume, {"TIERD_RESUME": "scratch"}) == policy
+def test_resume_accepts_a_mode_a_step_or_a_path_as_argument_or_in_the_environment(
+    resume: Any, policy: ResumePolicy
+) -> None:
+    assert parse_resume(resume, {"TIERD_RESUME": "scratch"}) == policy
     if not isinstance(resume, Path):
-        assert parse(None, {"TIERD_RESUME": str(resume)}) == policy
+        assert parse_resume(None, {"TIERD_RESUME": str(resume)}) == policy
 
 
-def test_nothing_said_is_auto() -> None:
-    assert parse(None, {}) == parse(None, {"TIERD_RESUME": ""}) == Policy(word="auto")
+def test_resume_defaults_to_auto() -> None:
+    assert parse_resume(None, {}) == parse_resume(None, {"TIERD_RESUME": ""}) == ResumePolicy(mode="auto")
 
 
 @pytest.mark.parametrize("resume", ["latest", "", "Auto", "-1", "1.5", "²", -1, True, 1.5, b"/a", ["auto"]])
-def test_anything_else_is_bad_and_the_choices_are_listed(resume: Any) -> None:
+def test_other_values_of_resume_are_refused_and_the_choices_are_listed(resume: Any) -> None:
     with pytest.raises(BadConfig, match='"auto", "scratch", "require", a step, or the path'):
-        parse(resume, {})
+        parse_resume(resume, {})
 
 
 # ── auto, require ──
 
 
-def test_auto_starts_fresh_where_there_is_nothing_and_require_refuses(daemon: Daemon, run: str) -> None:
+def test_auto_starts_fresh_without_checkpoints_and_require_refuses(daemon: Daemon, run: str) -> None:
     with started(daemon, run) as first:
         with pytest.raises(NotFound):
             first.restore(resume="require")
@@ -133,7 +135,7 @@ def test_auto_starts_fresh_where_there_is_nothing_and_require_refuses(daemon: Da
         assert second.restore(resume="require").step == 2  # type: ignore[union-attr]
 
 
-def test_launcher_sets_the_policy_and_an_argument_overrules_it(
+def test_argument_overrides_the_policy_in_the_environment(
     daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERD_RESUME", "require")
@@ -149,14 +151,14 @@ def test_launcher_sets_the_policy_and_an_argument_overrules_it(
             first.restore()
 
 
-def test_step_that_is_not_there_is_never_a_fresh_start(daemon: Daemon, run: str) -> None:
+def test_missing_step_is_not_found_instead_of_a_fresh_start(daemon: Daemon, run: str) -> None:
     with started(daemon, run) as first:
         first.take(1)
         with pytest.raises(NotFound, match="step 7"):
             first.restore(resume=7)
 
 
-def test_newest_of_a_later_tierd_is_refused_until_a_step_is_named(tmp_path: Path) -> None:
+def test_newest_checkpoint_of_a_later_tierd_is_refused_until_a_step_is_named(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         with started(daemon, "run") as first:
             first.take(1, 2)
@@ -177,7 +179,7 @@ def test_newest_of_a_later_tierd_is_refused_until_a_step_is_named(tmp_path: Path
 # ── scratch ──
 
 
-def test_scratch_refuses_where_checkpoints_are_and_forced_it_leaves_them_restorable(daemon: Daemon, run: str) -> None:
+def test_scratch_refuses_existing_checkpoints_and_with_force_leaves_them_restorable(daemon: Daemon, run: str) -> None:
     with started(daemon, run) as first:
         assert first.restore(resume="scratch") is None
         first.take(1, 2)
@@ -195,7 +197,7 @@ def test_scratch_refuses_where_checkpoints_are_and_forced_it_leaves_them_restora
         assert second.restore(resume=2).step == 2  # type: ignore[union-attr]
 
 
-def test_scratch_refuses_what_is_only_in_a_cold_tier_and_fetches_nothing(tmp_path: Path) -> None:
+def test_scratch_refuses_checkpoints_in_a_cold_tier_and_fetches_nothing(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         with started(daemon, "run") as first:
             first.take(5)
@@ -210,8 +212,8 @@ def test_scratch_refuses_what_is_only_in_a_cold_tier_and_fetches_nothing(tmp_pat
             assert second.restore().tier == "cold"  # type: ignore[union-attr]
 
 
-def test_scratch_refuses_where_a_tier_cannot_be_listed(tmp_path: Path) -> None:
-    """Nothing is known of the run but that it was started before: what it left in cold, nobody can say now."""
+def test_scratch_refuses_when_a_tier_cannot_be_listed(tmp_path: Path) -> None:
+    """The daemon knows that the run was started before, but cannot list the cold tier."""
     limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
     with Daemon(tmp_path, more=limits) as daemon, started(daemon, "run"):
         with started(daemon, "other") as other:
@@ -229,10 +231,10 @@ def test_scratch_refuses_where_a_tier_cannot_be_listed(tmp_path: Path) -> None:
             assert second.restore(resume="scratch", force=True) is None
 
 
-def test_a_new_run_begins_while_a_tier_is_away_only_where_the_environment_says_scratch(
+def test_new_run_starts_with_an_unreachable_tier_only_with_scratch_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what the run turns out to have there is the older timeline."""
+    """Checkpoints that the unreachable tier turns out to hold belong to an older timeline."""
     limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
     with Daemon(tmp_path / "first", more=limits) as daemon, started(daemon, "run") as start:
         start.take(7)
@@ -263,10 +265,10 @@ def test_a_new_run_begins_while_a_tier_is_away_only_where_the_environment_says_s
 
 @pytest.mark.parametrize("which", [{"tier": "hot"}, {"generation": 1}, {"milestone": "best"}])
 @pytest.mark.parametrize("resume", ["scratch", "/nowhere"])
-def test_what_chooses_among_checkpoints_of_the_run_goes_with_neither_scratch_nor_a_path(
+def test_scratch_and_a_path_refuse_arguments_that_select_a_checkpoint_of_the_run(
     daemon: Daemon, run: str, resume: str, which: dict[str, Any]
 ) -> None:
-    with started(daemon, run) as first, pytest.raises(BadConfig, match="choose among the checkpoints of the run"):
+    with started(daemon, run) as first, pytest.raises(BadConfig, match="select a checkpoint of the run"):
         first.restore(resume=resume, **which)
 
 
@@ -279,7 +281,9 @@ def copied(daemon: Daemon, run: str, step: int, to: Path) -> Path:
     return to
 
 
-def test_restored_directory_of_another_run_begins_a_fork_of_it(daemon: Daemon, run: str, tmp_path: Path) -> None:
+def test_resume_from_a_restored_directory_of_another_run_starts_a_fork(
+    daemon: Daemon, run: str, tmp_path: Path
+) -> None:
     with started(daemon, run) as first:
         first.take(3, 4)
     folder = copied(daemon, run, 3, tmp_path / "three")
@@ -290,7 +294,9 @@ def test_restored_directory_of_another_run_begins_a_fork_of_it(daemon: Daemon, r
     assert parent(daemon, f"{run}-fork", "000000000004-g0001") == {"run": run, "step": 3, "generation": 1}
 
 
-def test_folder_of_a_tier_is_a_path_too(daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_accepts_a_checkpoints_folder_in_a_tier(
+    daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with started(daemon, run) as first:
         first.take(3)
         monkeypatch.chdir(daemon.folder(3, run=run))
@@ -298,7 +304,7 @@ def test_folder_of_a_tier_is_a_path_too(daemon: Daemon, run: str, monkeypatch: p
         assert first.client.generation == 2
 
 
-def test_directory_that_holds_nan_is_refused_unless_it_is_meant(daemon: Daemon, run: str, tmp_path: Path) -> None:
+def test_directory_marked_unhealthy_is_refused_unless_allowed(daemon: Daemon, run: str, tmp_path: Path) -> None:
     with started(daemon, run) as first:
         first.take(3)
         folder = copied(daemon, run, 3, tmp_path / "three")
@@ -354,44 +360,44 @@ def two_ranks(daemon: Daemon, run: str) -> Generator[list[Trainer]]:
         yield [first, second]
 
 
-def test_rank_0_says_where_all_begin(daemon: Daemon, run: str) -> None:
+def test_policy_of_rank_0_applies_to_all_ranks(daemon: Daemon, run: str) -> None:
     with two_ranks(daemon, run) as trainers:
         for _ in range(2):
             together(trainers, "train", 1)
             together(trainers, "durable")
-        trainers[0].apply(_say, "1")
-        trainers[1].apply(_say, "scratch")
-        assert [one.step for one in together(trainers, "restore")] == [1, 1]
-        trainers[0].apply(_say, "nonsense")
+        trainers[0].apply(_set_policy, "1")
+        trainers[1].apply(_set_policy, "scratch")
+        assert [found.step for found in together(trainers, "restore")] == [1, 1]
+        trainers[0].apply(_set_policy, "nonsense")
         assert [type(error) for error in refusals(trainers, "restore")] == [BadConfig, BadConfig]
 
 
-def test_path_that_one_rank_cannot_read_or_sees_otherwise_is_an_error_of_all(
+def test_path_that_one_rank_cannot_read_or_sees_differently_fails_on_all_ranks(
     daemon: Daemon, run: str, tmp_path: Path
 ) -> None:
     with two_ranks(daemon, run) as trainers:
         for _ in range(2):
             together(trainers, "train", 1)
             together(trainers, "durable")
-        one, two = copied(daemon, run, 1, tmp_path / "one"), copied(daemon, run, 2, tmp_path / "two")
-        assert [found.step for found in together(trainers, "restore", resume=one)] == [1, 1]
-        assert [found.step for found in together(trainers, "restore", resume=two)] == [2, 2]
+        first, second = copied(daemon, run, 1, tmp_path / "first"), copied(daemon, run, 2, tmp_path / "second")
+        assert [found.step for found in together(trainers, "restore", resume=first)] == [1, 1]
+        assert [found.step for found in together(trainers, "restore", resume=second)] == [2, 2]
 
-        trainers[0].apply(_go_to, str(one))
-        trainers[1].apply(_go_to, str(two))
-        found = refusals(trainers, "restore", resume="/proc/self/cwd")
-        assert [type(error) for error in found] == [Mismatch, Mismatch]
-        assert "another checkpoint than rank 0" in str(found[0])
-        trainers[1].apply(_go_to, str(tmp_path))
+        trainers[0].apply(_change_directory, str(first))
+        trainers[1].apply(_change_directory, str(second))
+        errors = refusals(trainers, "restore", resume="/proc/self/cwd")
+        assert [type(error) for error in errors] == [Mismatch, Mismatch]
+        assert "another checkpoint here than on rank 0" in str(errors[0])
+        trainers[1].apply(_change_directory, str(tmp_path))
         assert [type(error) for error in refusals(trainers, "restore", resume="/proc/self/cwd")] == [NotFound] * 2
 
 
-# ── what runs in a trainer ──
+# ── functions that run in a trainer ──
 
 
-def _say(training: Training, policy: str) -> None:
+def _set_policy(training: Training, policy: str) -> None:
     os.environ["TIERD_RESUME"] = policy
 
 
-def _go_to(training: Training, path: str) -> None:
+def _change_directory(training: Training, path: str) -> None:
     os.chdir(path)

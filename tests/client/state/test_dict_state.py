@@ -1,4 +1,4 @@
-"""A nested dict as state: given back as it was, in place where its tensors are, refused where it has no safe form."""
+"""A nested dict as state: restored unchanged and in place where possible, refused where it has no safe form."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def nested() -> dict[str, Any]:
     }
 
 
-def test_a_nested_dict_comes_back_as_it_was(files: Files) -> None:
+def test_nested_dict_is_restored_unchanged(files: Files) -> None:
     raw = stage(DictState({**nested(), "array": np.arange(4)}))
-    found: dict[str, Any] = {}
-    restore(DictState(found), [files.on_disk(raw)])
-    assert found.pop("array").tolist() == [0, 1, 2, 3]
-    assert list(found) == list(nested())
-    assert_same(found, nested())
+    restored: dict[str, Any] = {}
+    restore(DictState(restored), [files.on_disk(raw)])
+    assert restored.pop("array").tolist() == [0, 1, 2, 3]
+    assert list(restored) == list(nested())
+    assert_same(restored, nested())
 
 
-def test_tensors_that_fit_are_restored_in_place_and_others_anew(files: Files) -> None:
+def test_tensors_that_fit_are_restored_in_place_and_others_are_replaced(files: Files) -> None:
     raw = stage(DictState(nested()))
     live = nested()
     live["model"]["weight"].zero_()
@@ -53,24 +53,26 @@ def test_tensors_that_fit_are_restored_in_place_and_others_anew(files: Files) ->
     assert_same(live, nested())
 
 
-def test_what_differs_per_rank_is_kept_for_each_and_the_rest_is_written_once(files: Files) -> None:
+def test_per_rank_keys_are_stored_for_each_rank_and_other_keys_once(files: Files) -> None:
     def build(rank: int) -> DictState:
-        return DictState({"model": torch.zeros(2), "mine": torch.tensor([rank])}, per_rank=["mine"])
+        return DictState({"model": torch.zeros(2), "own": torch.tensor([rank])}, per_rank=["own"])
 
     captured = [build(rank).capture(rank, 2) for rank in range(2)]
-    assert [{tensor.name for tensor in one.tensors} for one in captured] == [
-        {"model", "mine@00000"},
-        {"model", "mine@00001"},
+    assert [{tensor.name for tensor in state.tensors} for state in captured] == [
+        {"model", "own@00000"},
+        {"model", "own@00001"},
     ]
     raws = [stage(build(rank), rank=rank, world_size=2) for rank in range(2)]
     opened = [files.on_disk(raw, f"rank-{rank:05d}-of-00002.safetensors") for rank, raw in enumerate(raws)]
     for rank in range(2):
-        found: dict[str, Any] = {}
-        restore(DictState(found), opened, rank=rank)
-        assert found["mine"].item() == rank
+        restored: dict[str, Any] = {}
+        restore(DictState(restored), opened, rank=rank)
+        assert restored["own"].item() == rank
 
 
-def test_what_the_checkpoint_lacks_stays_and_is_told(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_missing_in_the_checkpoint_stay_unchanged_and_are_logged(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     raw = stage(DictState({"a": 1}))
     live = {"a": 0, "later": 7}
     with caplog.at_level(logging.WARNING):
@@ -79,29 +81,29 @@ def test_what_the_checkpoint_lacks_stays_and_is_told(files: Files, caplog: pytes
     assert "has no later" in caplog.text
 
 
-def test_an_object_is_refused_by_its_path() -> None:
+def test_object_without_a_safe_form_in_a_dict_is_refused_by_its_path() -> None:
     with pytest.raises(Unsupported, match=r"callbacks\.early\.fn"):
         DictState({"callbacks": {"early": {"fn": print}}}).capture(0, 1)
 
 
-def test_keys_that_cannot_name_tensors_are_refused() -> None:
+def test_keys_that_are_not_strings_are_refused() -> None:
     values: Any = {1: torch.zeros(1)}
     with pytest.raises(BadConfig, match="must be strings"):
         DictState(values)
 
 
-def test_a_checkpoint_of_another_kind_is_refused_in_both_directions(files: Files) -> None:
+def test_checkpoint_of_another_kind_of_state_is_refused_in_both_directions(files: Files) -> None:
     of_training = files.on_disk(stage(TrainingState(model=small_net())))
-    found: dict[str, Any] = {}
+    restored: dict[str, Any] = {}
     with pytest.raises(Mismatch, match="model: checkpoint holds a module, now it is a value"):
-        restore(DictState(found), [of_training])
-    assert found == {}
+        restore(DictState(restored), [of_training])
+    assert restored == {}
     of_dict = files.on_disk(stage(DictState({"weights": torch.zeros(1)})))
     with pytest.raises(Mismatch, match="nothing in common"):
         restore(TrainingState(model=small_net()), [of_dict])
 
 
-def test_before_there_is_anything_in_it_no_room_is_made() -> None:
+def test_empty_dict_counts_as_not_stepped() -> None:
     values: dict[str, Any] = {}
     state = DictState(values)
     assert not state.is_stepped

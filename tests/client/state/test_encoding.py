@@ -1,4 +1,4 @@
-"""Arrays, scalars and tensors within the state tree; what has no safe form is refused by its path."""
+"""Arrays, scalars and tensors in the state tree; values without a safe form are refused by their path."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ STATE = {
 }
 
 
-def test_arrays_scalars_and_odd_values_come_back_with_their_types(files: Files) -> None:
+def test_arrays_scalars_and_uncommon_values_are_restored_with_their_types(files: Files) -> None:
     loader, fresh = Loader(), Loader()
     loader.state = STATE
     state = TrainingState(model=small_net(), dataloader=loader)
     restore(TrainingState(model=small_net(), dataloader=fresh), [files.on_disk(stage(state))])
     assert list(fresh.state) == list(STATE)
     for key, value in STATE.items():
-        found = fresh.state[key]
-        assert type(found) is type(value), key
+        restored = fresh.state[key]
+        assert type(restored) is type(value), key
         if isinstance(value, np.ndarray):
-            assert found.dtype == value.dtype, key
-            assert found.shape == value.shape, key
-            assert (found == value).all(), key
+            assert restored.dtype == value.dtype, key
+            assert restored.shape == value.shape, key
+            assert (restored == value).all(), key
         else:
-            assert repr(found) == repr(value), key
+            assert repr(restored) == repr(value), key
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ DICTS = {
 @pytest.mark.parametrize("suffix", ["", "@00001"])
 @pytest.mark.parametrize("home", [torch.device("cpu"), None])
 @pytest.mark.parametrize("name", DICTS)
-def test_dict_of_tensors_alone_is_encoded_as_one_with_a_number_among_them(
+def test_fast_path_for_dicts_of_tensors_encodes_as_the_general_path(
     name: str, home: torch.device | None, suffix: str
 ) -> None:
-    """The first has a way of its own."""
+    """A dict of tensors only takes the fast path; with a number among them it takes the general one."""
     alone, mixed = Collector(), Collector()
     for into in (alone, mixed):
         into.suffix = suffix
         into.add("path.taken", torch.zeros(1))
     number_key = 1 if name == "keys that are no strings" else "number"
 
-    found = alone.encode(DICTS[name], "path", home)
+    encoded = alone.encode(DICTS[name], "path", home)
     expected = mixed.encode(DICTS[name] | {number_key: 7}, "path", home)
 
     (tag,) = expected.keys() & {"$dict"} or {""}
@@ -107,8 +107,12 @@ def test_dict_of_tensors_alone_is_encoded_as_one_with_a_number_among_them(
         expected[tag].remove([number_key, 7])
     else:
         del expected[number_key]
-    assert found == expected
+    assert encoded == expected
     assert list(map(id, alone.live.values()))[1:] == list(map(id, mixed.live.values()))[1:]
-    for one, other in zip(alone.tensors, mixed.tensors, strict=True):
-        assert (one.name, one.dtype, one.global_shape) == (other.name, other.dtype, other.global_shape)
-        assert not one.tensor.requires_grad
+    for captured, captured_mixed in zip(alone.tensors, mixed.tensors, strict=True):
+        assert (captured.name, captured.dtype, captured.global_shape) == (
+            captured_mixed.name,
+            captured_mixed.dtype,
+            captured_mixed.global_shape,
+        )
+        assert not captured.tensor.requires_grad

@@ -1,4 +1,4 @@
-"""The matrix of the full state: leave out one piece and the run differs where that piece shows; with all, nothing does.
+"""The full state, piece by piece: a run resumed without one piece differs, and with all pieces it does not.
 
 A run is interrupted in the middle of an epoch and resumed in fresh objects that were built from another seed.
 """
@@ -45,7 +45,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
 # ── the loaders ──
 
 Batches = Callable[[int], Iterator[torch.Tensor]]
-"""The batches that remain of an epoch: rows of (number of the sample, ...)."""
+"""The remaining batches of an epoch: rows of (number of the sample, ...)."""
 
 
 class _Numbers(Dataset[torch.Tensor]):
@@ -84,7 +84,9 @@ def _resumable(seed: int, workers: int) -> tuple[Any, Batches]:
 
 
 def _rows(documents: list[Any]) -> torch.Tensor:
-    return torch.tensor([[one["id"], random.random(), np.random.random(), torch.rand(())] for one in documents])
+    return torch.tensor(
+        [[document["id"], random.random(), np.random.random(), torch.rand(())] for document in documents]
+    )
 
 
 def _documents(seed: int, workers: int, *, paths: list[str]) -> tuple[Any, Batches]:
@@ -109,7 +111,7 @@ LOADERS: dict[str, Callable[..., tuple[Any, Batches]]] = {
 
 
 class Training:
-    """Everything at once. What it does depends on every piece of its state, and each piece shows in a column."""
+    """A training whose behaviour depends on every piece of its state. Each piece affects one column of its rows."""
 
     def __init__(self, loader: str, workers: int, seed: int, paths: list[str]) -> None:
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
@@ -142,7 +144,7 @@ class Training:
         )
 
     def train(self, steps: int, *, snapshot_at: int = 0) -> tuple[list[dict[str, Any]], bytes]:
-        """A row of what is seen at each step; and the snapshot, taken within the loop as a training takes it."""
+        """A row of observations for each step, and the shard of a snapshot that was taken within the loop."""
         rows: list[dict[str, Any]] = []
         raw = b""
         while True:
@@ -203,7 +205,7 @@ class Training:
         return loss
 
 
-# ── the pieces, each as what a fresh training has of it, and how that is put back ──
+# ── the pieces: how to read one from a fresh training, and how to put it back ──
 
 
 def _tensors(find: Callable[[Training], Any]) -> tuple[Callable[[Training], Any], Callable[[Training, Any], None]]:
@@ -246,7 +248,7 @@ def _options(training: Training) -> list[dict[str, Any]]:
 
 
 PIECES: dict[str, tuple[str, Callable[[Training], Any], Callable[[Training, Any], None]]] = {
-    # piece: (the column in which its absence shows, what a fresh training has, how that is put back)
+    # piece: (the column that differs without it, how to read it from a fresh training, how to put it back)
     "model parameters": ("loss", *_tensors(lambda t: t.model.parameters())),
     "model buffers": ("evaluated", *_tensors(lambda t: t.model.buffers())),
     "optimizer moments": ("loss", lambda t: [dict(o.state) for o in t.optimizers], _put_moments),
@@ -269,7 +271,7 @@ PIECES: dict[str, tuple[str, Callable[[Training], Any], Callable[[Training, Any]
 def _undisturbed(
     loader: str, workers: int, folder: Path, interrupted: int = INTERRUPTED
 ) -> tuple[list[dict[str, Any]], bytes]:
-    """What is seen from there on in a run that nothing happened to; and the snapshot of another that is the same."""
+    """The rows after the interruption in an uninterrupted run, and the snapshot of an identical interrupted one."""
     whole = Training(loader, workers, seed=1, paths=_paths(folder))
     rows, _ = whole.train(interrupted + RESUMED)
     training = Training(loader, workers, seed=1, paths=_paths(folder))
@@ -290,7 +292,7 @@ def _fresh(loader: str, workers: int, folder: Path) -> Training:
 @pytest.mark.parametrize("interrupted", [INTERRUPTED, AT_AN_END])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_resumed_with_its_whole_state_nothing_differs(
+def test_run_resumed_with_its_whole_state_does_not_differ(
     files: Files, folder: Path, loader: str, workers: int, interrupted: int
 ) -> None:
     expected, raw = _undisturbed(loader, workers, folder, interrupted)
@@ -300,18 +302,18 @@ def test_resumed_with_its_whole_state_nothing_differs(
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_without_one_piece_the_run_differs_where_it_shows(files: Files, folder: Path, piece: str) -> None:
-    column, take, put = PIECES[piece]
+def test_run_resumed_without_one_piece_of_state_differs(files: Files, folder: Path, piece: str) -> None:
+    column, read_piece, put = PIECES[piece]
     expected, raw = _undisturbed("ResumableLoader", 0, folder)
     resumed = _fresh("ResumableLoader", 0, folder)
-    fresh = take(resumed)
+    fresh = read_piece(resumed)
     restore(resumed.state(), [files.in_memory(raw)])
     put(resumed, fresh)
     assert _column(resumed.train(RESUMED)[0], column) != _column(expected, column)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_without_the_place_of_the_loader_other_samples_follow(files: Files, folder: Path, loader: str) -> None:
+def test_run_resumed_without_the_loaders_position_reads_other_samples(files: Files, folder: Path, loader: str) -> None:
     expected, raw = _undisturbed(loader, 0, folder)
     resumed = _fresh(loader, 0, folder)
     live, resumed.dataloader = resumed.dataloader, None
@@ -345,7 +347,7 @@ WRAPPERS: dict[str, Callable[[torch.nn.Module], Any]] = {
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("after", WRAPPERS)
 @pytest.mark.parametrize("before", WRAPPERS)
-def test_a_model_goes_from_any_wrapper_into_any_other(files: Files, before: str, after: str) -> None:
+def test_model_saved_in_any_wrapper_is_restored_into_any_other(files: Files, before: str, after: str) -> None:
     def build(wrapper: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainingState]:
         model = small_net()
         wrapped = WRAPPERS[wrapper](model)
@@ -361,7 +363,7 @@ def test_a_model_goes_from_any_wrapper_into_any_other(files: Files, before: str,
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
-def test_frozen_and_tied_parameters_train_on_as_they_were(files: Files) -> None:
+def test_training_continues_identically_with_frozen_and_tied_parameters(files: Files) -> None:
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
@@ -388,7 +390,7 @@ def test_frozen_and_tied_parameters_train_on_as_they_were(files: Files) -> None:
     assert train(other, fresh) == expected
 
 
-def test_another_architecture_is_refused_with_every_tensor_that_differs(files: Files) -> None:
+def test_another_architecture_is_refused_listing_every_tensor_that_differs(files: Files) -> None:
     raw = stage(TrainingState(model=small_net()))
     other = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Linear(6, 2), torch.nn.Linear(2, 2))
     before = copy.deepcopy(other.state_dict())
@@ -409,24 +411,24 @@ def test_another_architecture_is_refused_with_every_tensor_that_differs(files: F
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "said"),
+    ("saved", "live", "message"),
     [
         (None, True, "the checkpoint has no scaler, it stays as it is"),
         (False, True, "scaler is empty in the checkpoint, it starts fresh"),
-        (True, None, "the checkpoint has scaler, which this state lacks: left out"),
-        (True, False, "scaler is disabled now, what the checkpoint has of it is left out"),
+        (True, None, "the checkpoint has scaler, which this state lacks: ignored"),
+        (True, False, "scaler is disabled now, its state in the checkpoint is ignored"),
     ],
 )
-def test_a_scaler_that_only_one_side_has_is_fresh_or_left_out_and_it_is_said(
-    files: Files, caplog: pytest.LogCaptureFixture, then: bool | None, now: bool | None, said: str
+def test_scaler_that_only_one_side_has_starts_fresh_or_is_ignored_and_is_logged(
+    files: Files, caplog: pytest.LogCaptureFixture, saved: bool | None, live: bool | None, message: str
 ) -> None:
     def state(is_enabled: bool | None) -> tuple[TrainingState, Any]:
         scaler = None if is_enabled is None else torch.amp.GradScaler("cpu", init_scale=32.0, enabled=is_enabled)
         return TrainingState(model=small_net(), scaler=scaler), scaler
 
-    before, _ = state(then)
-    after, scaler = state(now)
+    before, _ = state(saved)
+    after, scaler = state(live)
     expected = None if scaler is None else scaler.state_dict()
     restore(after, [files.on_disk(stage(before))])
-    assert said in caplog.text
+    assert message in caplog.text
     assert expected == (None if scaler is None else scaler.state_dict())

@@ -1,4 +1,4 @@
-"""Optimizers come back bit for bit, whatever their kind, and by the names of their parameters."""
+"""Optimizers of every kind are restored bit for bit, by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_optimizer_comes_back_bit_for_bit(files: Files, name: str, steps: int) -> None:
+def test_optimizer_is_restored_bit_for_bit(files: Files, name: str, steps: int) -> None:
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -89,9 +89,9 @@ def test_bf16_parameters_keep_their_fp32_moments(files: Files) -> None:
     raw = stage(TrainingState(model=model, optimizer=optimizer))
     other, fresh = build()
     restore(TrainingState(model=other, optimizer=fresh), [files.on_disk(raw)])
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert_same(fresh.state[mine], optimizer.state[theirs])
-        assert fresh.state[mine]["exp_avg"].dtype == torch.float32
+    for restored, saved in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same(fresh.state[restored], optimizer.state[saved])
+        assert fresh.state[restored]["exp_avg"].dtype == torch.float32
 
 
 def test_optimizer_names_are_those_of_torch() -> None:
@@ -101,15 +101,17 @@ def test_optimizer_names_are_those_of_torch() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, lambda: model(torch.zeros(1, 2, dtype=torch.long)))
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    theirs = {
+    torch_names = {
         f"optimizer.{name}"
         for name, value in get_optimizer_state_dict(model, optimizer, options=options).items()
         if isinstance(value, torch.Tensor)
     }
-    assert {name for name in names(TrainingState(model=model, optimizer=optimizer)) if "optimizer" in name} == theirs
+    assert {
+        name for name in names(TrainingState(model=model, optimizer=optimizer)) if "optimizer" in name
+    } == torch_names
 
 
-def test_several_optimizers_and_parameters_outside_the_model(files: Files) -> None:
+def test_several_optimizers_and_parameters_outside_the_model_are_restored(files: Files) -> None:
     def build() -> tuple[torch.nn.Module, torch.nn.Parameter, list[torch.optim.Optimizer]]:
         model, alpha = small_net(), torch.nn.Parameter(torch.randn(3))
         groups = [{"params": [model[0].weight]}, {"params": [alpha], "lr": 0.5}]
@@ -128,11 +130,11 @@ def test_several_optimizers_and_parameters_outside_the_model(files: Files) -> No
     other, beta, fresh = build()
     restore(TrainingState(model=other, optimizer=fresh), [files.on_disk(stage(state))])
     assert torch.equal(beta, alpha)
-    for mine, theirs in zip(fresh, optimizers, strict=True):
-        assert_same(mine.state_dict(), theirs.state_dict())
+    for restored, saved in zip(fresh, optimizers, strict=True):
+        assert_same(restored.state_dict(), saved.state_dict())
 
 
-def test_groups_may_list_their_parameters_in_another_order(files: Files) -> None:
+def test_parameters_of_a_group_may_be_in_another_order(files: Files) -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, lambda: model(torch.ones(2, 3)))
@@ -143,7 +145,7 @@ def test_groups_may_list_their_parameters_in_another_order(files: Files) -> None
     assert torch.equal(fresh.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
-def test_new_moments_take_the_memory_format_of_their_parameter(files: Files) -> None:
+def test_new_moments_have_the_memory_format_of_their_parameter(files: Files) -> None:
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters())
@@ -165,19 +167,19 @@ def test_new_moments_take_the_memory_format_of_their_parameter(files: Files) -> 
         (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9), "betas"),
         (lambda m: torch.optim.AdamW(m[0].parameters()), "1.weight is in the checkpoint"),
         (lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]), "param_groups: checkpoint 1, now 4"),
-        (lambda m: [torch.optim.AdamW(one.parameters()) for one in m], "optimizer: checkpoint 1, now 2"),
+        (lambda m: [torch.optim.AdamW(layer.parameters()) for layer in m], "optimizer: checkpoint 1, now 2"),
     ],
 )
 def test_another_optimizer_is_a_mismatch(files: Files, build: Any, expected: str) -> None:
     model = small_net()
     raw = stage(TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
     other = small_net()
-    with pytest.raises(Mismatch) as found:
+    with pytest.raises(Mismatch) as caught:
         plan(TrainingState(model=other, optimizer=build(other)), files.on_disk(raw))
-    assert expected in found.value.message
+    assert expected in caught.value.message
 
 
-def test_optimizer_with_hyperparameters_of_a_newer_torch_is_taken(files: Files) -> None:
+def test_optimizer_with_hyperparameters_of_a_newer_torch_is_accepted(files: Files) -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     raw = stage(TrainingState(model=model, optimizer=optimizer))

@@ -1,4 +1,4 @@
-"""Other ranks than saved it: what each had of its own is shared out, taken where all had the same, or refused."""
+"""State that differs per rank, on another number of ranks: shared out, restored if equal on all ranks, or refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _own_generators() -> None:
     torch.manual_seed(0)
 
 
-class SharedLoader(Loader):
-    """One that can go on from what any number of ranks had read."""
+class ReshardableLoader(Loader):
+    """A loader with load_state_dicts: it takes the states of any number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,14 @@ def loader_at(state: Any) -> Loader:
 
 
 def save(files: Files, states: Sequence[TrainingState]) -> Replica:
-    """The checkpoint that ranks with these states write."""
+    """The checkpoint that ranks with these states write, as a replica."""
     entries = []
     for rank, state in enumerate(states):
         name = layout.shard_name(Rank(rank), len(states))
         entries.append(files.on_disk(stage(state, rank=rank, world_size=len(states)), name).entry)
-    return Replica("hot", make_manifest(checkpoint_id("run", 5, 1), entries), [os.dup(one) for one in files.opened])
+    return Replica(
+        "hot", make_manifest(checkpoint_id("run", 5, 1), entries), [os.dup(descriptor) for descriptor in files.opened]
+    )
 
 
 def state_of(rng: bool = False, **more: Any) -> TrainingState:
@@ -70,31 +72,31 @@ def state_of(rng: bool = False, **more: Any) -> TrainingState:
 
 
 @pytest.mark.parametrize(("then", "world_size"), [(2, 3), (3, 2), (1, 4), (4, 1)])
-def test_loader_that_takes_all_states_gets_them_in_order_on_every_rank(
+def test_reshardable_loader_gets_the_states_of_all_ranks_in_order_on_every_rank(
     files: Files, then: int, world_size: int
 ) -> None:
     saved = [{"rank": rank, "order": torch.arange(rank, rank + 3)} for rank in range(then)]
     replica = save(files, [state_of(dataloader=loader_at(state)) for state in saved])
     with replica:
         for rank in range(world_size):
-            loader = SharedLoader()
-            replica.load(state_of(dataloader=loader), rank, world_size)
+            loader = ReshardableLoader()
+            replica.read_into_state(state_of(dataloader=loader), rank, world_size)
             assert_same(loader.states, saved)
             assert loader.state == {}
 
 
-def test_on_as_many_ranks_each_loader_gets_its_own_state(files: Files) -> None:
+def test_with_the_same_number_of_ranks_each_loader_gets_its_own_state(files: Files) -> None:
     with save(files, [state_of(dataloader=loader_at({"rank": rank})) for rank in range(2)]) as replica:
-        loader = SharedLoader()
-        replica.load(state_of(dataloader=loader), 1, 2)
+        loader = ReshardableLoader()
+        replica.read_into_state(state_of(dataloader=loader), 1, 2)
         assert (loader.state, loader.states) == ({"rank": 1}, [])
 
 
-def test_loader_that_was_at_the_same_place_on_all_ranks_goes_on_from_there(files: Files) -> None:
+def test_loader_with_equal_state_on_all_ranks_is_restored(files: Files) -> None:
     saved = {"epoch": 3, "order": torch.tensor([2.0, float("nan")])}
     with save(files, [state_of(dataloader=loader_at(saved)) for _ in range(3)]) as replica:
         loader = Loader()
-        replica.load(state_of(dataloader=loader), 1, 2)
+        replica.read_into_state(state_of(dataloader=loader), 1, 2)
         assert_same(loader.state["order"].view(torch.int32), saved["order"].view(torch.int32))
         assert loader.state["epoch"] == 3
 
@@ -110,58 +112,58 @@ def test_loader_that_was_at_the_same_place_on_all_ranks_goes_on_from_there(files
         [{"at": np.array(["a"])}, {"at": np.array(["b"])}],
     ],
 )
-def test_loaders_at_different_places_are_refused_by_name_and_nothing_is_changed(
+def test_loaders_with_different_states_are_refused_by_name_and_nothing_is_changed(
     files: Files, states: list[Any]
 ) -> None:
     with save(files, [state_of(dataloader=loader_at(state)) for state in states]) as replica:
         model, loader = small_net(), Loader()
         before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(Mismatch, match=r"dataloader: the 2 ranks .* have different ones: give it load_state_dicts"):
-            replica.load(TrainingState(model=model, dataloader=loader), 0, 1)
-        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
+        with pytest.raises(Mismatch, match=r"dataloader: it differs between the 2 ranks .*: give it load_state_dicts"):
+            replica.read_into_state(TrainingState(model=model, dataloader=loader), 0, 1)
+        assert all(map(torch.equal, model.parameters(), before))
         assert loader.state == {}
-        replica.load(TrainingState(model=model), 0, 1)  # the way out that the message names
+        replica.read_into_state(TrainingState(model=model), 0, 1)  # as the message suggests
 
 
 # ── extra ──
 
 
-def test_values_that_all_ranks_have_are_taken_and_tensors_of_them_in_place(files: Files) -> None:
+def test_values_equal_on_all_ranks_are_restored_and_their_tensors_in_place(files: Files) -> None:
     saved = {"best": 0.5, "t": torch.arange(4.0), "table": torch.ones(2), "words": np.array(["a", "bc"])}
     with save(files, [state_of(extra={**saved}) for _ in range(2)]) as replica:
         live: dict[str, Any] = {"best": 0.0, "t": torch.zeros(4)}
         kept = live["t"]
-        replica.load(state_of(extra=live), 2, 3)
+        replica.read_into_state(state_of(extra=live), 2, 3)
         assert live["t"] is kept
         assert_same({**live, "words": live["words"].tolist()}, {**saved, "words": ["a", "bc"]})
 
 
-def test_value_that_differs_is_refused_by_name_and_left_out_where_the_state_lacks_it(
+def test_value_that_differs_is_refused_by_name_or_skipped_if_the_state_lacks_it(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables = [torch.zeros(2), torch.ones(2)]
     saved = [{"rank": rank, "t": torch.zeros(2), "table": tables[rank], "epoch": 3} for rank in range(2)]
-    with save(files, [state_of(extra=one) for one in saved]) as replica:
+    with save(files, [state_of(extra=extra) for extra in saved]) as replica:
         with pytest.raises(Mismatch, match=r"(?s)in 2 places.*extra\.rank: .*extra\.table: ") as caught:
-            replica.load(state_of(extra={"rank": 0, "t": torch.ones(2), "table": torch.ones(2)}), 0, 1)
+            replica.read_into_state(state_of(extra={"rank": 0, "t": torch.ones(2), "table": torch.ones(2)}), 0, 1)
         assert "extra.t:" not in caught.value.message
         live: dict[str, Any] = {"t": torch.ones(2)}
-        replica.load(state_of(extra=live), 0, 1)
+        replica.read_into_state(state_of(extra=live), 0, 1)
         assert live.keys() == {"t", "epoch"}
         assert live["t"].tolist() == [0, 0]
         assert "extra.rank" in caplog.text
 
 
-def test_value_that_one_rank_lacks_is_refused(files: Files) -> None:
+def test_value_missing_on_one_rank_is_refused(files: Files) -> None:
     with save(files, [state_of(extra={"a": 1}), state_of(extra={})]) as replica, pytest.raises(Mismatch, match="extra"):
-        replica.load(state_of(extra={"a": 0}), 0, 1)
+        replica.read_into_state(state_of(extra={"a": 0}), 0, 1)
 
 
-def test_module_that_is_a_replica_on_all_ranks_is_restored_and_one_that_is_not_is_refused(files: Files) -> None:
+def test_module_equal_on_all_ranks_is_restored_and_one_that_differs_is_refused(files: Files) -> None:
     critic = torch.nn.Linear(3, 3)
     with save(files, [state_of(extra={"critic": critic}) for _ in range(2)]) as replica:
         live = torch.nn.Linear(3, 3)
-        replica.load(state_of(extra={"critic": live}), 0, 1)
+        replica.read_into_state(state_of(extra={"critic": live}), 0, 1)
         assert torch.equal(live.weight, critic.weight)
     files.close()
     files.opened.clear()
@@ -171,7 +173,7 @@ def test_module_that_is_a_replica_on_all_ranks_is_restored_and_one_that_is_not_i
         save(files, [state_of(extra={"critic": critic}), *other[:1]]) as replica,
         pytest.raises(Mismatch, match="critic"),
     ):
-        replica.load(state_of(extra={"critic": torch.nn.Linear(3, 3)}), 0, 1)
+        replica.read_into_state(state_of(extra={"critic": torch.nn.Linear(3, 3)}), 0, 1)
 
 
 # ── random numbers ──
@@ -182,7 +184,7 @@ def draw() -> list[float]:
 
 
 def begin_at(seed: int) -> list[float]:
-    """The generators at this seed, and what they will draw."""
+    """Seeds the generators. Returns the numbers that they will draw."""
 
     def seed_all() -> None:
         random.seed(seed)
@@ -205,35 +207,35 @@ def saved_with_rng(files: Files, seeds: Sequence[int]) -> tuple[Replica, list[li
         raw = stage(TrainingState(model=model), rank=rank, world_size=len(seeds))
         opened.append(files.on_disk(raw, name).entry)
     manifest = make_manifest(checkpoint_id("run", 5, 1), opened)
-    return Replica("hot", manifest, [os.dup(one) for one in files.opened]), drawn
+    return Replica("hot", manifest, [os.dup(descriptor) for descriptor in files.opened]), drawn
 
 
 def drawn_after(replica: Replica, rank: int, world_size: int) -> list[float]:
-    replica.load(TrainingState(model=small_net()), rank, world_size)
+    replica.read_into_state(TrainingState(model=small_net()), rank, world_size)
     return draw()
 
 
-def test_ranks_go_on_with_their_numbers_and_new_ones_get_their_own_the_same_at_each_restore(files: Files) -> None:
+def test_ranks_keep_their_generators_and_new_ranks_get_reproducible_generators(files: Files) -> None:
     replica, drawn = saved_with_rng(files, [11, 12])
     with replica:
-        found = [drawn_after(replica, rank, 4) for rank in range(4)]
-        assert found[:2] == drawn
-        numbers = [number for one in found for number in one]
+        draws = [drawn_after(replica, rank, 4) for rank in range(4)]
+        assert draws[:2] == drawn
+        numbers = [number for drawn_by_rank in draws for number in drawn_by_rank]
         assert len(set(numbers)) == len(numbers), "no stream twice"
-        assert found == [drawn_after(replica, rank, 4) for rank in range(4)]
-        assert drawn_after(replica, 2, 3) == found[2], "whatever the number of ranks"
+        assert draws == [drawn_after(replica, rank, 4) for rank in range(4)]
+        assert drawn_after(replica, 2, 3) == draws[2], "whatever the number of ranks"
         assert drawn_after(replica, 0, 1) == drawn[0]
 
 
-def test_where_all_ranks_drew_the_same_new_ones_do_too(files: Files) -> None:
+def test_new_ranks_draw_the_same_numbers_where_all_saved_ranks_did(files: Files) -> None:
     replica, drawn = saved_with_rng(files, [11, 11])
     with replica:
         assert [drawn_after(replica, rank, 3) for rank in range(3)] == [drawn[0]] * 3
 
 
-def test_ranks_that_join_a_single_one_get_numbers_of_their_own(files: Files) -> None:
+def test_ranks_added_to_a_single_rank_draw_different_numbers(files: Files) -> None:
     replica, drawn = saved_with_rng(files, [11])
     with replica:
-        found = [drawn_after(replica, rank, 3) for rank in range(3)]
-        assert found[0] == drawn[0]
-        assert len({one[0] for one in found}) == 3
+        draws = [drawn_after(replica, rank, 3) for rank in range(3)]
+        assert draws[0] == drawn[0]
+        assert len({drawn_by_rank[0] for drawn_by_rank in draws}) == 3

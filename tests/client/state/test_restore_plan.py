@@ -1,4 +1,4 @@
-"""What does not fit is found before a byte changes, and listed."""
+"""Differences between checkpoint and state are detected before a byte changes, and listed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_mismatch_lists_what_differs_and_changes_nothing(files: Files) -> None:
     other["new"] = torch.nn.Linear(1, 1)
     del other["body"].bias
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(Mismatch) as found:
+    with pytest.raises(Mismatch) as caught:
         plan(TrainingState(model=other), files.on_disk(raw))
-    message = found.value.message
+    message = caught.value.message
     assert "model.head.weight: checkpoint F32 [10, 64], model F32 [12, 64]" in message
     assert "model.body.weight: checkpoint F32 [64, 3], model BF16 [64, 3]" in message
     assert "model.new.weight: not in the checkpoint" in message
@@ -42,15 +42,15 @@ def test_mismatch_lists_what_differs_and_changes_nothing(files: Files) -> None:
     assert_same(other.state_dict(), before)
 
 
-def test_mismatch_shows_twenty_and_counts_the_rest(files: Files) -> None:
+def test_mismatch_shows_twenty_differences_and_counts_the_rest(files: Files) -> None:
     raw = stage(TrainingState(model=torch.nn.Linear(2, 2)))
-    with pytest.raises(Mismatch) as found:
+    with pytest.raises(Mismatch) as caught:
         plan(TrainingState(model=torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(15)])), files.on_disk(raw))
-    assert found.value.message.count("\n") == 21
-    assert "… and 12 more" in found.value.message
+    assert caught.value.message.count("\n") == 21
+    assert "… and 12 more" in caught.value.message
 
 
-def test_sections_of_one_side_only_are_named_in_warnings(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_sections_that_only_one_side_has_are_named_in_warnings(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     training = Training.fresh()
     training.train(1)
     raw = stage(TrainingState(model=training.model, scheduler=training.scheduler))
@@ -63,6 +63,6 @@ def test_sections_of_one_side_only_are_named_in_warnings(files: Files, caplog: p
 
 
 @pytest.mark.parametrize("tree", [None, [], {"model": 1}, {"model": {"kind": 1}}])
-def test_tree_that_is_none_of_ours_is_corrupt(tree: object) -> None:
+def test_malformed_state_tree_is_corrupt(tree: object) -> None:
     with pytest.raises(Corrupt):
         TrainingState(model=small_net()).plan_restore(tree, {})

@@ -1,4 +1,4 @@
-"""The random number generators go on where they were."""
+"""The random number generators are captured and restored."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def files(tmp_path: Path) -> Iterator[Files]:
     opened.close()
 
 
-def test_all_generators_go_on_where_they_were(files: Files) -> None:
+def test_all_generators_are_restored(files: Files) -> None:
     def draw() -> list[object]:
         return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
 
-    draw()  # leaves half a pair of gaussians behind
+    draw()  # leaves the second gaussian of a pair cached
     raw = stage(TrainingState(model=small_net()))
     expected = draw()
     restore(TrainingState(model=small_net()), [files.on_disk(raw)])
@@ -38,12 +38,12 @@ def test_all_generators_go_on_where_they_were(files: Files) -> None:
 @pytest.mark.parametrize(
     "saved", [{}, {"python": None}, {**rng.capture(), "torch": b"short"}, {**rng.capture(), "numpy": {}}]
 )
-def test_state_that_is_none_is_corrupt(saved: dict[str, Any]) -> None:
+def test_malformed_generator_state_is_corrupt(saved: dict[str, Any]) -> None:
     with pytest.raises(Corrupt, match="restore rng"):
         rng.restore(saved)
 
 
-def test_half_a_pair_of_gaussians_is_kept() -> None:
+def test_cached_second_gaussian_is_restored() -> None:
     random.gauss(0, 1)
     np.random.randn()
     saved = rng.capture()
@@ -52,19 +52,19 @@ def test_half_a_pair_of_gaussians_is_kept() -> None:
     assert [random.gauss(0, 1), np.random.randn()] == expected
 
 
-def test_generators_of_gpus_that_are_not_there_are_missed_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_generators_of_missing_gpus_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     saved = rng.capture()
     rng.restore(saved | {"cuda": [b"\0" * 16] * (len(saved["cuda"]) + 1)})
-    assert "not all come back" in caplog.text
+    assert "not all are restored" in caplog.text
 
 
-def test_cuda_is_not_woken_up() -> None:
+def test_capture_does_not_initialise_cuda() -> None:
     was = torch.cuda.is_initialized()
     assert rng.capture([torch.device("cpu")])["cuda"] == [] or was
     assert torch.cuda.is_initialized() == was
 
 
-def test_numbers_drawn_from_a_seed_are_the_same_each_time_and_leave_no_trace() -> None:
+def test_temporary_seed_is_reproducible_and_leaves_the_generators_unchanged() -> None:
     def draw() -> list[float]:
         return [random.random(), np.random.random(), np.random.normal(), torch.rand(()).item()]
 
@@ -73,7 +73,7 @@ def test_numbers_drawn_from_a_seed_are_the_same_each_time_and_leave_no_trace() -
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     drawn: list[list[float]] = []
     for seed in (rng.seed_of(1, "a"), rng.seed_of(1, "a"), rng.seed_of(1, "b")):
-        with rng.drawn_from(seed):
+        with rng.temporary_seed(seed):
             drawn.append(draw())
     assert drawn[0] == drawn[1] != drawn[2]
     assert draw() == undisturbed

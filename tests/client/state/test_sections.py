@@ -1,4 +1,4 @@
-"""Modules, stateful objects and plain values: each kind of state comes back as what it was."""
+"""Modules, stateful objects and plain values are restored unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
 
 
 class _Warmup:
-    """Of a callable object LambdaLR keeps the fields."""
+    """A callable object, of which LambdaLR saves the fields."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -57,7 +57,7 @@ SCHEDULERS = {
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_scheduler_goes_on_where_it_was(files: Files, name: str) -> None:
+def test_scheduler_continues_where_it_was(files: Files, name: str) -> None:
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
         model = small_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -79,7 +79,7 @@ def test_scheduler_goes_on_where_it_was(files: Files, name: str) -> None:
     assert run(fresh, restarted, 4) == expected
 
 
-def test_grad_scaler_comes_back(files: Files) -> None:
+def test_grad_scaler_is_restored(files: Files) -> None:
     model, scaler = small_net(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
     raw = stage(TrainingState(model=model, scaler=scaler))
     fresh = torch.amp.GradScaler("cpu")
@@ -115,7 +115,7 @@ class _Odd(torch.nn.Module):
         self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
 
-def test_every_dtype_shape_and_stride_comes_back(files: Files) -> None:
+def test_every_dtype_shape_and_stride_is_restored(files: Files) -> None:
     model = _Odd()
     state = TrainingState(model=model, rng=False)
     assert "model.not saved" not in names(state)
@@ -144,7 +144,7 @@ def test_tied_weights_stay_tied(files: Files) -> None:
 @pytest.mark.parametrize(
     "wrap", [torch.nn.DataParallel, lambda m: torch.compile(m, backend="eager")], ids=["DataParallel", "compile"]
 )
-def test_wrappers_leave_no_trace_in_the_names(files: Files, wrap: Any) -> None:
+def test_names_do_not_contain_wrapper_prefixes(files: Files, wrap: Any) -> None:
     model = small_net()
     wrapped: Any = wrap(model)
     optimizer = torch.optim.AdamW(wrapped.parameters())
@@ -157,7 +157,7 @@ def test_wrappers_leave_no_trace_in_the_names(files: Files, wrap: Any) -> None:
     assert_same(plain.state_dict(), model.state_dict())
 
 
-def test_names_that_would_collide_without_their_wrapper_stay_as_they_are() -> None:
+def test_names_that_would_collide_without_their_wrapper_prefix_keep_it() -> None:
     model = torch.nn.Module()
     model.module = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(torch.ones(1))
@@ -176,7 +176,7 @@ class _WithExtraState(torch.nn.Linear):
         self.scale, self.history = state["scale"], state["history"]
 
 
-def test_extra_state_of_modules_goes_through_its_setter(files: Files) -> None:
+def test_extra_state_of_modules_is_restored_by_its_setter(files: Files) -> None:
     model = torch.nn.Sequential(_WithExtraState())
     model[0].scale = (1, "two", None)
     other = torch.nn.Sequential(_WithExtraState())
@@ -186,7 +186,7 @@ def test_extra_state_of_modules_goes_through_its_setter(files: Files) -> None:
 
 
 class _Halved(torch.nn.Linear):
-    """Its state_dict holds copies, as merged adapters and packed weights do."""
+    """Its state_dict holds copies, as for merged adapters and packed weights."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -194,7 +194,7 @@ class _Halved(torch.nn.Linear):
         self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(weight=state["weight"] * 2))
 
 
-def test_what_state_dict_gives_as_a_copy_goes_through_load_state_dict(files: Files) -> None:
+def test_copies_in_a_state_dict_are_restored_by_load_state_dict(files: Files) -> None:
     model, other = _Halved(), _Halved()
     restore(TrainingState(model=other), [files.on_disk(stage(TrainingState(model=model)))])
     assert torch.equal(other.weight, model.weight)
@@ -202,40 +202,40 @@ def test_what_state_dict_gives_as_a_copy_goes_through_load_state_dict(files: Fil
 
 def test_ema_dict_is_restored_in_place(files: Files) -> None:
     ema = {"a": torch.randn(3), "b": torch.randn(2, 2)}
-    mine = {name: torch.zeros_like(tensor) for name, tensor in ema.items()}
-    held = mine["a"]
+    live = {name: torch.zeros_like(tensor) for name, tensor in ema.items()}
+    tensor = live["a"]
     restore(
-        TrainingState(model=small_net(), ema=mine), [files.on_disk(stage(TrainingState(model=small_net(), ema=ema)))]
+        TrainingState(model=small_net(), ema=live), [files.on_disk(stage(TrainingState(model=small_net(), ema=ema)))]
     )
-    assert mine["a"] is held
-    assert_same(mine, ema)
+    assert live["a"] is tensor
+    assert_same(live, ema)
 
 
-def test_extra_holds_modules_objects_and_values(files: Files) -> None:
+def test_modules_objects_and_values_in_extra_are_restored(files: Files) -> None:
     def build(value: float) -> dict[str, Any]:
         critic = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(critic.weight, value)
         return {"critic": critic, "loader": Loader(), "best": value, "history": torch.full((3,), value), "deep": [1]}
 
-    extra, mine = build(1.0), build(2.0)
+    extra, live = build(1.0), build(2.0)
     extra["loader"].state = {"at": 7}
     extra["deep"] = [{"x": (1, 2)}]
     extra["only then"] = "kept"
-    history, critic = mine["history"], mine["critic"]
+    history, critic = live["history"], live["critic"]
     restore(
-        TrainingState(model=small_net(), extra=mine),
+        TrainingState(model=small_net(), extra=live),
         [files.on_disk(stage(TrainingState(model=small_net(), extra=extra)))],
     )
-    assert mine["history"] is history
+    assert live["history"] is history
     assert torch.equal(history, torch.ones(3))
-    assert mine["critic"] is critic
+    assert live["critic"] is critic
     assert torch.equal(critic.weight, torch.ones(2, 2))
-    assert (mine["loader"].state, mine["best"], mine["deep"]) == ({"at": 7}, 1.0, [{"x": (1, 2)}])
-    assert mine["only then"] == "kept"
+    assert (live["loader"].state, live["best"], live["deep"]) == ({"at": 7}, 1.0, [{"x": (1, 2)}])
+    assert live["only then"] == "kept"
 
 
 def test_extra_tensor_of_another_size_is_replaced(files: Files) -> None:
-    mine = {"history": torch.zeros(1)}
+    live = {"history": torch.zeros(1)}
     raw = stage(TrainingState(model=small_net(), extra={"history": torch.arange(4.0)}))
-    restore(TrainingState(model=small_net(), extra=mine), [files.on_disk(raw)])
-    assert torch.equal(mine["history"], torch.arange(4.0))
+    restore(TrainingState(model=small_net(), extra=live), [files.on_disk(raw)])
+    assert torch.equal(live["history"], torch.arange(4.0))

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: where its part lies, whatever the mesh, and a glance that tells tensors apart."""
+"""The part of a tensor that a rank holds on any mesh, and the sample that distinguishes tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tierd_client.state.tensors import captured, sample_of
+from tierd_client.state.tensors import capture_tensor, sample_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,7 +20,7 @@ from tierd.errors import Unsupported
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
-    """Gives one rank after the other its part of a tensor on a mesh."""
+    """Yields the part of a tensor that each rank of a mesh holds."""
 
     def parts(whole: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Any]) -> Iterator[DTensor]:
         count = torch.Size(mesh_shape).numel()
@@ -28,7 +28,7 @@ def ranks() -> Iterator[Any]:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
-            # Names of its own: torch caches what it did for a mesh, and takes equal ones of two ranks for the same.
+            # Unique names: torch caches by mesh, and would take equal meshes of two ranks for the same.
             names = tuple(f"d{dim}_r{rank}" for dim in range(len(mesh_shape)))
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
             yield distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
@@ -47,50 +47,50 @@ placed = st.sampled_from([Replicate(), Shard(0), Shard(1)])
     mesh=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_parts_of_all_ranks_make_up_the_tensor_on_any_mesh(
+def test_parts_of_all_ranks_cover_the_tensor_on_any_mesh(
     ranks: Any, shape: tuple[int, int], mesh: list[int], data: st.DataObject
 ) -> None:
     placements = data.draw(st.lists(placed, min_size=len(mesh), max_size=len(mesh)))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     gathered = torch.full(shape, -1.0)
     for part in ranks(whole, mesh, placements):
-        found = captured("w", part)
-        assert found.is_distributed
-        assert found.global_shape == shape
-        gathered[tuple(slice(at, at + n) for at, n in zip(found.saved_offsets, found.shape, strict=True))] = (
-            found.tensor
+        captured = capture_tensor("w", part)
+        assert captured.is_distributed
+        assert captured.global_shape == shape
+        gathered[tuple(slice(at, at + n) for at, n in zip(captured.saved_offsets, captured.shape, strict=True))] = (
+            captured.tensor
         )
     assert torch.equal(gathered, whole)
 
 
 @pytest.mark.parametrize("rows", [8, 30, 5, 3, 1])
-def test_dimension_sharded_by_fsdp_within_tensor_parallel_is_one_piece_on_each_rank(ranks: Any, rows: int) -> None:
-    """fully_shard over a ColwiseParallel weight: cut by the inner dimension of the mesh first."""
+def test_dimension_sharded_by_fsdp_and_tensor_parallel_is_one_piece_on_each_rank(ranks: Any, rows: int) -> None:
+    """fully_shard over a ColwiseParallel weight: sharded by the inner dimension of the mesh first."""
     whole = torch.arange(rows * 2.0).reshape(rows, 2)
     gathered = torch.full_like(whole, -1.0)
     for part in ranks(whole, [2, 2], [_StridedShard(0, split_factor=2), Shard(0)]):
-        found = captured("w", part)
-        begin = found.saved_offsets[0]
-        gathered[begin : begin + found.shape[0]] = found.tensor
+        captured = capture_tensor("w", part)
+        begin = captured.saved_offsets[0]
+        gathered[begin : begin + captured.shape[0]] = captured.tensor
     assert torch.equal(gathered, whole)
 
 
-def test_part_that_lies_in_several_pieces_is_refused(ranks: Any) -> None:
+def test_part_in_several_pieces_is_refused(ranks: Any) -> None:
     for part in ranks(torch.zeros(8, 2), [2], [_StridedShard(0, split_factor=2)]):
-        with pytest.raises(Unsupported, match=r"capture model\.w: .* holds it in pieces"):
-            captured("model.w", part)
+        with pytest.raises(Unsupported, match=r"capture model\.w: .* holds several separate pieces"):
+            capture_tensor("model.w", part)
 
 
-def test_part_of_another_shape_than_its_placements_say_is_refused(ranks: Any) -> None:
+def test_part_whose_shape_contradicts_its_placements_is_refused(ranks: Any) -> None:
     (part, _) = ranks(torch.zeros(8, 2), [2], [Shard(0)])
     odd = DTensor.from_local(
         torch.zeros(3, 2), part.device_mesh, [Shard(0)], run_check=False, shape=(8, 2), stride=(2, 1)
     )
     with pytest.raises(Unsupported, match=r"local part is \[3, 2\].* say \[4, 2\]"):
-        captured("w", odd)
+        capture_tensor("w", odd)
 
 
-# ── a glance ──
+# ── samples ──
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_part_of_another_shape_than_its_placements_say_is_refused(ranks: Any) ->
         torch.tensor([True, False]),
     ],
 )
-def test_equal_tensors_have_equal_samples_and_others_do_not(tensor: torch.Tensor) -> None:
+def test_equal_tensors_have_equal_samples_and_different_ones_do_not(tensor: torch.Tensor) -> None:
     assert sample_of(tensor) == sample_of(tensor.clone())
     other = ~tensor if tensor.dtype == torch.bool else tensor + 1
     assert (sample_of(tensor) == sample_of(other)) == (tensor.numel() == 0)

@@ -1,4 +1,4 @@
-"""The whole state: captured, staged, restored into fresh objects, training goes on as if nothing had happened."""
+"""The whole state is captured, staged and restored into fresh objects; training then continues identically."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files(tmp_path: Path) -> Iterator[Files]:
 
 
 @pytest.mark.parametrize("place", ["on_disk", "in_memory"])
-def test_training_goes_on_with_identical_losses(files: Files, place: str) -> None:
+def test_restored_training_has_identical_losses(files: Files, place: str) -> None:
     first = Training.fresh()
     first.train(5)
     raw = stage(first.state())
@@ -39,7 +39,7 @@ def test_training_goes_on_with_identical_losses(files: Files, place: str) -> Non
     assert second.extra == first.extra == {"seen": 160}
 
 
-def test_restoring_into_a_used_state_is_in_place(files: Files) -> None:
+def test_restore_into_a_used_state_is_in_place(files: Files) -> None:
     training = Training.fresh()
     training.train(5)
     raw = stage(training.state())
@@ -53,40 +53,40 @@ def test_restoring_into_a_used_state_is_in_place(files: Files) -> None:
 
 
 @pytest.mark.parametrize("argument", ["scheduler", "scaler", "dataloader", "ema"])
-def test_object_without_state_dict_is_refused_at_once(argument: str) -> None:
+def test_object_without_state_dict_is_refused_by_the_constructor(argument: str) -> None:
     with pytest.raises(BadConfig, match=argument):
         TrainingState(model=small_net(), **{argument: object()})
 
 
-def test_a_refused_argument_comes_with_the_way_out() -> None:
+def test_refused_argument_comes_with_a_hint() -> None:
     model = small_net()
     schedulers = [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)]
-    with pytest.raises(BadConfig, match=r"list has no state_dict.*go into extra"):
+    with pytest.raises(BadConfig, match=r"list has no state_dict.*schedulers into extra"):
         TrainingState(model=model, scheduler=schedulers)  # type: ignore[arg-type]
     with pytest.raises(BadConfig, match="ResumableLoader and DocumentLoader"):
         TrainingState(model=model, dataloader=torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
 
 
-def test_what_differs_per_rank_carries_the_rank_in_its_names(files: Files) -> None:
+def test_tensor_names_of_per_rank_state_contain_the_rank(files: Files) -> None:
     def build(rank: int) -> TrainingState:
         loader = Loader()
         loader.state = {"position": torch.tensor([rank])}
-        return TrainingState(model=small_net(), dataloader=loader, extra={"mine": torch.tensor([rank * 10.0])})
+        return TrainingState(model=small_net(), dataloader=loader, extra={"own": torch.tensor([rank * 10.0])})
 
     raws = [stage(build(rank), rank=rank, world_size=2) for rank in range(2)]
     shard = parse_header(memoryview(raws[1]), len(raws[1]), where="rank 1")
-    assert {"dataloader.position@00001", "extra.mine@00001", "model.0.weight"} <= set(shard.tensors)
+    assert {"dataloader.position@00001", "extra.own@00001", "model.0.weight"} <= set(shard.tensors)
     opened = [files.on_disk(raw, f"rank-{rank:05d}-of-00002.safetensors") for rank, raw in enumerate(raws)]
     for rank in range(2):
-        loader, extra = Loader(), {"mine": torch.tensor([-1.0])}
-        held = extra["mine"]
+        loader, extra = Loader(), {"own": torch.tensor([-1.0])}
+        tensor = extra["own"]
         restore(TrainingState(model=small_net(), dataloader=loader, extra=extra), opened, rank=rank)
         assert loader.state["position"].item() == rank
-        assert extra["mine"] is held
-        assert held.item() == rank * 10.0
+        assert extra["own"] is tensor
+        assert tensor.item() == rank * 10.0
 
 
-def test_architecture_hash_depends_on_the_model_alone() -> None:
+def test_architecture_hash_depends_only_on_the_model() -> None:
     def hash_of(model: torch.nn.Module, **state: Any) -> str:
         return architecture_hash(TrainingState(model=model, **state).capture(0, 1))
 
@@ -95,15 +95,15 @@ def test_architecture_hash_depends_on_the_model_alone() -> None:
     assert hash_of(small_net()) != hash_of(torch.nn.Linear(3, 5))
 
 
-def test_parameters_are_compared_between_ranks_and_what_may_differ_is_not() -> None:
-    """A plain tensor of equal size on all ranks may be a part of another one, which only its bytes tell."""
+def test_only_parameters_of_the_model_are_compared_between_ranks() -> None:
+    """Plain tensors of equal size may be different parts of one tensor: only their bytes show that."""
     training = Training.fresh()
     training.train(1)
     training.extra["t"] = torch.zeros(3)
-    held = {one.key: one for one in training.state().capture(1, 2).held()}
-    compared = {key for key, one in held.items() if one.sample is not None}
+    held = {tensor.key: tensor for tensor in training.state().capture(1, 2).held_tensors()}
+    compared = {key for key, tensor in held.items() if tensor.sample is not None}
     assert compared == {f"model.{name}" for name, _ in training.model.named_parameters()}
-    buffers = {key for key, one in held.items() if one.is_buffer}
+    buffers = {key for key, tensor in held.items() if tensor.is_buffer}
     assert {"model.1.running_mean", "ema.1.running_var", "ema.n_averaged"} <= buffers
     assert not buffers & compared
     assert "extra.t@00001" in held
