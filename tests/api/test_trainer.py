@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.daemon import PAGE_BYTES, Daemon, Peer, make_memfd, make_sealed, serving, wait_until
+from tests.support.daemon import Daemon, serving
+from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.api.session import OUTBOX_MAX
 from tierd.format import wire
 
@@ -44,7 +47,7 @@ def unharmed(daemon: Daemon) -> Iterator[None]:
     mapping's, and one of the process that wrote it."""
     before = daemon.descriptors() - 3 * count_slots(daemon)
     yield
-    assert daemon.get("/healthz")[0] == 200
+    assert daemon.request("/healthz")[0] == 200
     wait_until(lambda: daemon.descriptors() - 3 * count_slots(daemon) <= before, "descriptors leak")
 
 
@@ -76,7 +79,7 @@ def test_snapshot_is_accepted_persisted_and_its_slot_released_by_the_next(daemon
         assert peer.take_files()[1].startswith(b"twenty")
         peer.send(wire.Goodbye())
         assert peer.is_dropped()
-    assert daemon.checkpoints(run, "hot") == [20, 10]
+    assert daemon.steps("hot", run) == [10, 20]
 
 
 def test_rank_0_is_asked_for_step_times_and_no_other(daemon: Daemon, run: str) -> None:
@@ -160,7 +163,7 @@ def test_stale_generation_is_told_closed_and_never_commits(daemon: Daemon, run: 
             with pytest.raises(AssertionError, match="stale"):
                 again.greet(run, generation=1)
             assert again.is_dropped()
-    assert daemon.checkpoints(run, "hot") == []
+    assert daemon.steps("hot", run) == []
 
 
 def test_metrics_count_what_ranks_report_once(daemon: Daemon, run: str) -> None:
@@ -191,7 +194,8 @@ def trainer_process(daemon: Daemon, run: str, *, leaves_a_child: bool) -> subpro
 import os, sys, time
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from tests.support.daemon import Peer, wire
+from tierd.format import wire
+from tests.support.wire_peer import Peer
 peer = Peer(Path({str(daemon.socket)!r}))
 peer.greet({run!r})
 peer.attach(0)
@@ -284,7 +288,7 @@ def test_sealed_snapshot_of_a_trainer_killed_in_the_next_instant_is_kept(daemon:
     os.pwrite(peer.slots[0], b"ten", 0)
     peer.send(make_sealed(10, 3))
     peer.close()
-    wait_until(lambda: daemon.checkpoints(run, "hot") == [10])
+    wait_until(lambda: daemon.steps("hot", run) == [10])
 
 
 # ── harmless input ──
@@ -382,7 +386,7 @@ def test_breach_of_the_protocol_ends_its_connection_and_nothing_else(daemon: Dae
         peer.greet(run)
         BREACHES[breach](peer)
         assert refusal(peer).kind == "bad_request"
-    assert daemon.checkpoints(run, "hot") == []
+    assert daemon.steps("hot", run) == []
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ from tierd_client import (
 )
 from tierd_client.snapshot.snapshotter import Snapshotter
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, Daemon, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")

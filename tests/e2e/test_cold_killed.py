@@ -10,9 +10,11 @@ import pytest
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import make_checkpoint, make_manifest
-from tests.support.daemon import Daemon, Peer, serving, wait_until
+from tests.support.daemon import Daemon, serving
 from tests.support.s3 import BUCKET, SECRET_KEY
 from tests.support.store_contract import content
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest
@@ -72,7 +74,7 @@ def test_killed_at_half_of_an_upload_it_goes_on_where_it_was(tmp_path: Path, kee
 
         served.script = lambda operation, key: ""
         with serving(tmp_path, more=cold(served)) as second:
-            wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
+            wait_until(lambda: second.steps("cold", "run42") == [100], "the second life to commit")
 
         assert served.objects[object_key(manifest, NAME)].content == content(SIZE_BYTES)
         assert served.objects[object_key(manifest, layout.MANIFEST)].content == manifest.encode()
@@ -103,7 +105,7 @@ def test_killed_with_several_shards_on_their_way_it_goes_on_with_each(tmp_path: 
 
         served.script = lambda operation, key: ""
         with serving(tmp_path, more=cold(served)) as second:
-            wait_until(lambda: second.checkpoints("run42", "cold") == [100], "the second life to commit")
+            wait_until(lambda: second.steps("cold", "run42") == [100], "the second life to commit")
 
         done = [one for one in served.seen if one.status == 200]
         assert sum(one.operation == "upload_part" for one in done) == 6, "no finished part is sent twice"
@@ -136,7 +138,7 @@ def test_killed_at_half_of_a_fetch_it_goes_on_when_the_trainer_asks_again(tmp_pa
             trainer.greet(manifest.run)
             trainer.find()
             _, *shards = trainer.take_files()
-            assert second.checkpoints("run42", "hot") == [100]
+            assert second.steps("hot", "run42") == [100]
 
         assert served.sent["get_object"] <= 1.1 * manifest.size_bytes
         for entry, shard in zip(manifest.files, shards, strict=True):
@@ -162,4 +164,4 @@ def test_wrong_bucket_or_key_is_told_at_start_in_one_sentence(tmp_path: Path) ->
         with serving(tmp_path, more=cold(served)) as daemon:
             told(daemon, "the bucket is in another region, eu-west-1 (PermanentRedirect)")
             served.script = lambda operation, key: ""
-            wait_until(lambda: daemon.checkpoints("run42", "cold") == [100], "it to go on by itself")
+            wait_until(lambda: daemon.steps("cold", "run42") == [100], "it to go on by itself")

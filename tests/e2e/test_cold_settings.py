@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import make_checkpoint
-from tests.support.daemon import Daemon, serving, wait_until
+from tests.support.daemon import Daemon, serving
 from tests.support.s3 import BUCKET
+from tests.support.waiting import wait_until
 
 SHARD_BYTES = 2_000_000
 MIB_S = 0.001  # the second shard would wait for half an hour
@@ -78,7 +79,7 @@ def test_wrong_bucket_region_or_key_is_one_sentence_at_start(tmp_path: Path, cod
             (tier,) = (one for one in daemon.status()["tiers"] if one["name"] == "cold")
             assert sentence in tier["error"]
             assert "Traceback" not in daemon.log
-            assert daemon.get("/healthz")[0] == 200
+            assert daemon.request("/healthz")[0] == 200
 
 
 ACCESS_KEY = "AKIAIOSFODNN7EXAMPLE"
@@ -100,7 +101,7 @@ def test_no_credential_is_ever_told(tmp_path: Path) -> None:
     with bucket_server() as served:
         served.access_keys = {ACCESS_KEY}
         served.repeats_credentials = True
-        with serving(tmp_path, more=cold(served), environ=keys, program=("-c", AT_DEBUG_LEVEL)) as daemon:
+        with serving(tmp_path, more=cold(served), environ=keys, command=("-c", AT_DEBUG_LEVEL)) as daemon:
             wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
             told = [stored.content.decode("latin-1") for stored in served.objects.values()]
             for code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "AccessDenied", "Strange"):
@@ -108,7 +109,7 @@ def test_no_credential_is_ever_told(tmp_path: Path) -> None:
                 step = 100 + len(told)
                 make_checkpoint(tmp_path / "hot", step=step, sequence=step)
                 daemon.wait_log(f"({code})" if code != "Strange" else "(Strange) when calling")
-                told += [daemon.get(path)[1].decode() for path in PAGES]
+                told += [daemon.request(path)[1].decode() for path in PAGES]
             assert daemon.stop() == 0
             assert " DEBUG " in daemon.log or "DEBUG:" in daemon.log
             told.append(daemon.log)

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.bucket import Bucket, bucket_server
-from tests.support.runs import Daemon, Trainer, wait_until
+from tests.support.daemon import Daemon
 from tests.support.s3 import BUCKET
+from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
 from tierd.format import layout
 from tierd.format.ids import Generation, Run
 
@@ -44,10 +46,6 @@ def free_port() -> Iterator[int]:
 def daemon_with(root: Path, cold: str, dr: str) -> Daemon:
     """One whose hot tier keeps the last, and whose cold tiers, at these URLs, keep it all."""
     more = f"""
-    [limits]
-    retry_min_s = 0.05
-    retry_max_s = 1.0
-    reconcile_interval_s = 0.5
     request_timeout_s = 3.0
     [lifecycle.hot]
     keep_last = 1
@@ -58,7 +56,7 @@ def daemon_with(root: Path, cold: str, dr: str) -> Daemon:
     url = "s3://{BUCKET}/dr"
     endpoint_url = "{dr}"
     """
-    return Daemon(root, cold=f's3://{BUCKET}/cold"\nendpoint_url = "{cold}', more=more)
+    return Daemon(root, cold=f'url = "s3://{BUCKET}/cold"\nendpoint_url = "{cold}"', more=more)
 
 
 def begin(daemon: Daemon, trainer: Trainer) -> None:

@@ -16,10 +16,12 @@ import tierd_client
 import torch
 
 from tests.support.bucket import bucket_server
-from tests.support.daemon import Peer, serving, wait_until
+from tests.support.daemon import serving
 from tests.support.rooms import rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.store_contract import content
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier, copy_checkpoint
 
@@ -68,11 +70,11 @@ def test_persisting_writes_each_byte_once_in_few_calls_and_allocates_no_payload(
         for index in range(2):
             peer.attach(index, size_bytes=PAYLOAD_BYTES)
         peer.seal(0, 1, shard)
-        wait_until(lambda: daemon.checkpoints("run", "hot") == [1], "the first, after which all is warm")
+        wait_until(lambda: daemon.steps("hot", "run") == [1], "the first, after which all is warm")
         before = calls(daemon.pid)
         with growth(daemon.pid) as grown:
             peer.seal(1, 2, shard)
-            wait_until(lambda: daemon.checkpoints("run", "hot") == [2, 1], "the second")
+            wait_until(lambda: daemon.steps("hot", "run") == [1, 2], "the second")
         after = calls(daemon.pid)
         cost = {name: after[name] - before[name] for name in after}
         assert PAYLOAD_BYTES <= cost["wchar"] <= 1.01 * PAYLOAD_BYTES

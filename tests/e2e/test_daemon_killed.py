@@ -12,7 +12,9 @@ import pytest
 import tierd_client
 from tierd_client import DaemonUnreachable, SlotsBusy, Transient
 
-from tests.support.runs import Daemon, Trainer, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
 
 LARGE = 400_000  # width: 150 MB of state, which takes a while to write
 

@@ -17,7 +17,10 @@ import pytest
 import torch
 from tierd_client import DaemonUnreachable
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import DEADLINE_S, wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32"]
 STOCK = """

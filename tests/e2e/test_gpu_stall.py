@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, ROOT
 
 
 @pytest.mark.long

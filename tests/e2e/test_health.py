@@ -10,7 +10,9 @@ import pytest
 import torch
 from tierd_client import Unhealthy
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture

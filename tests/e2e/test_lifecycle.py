@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
 from tests.support.s3 import BUCKET, faulty_proxy, rclone_server
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import wait_until
 
 TENTHS = [10, 20, 30, 40]
 KEPT_COLD = [10, 17, 20, 30, 38, 39, 40]
@@ -98,8 +100,8 @@ def test_every_tenth_survives_kills_of_the_daemon_in_between(daemon: Daemon, tra
 
 
 def on_server(url: str) -> str:
-    """What the config says of a cold tier on this server."""
-    return f's3://{BUCKET}/tierd"\nendpoint_url = "{url}"\nregion = "us-east-1'
+    """The configuration of a cold tier on this server."""
+    return f'url = "s3://{BUCKET}/tierd"\nendpoint_url = "{url}"\nregion = "us-east-1"'
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.bucket import Bucket, Stored, bucket_server
 from tests.support.cli import House, make_manifest
-from tests.support.daemon import serving, wait_until
+from tests.support.daemon import serving
 from tests.support.s3 import BUCKET
+from tests.support.waiting import wait_until
 from tierd.config import LimitsConfig
 from tierd.format import checksum, layout
 from tierd.format.ids import Rank, checkpoint_id
@@ -95,7 +96,7 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
         wait_until(lambda: looks(since) >= 3, "three more looks", PATIENCE_S)
         found = asked(served, since)
         assert set(found) <= {"list_objects_v2", "list_multipart_uploads"}, "nothing but listings"
-        assert len(daemon.checkpoints("run42", "cold")) == count, "none was given up"
+        assert len(daemon.steps("cold", "run42")) == count, "none was given up"
 
         fill(served, range(count, count + 1))
         wait_until(lambda: daemon.metric(HELD) == count + 1, "one more", PATIENCE_S)

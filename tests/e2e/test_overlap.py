@@ -14,17 +14,10 @@ import torch
 from tierd_client import Torn
 from tierd_client.snapshot.copying import Copier
 
-from tests.support.runs import (
-    DEADLINE_S,
-    ENVIRONMENT,
-    Daemon,
-    Trainer,
-    Training,
-    joined,
-    refusals,
-    together,
-    wait_until,
-)
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT
+from tests.support.trainer import Trainer, Training, joined, refusals, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 WIDTH = 1024  # weights of 64 KiB: large enough to be copied later
 

@@ -14,7 +14,8 @@ import tierd_client
 from safetensors import safe_open
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
 
-from tests.support.runs import Daemon, Trainer, Training, joined, refusals, together
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, joined, refusals, together
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import tierd_client
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, joined, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32", "--run=run"]
 FOREVER = 1_000_000
@@ -219,9 +222,7 @@ def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_res
 def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
     with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
         begin(trainers, _loop_to_the_exit, FOREVER)
-        for trainer in trainers:
-            trainer._process.join(DEADLINE_S)
-        assert [trainer._process.exitcode for trainer in trainers] == [0, 0]
+        assert [trainer.wait_exit() for trainer in trainers] == [0, 0]
     assert daemon.newest("hot") > 0
     wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to hear of it")
 
@@ -281,8 +282,7 @@ def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
 def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         trainer.begin("apply", _halt)
-        trainer._process.join(DEADLINE_S)
-        assert trainer._process.exitcode == 17
+        assert trainer.wait_exit() == 17
     assert state_of(daemon) == ("halted", "loss is nan")
     assert "HALTED: a person must decide (loss is nan)" in daemon.tierd("status").stdout
 

@@ -15,7 +15,9 @@ import tierd_client
 import torch
 from tierd_client import BadRequest, Client, DictState
 
-from tests.support.daemon import DEADLINE_S, Daemon, Peer, serving, wait_until
+from tests.support.daemon import Daemon, serving
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.wire_peer import Peer
 from tierd.format import wire
 
 RUN = "run42"
@@ -61,7 +63,7 @@ class Training:
     def snapshot(self, daemon: Daemon, count: int) -> None:
         """One more, until `count` are in hot."""
         self.wants_snapshot.set()
-        wait_until(lambda: len(daemon.checkpoints(RUN, "hot")) == count, f"for snapshot {count}")
+        wait_until(lambda: len(daemon.steps("hot", RUN)) == count, f"for snapshot {count}")
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from tierd_client import Unsupported
 
-from tests.support.runs import Daemon, Training, refusals, together
+from tests.support.daemon import Daemon
 from tests.support.topology import Bits, Net, arranged, every, gathered, generators, one_of, restored, train
+from tests.support.trainer import Training, refusals, together
 
 CURVE_TOLERANCE = 1e-5  # relative: sums in another order, over a few steps in float32
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_
             for _ in range(3):
                 second.train(1)
                 second.durable()
-            assert "new slots instead" not in daemon.log.read_text()
+            assert "new slots instead" not in daemon.log
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)

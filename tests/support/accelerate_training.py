@@ -19,7 +19,7 @@ from tierd_client.frameworks.accelerate import training_state
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.forks import serve, write
+from tests.support.forks import write
 
 
 class Average:
@@ -95,7 +95,3 @@ def main(options: dict[str, Any]) -> None:
                         client.snapshot(progress["step"], state)
     write(lines, average=average.value)
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    serve(main)

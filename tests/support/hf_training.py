@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from tests.support.forks import serve, write
+from tests.support.forks import write
 
 TOKENS = 32
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # all but how long it took
@@ -152,7 +152,3 @@ def main(options: dict[str, Any]) -> None:
         patience=early.early_stopping_patience_counter,
         history=[{name: one[name] for name in KEPT if name in one} for one in trainer.state.log_history],
     )
-
-
-if __name__ == "__main__":
-    serve(main)

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.runs import Daemon, Trainer, Training, together
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, together
 
 BATCH_ROWS = 12  # shared out evenly among 1, 2, 3 or 4 ranks
 

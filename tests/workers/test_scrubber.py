@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from tests.support.bucket import bucket_server
-from tests.support.daemon import serving, wait_until
+from tests.support.daemon import serving
 from tests.support.damage import cut, flip, lose, rot
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
+from tests.support.waiting import wait_until
 from tierd.config import LimitsConfig, ScrubConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
@@ -267,6 +268,6 @@ def test_the_daemon_mends_what_is_damaged_by_itself_and_says_so(tmp_path: Path) 
         for tier in ("hot", "cold"):
             wait_until(lambda tier=tier: daemon.metric(f'tierd_repaired_files_total{{tier="{tier}"}}') == 1, tier)
         wait_until(lambda: daemon.status()["halted"] == [], "the replicas to count again")
-        assert daemon.checkpoints("gpt", "hot") == daemon.checkpoints("gpt", "cold") == [100]
+        assert daemon.steps("hot", "gpt") == daemon.steps("cold", "gpt") == [100]
         assert {one["stage"] for one in daemon.status()["failures"]} == {"scrub"}
         assert daemon.metric('tierd_damaged_checkpoints{tier="hot"}') == 0

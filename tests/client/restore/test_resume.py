@@ -27,7 +27,9 @@ from tierd_client import (
 )
 from tierd_client.restore.resume import Policy, parse
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, refusals, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, refusals, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ def test_scratch_refuses_what_is_only_in_a_cold_tier_and_fetches_nothing(tmp_pat
 
 def test_scratch_refuses_where_a_tier_cannot_be_listed(tmp_path: Path) -> None:
     """Nothing is known of the run but that it was started before: what it left in cold, nobody can say now."""
-    limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
+    limits = "cold_list_interval_s = 0.1\n"
     with Daemon(tmp_path, more=limits) as daemon, started(daemon, "run"):
         with started(daemon, "other") as other:
             other.take(1)
@@ -233,7 +235,7 @@ def test_a_new_run_begins_while_a_tier_is_away_only_where_the_environment_says_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the run turns out to have there is the older timeline."""
-    limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
+    limits = "cold_list_interval_s = 0.1\n"
     with Daemon(tmp_path / "first", more=limits) as daemon, started(daemon, "run") as start:
         start.take(7)
         wait_until(lambda: daemon.steps("cold") == [7], "the copy")

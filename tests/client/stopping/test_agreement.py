@@ -16,7 +16,9 @@ from tierd_client.ranks import Ranks
 from tierd_client.stopping import agreement as module
 from tierd_client.stopping.agreement import Agreement, Wish
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import wait_until
 
 FOREVER = 1_000_000
 
@@ -243,7 +245,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_meeting_holds_up_no_other(daemon: D
     with ranks(daemon, 3) as trainers:
         trainers[2].apply(_promise_and_vanish)
         trainers[0].signal(signal.SIGTERM)
-        trainers[2]._process.join(DEADLINE_S)
+        trainers[2].wait_exit()
         for step in range(1, 20):
             assert together(trainers[:2], "apply", _due, step) == [(False, False)] * 2
 
