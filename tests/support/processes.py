@@ -18,20 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
-PRELOADED = [
-    "tests.support.trainer",
-    "torch._dynamo",  # the first optimizer imports it
-    "tierd.cli.app",
-    "tierd.daemon",
-    "tierd.s3.store",
-    "tierd.tiers.directory",
-    "boto3.session",
-    "boto3.crt",
-    "botocore.httpsession",
-]
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(PRELOADED)
+context.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class ForkedProcess:
