@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import importlib.util
-import json
 import random
 import signal
 import subprocess
@@ -152,20 +151,3 @@ def test_ten_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemo
 @pytest.mark.timeout(1200)
 def test_a_hundred_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemon: Daemon) -> None:
     disturb(daemon, kills=100, steps=900, seed=time.time_ns())
-
-
-def test_sigterm_ends_it_after_a_last_snapshot_with_exit_code_zero(daemon: Daemon) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, "--steps=100000", "--run=run"]
-    command += ["--every=100000", f"--socket={daemon.socket}", f"--loss-file={daemon.root}/loss.jsonl"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = iter(process.stdout)
-        assert any("step 10 " in line for line in said)
-        process.terminate()
-        rest = list(said)
-        assert process.wait(DEADLINE_S) == 0
-
-    stopped = next(int(line.split()[3].rstrip(":")) for line in rest if line.startswith("stopping at step"))
-    assert [row["step"] for row in daemon.json("ls", str(daemon.hot))] == [stopped]
-    losses = [json.loads(line) for line in (daemon.root / "loss.jsonl").read_bytes().splitlines()]
-    assert losses[-1]["step"] == stopped

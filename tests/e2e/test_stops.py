@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -16,9 +15,9 @@ import pytest
 import tierd_client
 
 from tests.support.daemon import Daemon
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, ROOT, Script
 from tests.support.trainer import Trainer, Training, joined, together
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.waiting import wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32", "--run=run"]
 FOREVER = 1_000_000
@@ -43,88 +42,71 @@ class Example:
 
     def __init__(self, daemon: Daemon, steps: int) -> None:
         self.losses = daemon.root / "loss.jsonl"
-        self._command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, f"--steps={steps}"]
-        self._command += ["--every=1000000"]
+        self._arguments = [*TINY, f"--steps={steps}", "--every=1000000"]
         self._connected = [f"--socket={daemon.socket}", f"--loss-file={self.losses}"]
 
-    @contextmanager
-    def running(self, *, delay_s: float = 0.02, **environ: str) -> Generator[subprocess.Popen[str]]:
-        command = [*self._command, *self._connected, f"--step-delay-s={delay_s}"]
-        environment = {**ENVIRONMENT, **environ}
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+    def start(self, *, delay_s: float = 0.02, **environ: str) -> Script:
+        return self._start(*self._connected, f"--step-delay-s={delay_s}", **environ)
 
     def undisturbed(self) -> bytes:
         path = self.losses.with_name("undisturbed.jsonl")
-        command = [*self._command, "--no-tierd", f"--loss-file={path}"]
-        subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, timeout=DEADLINE_S)
+        with self._start("--no-tierd", f"--loss-file={path}") as process:
+            assert process.end() == 0, process.stderr
         return path.read_bytes()
+
+    def _start(self, *more: str, **environ: str) -> Script:
+        script = ROOT / "examples" / "train_gpt.py"
+        environment = {**ENVIRONMENT, **environ}
+        return Script(script, [*self._arguments, *more], folder=self.losses.parent, environ=environment)
 
     @property
     def last_step(self) -> int:
         return json.loads(self.losses.read_bytes().splitlines()[-1])["step"]
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    said, warned = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, said, warned
-
-
-def until(process: subprocess.Popen[str], begins: str) -> None:
-    assert process.stdout is not None
-    assert any(line.startswith(begins) for line in process.stdout)
-
-
-def test_terminated_and_out_of_walltime_it_ends_with_zero_and_resumes_with_the_curve_of_an_undisturbed_run(
+def test_stopped_by_sigterm_and_by_its_walltime_it_exits_with_zero_and_resumes_on_the_undisturbed_curve(
     daemon: Daemon,
 ) -> None:
     example = Example(daemon, steps=150)
-    with example.running() as process:
-        until(process, "step 10 ")
+    with example.start() as process:
+        process.wait_line("step 10 ")
         process.terminate()
-        code, _, warned = end(process)
-    assert code == 0, warned
-    assert "stopping at step" in warned
+        assert process.end() == 0, process.stderr
+        assert "stopping at step" in process.stderr
     first = example.last_step
     assert daemon.newest("hot") == first
     assert state_of(daemon) == ("stopped", "a signal")
 
     # Nine seconds from now, of which more than five are the reserve.
-    with example.running(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
-        until(process, f"resumed at step {first} ")
-        code, _, warned = end(process)
-    assert code == 0, warned
+    with example.start(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
+        process.wait_line(f"resumed at step {first} ")
+        assert process.end() == 0, process.stderr
     second = example.last_step
     assert daemon.newest("hot") == second
     assert first < second < 150, "it stopped by itself, and not at the end"
     assert state_of(daemon) == ("stopped", "the walltime")
 
-    with example.running(delay_s=0) as process:
-        until(process, f"resumed at step {second} ")
-        assert end(process)[0] == 0
+    with example.start(delay_s=0) as process:
+        process.wait_line(f"resumed at step {second} ")
+        assert process.end() == 0, process.stderr
     assert state_of(daemon) == ("finished", "")
     assert example.losses.read_bytes() == example.undisturbed()
 
 
 def test_interrupted_twice_it_ends_at_once_without_a_snapshot(daemon: Daemon) -> None:
     example = Example(daemon, steps=FOREVER)
-    with example.running() as process:
-        until(process, "step 10 ")
+    with example.start() as process:
+        process.wait_line("step 10 ")
         # It is asked to stop and cannot: its daemon hangs before it has a slot for the last step.
         process.send_signal(signal.SIGUSR1)
         wait_until(lambda: daemon.newest("hot"), "the snapshot that was asked for")
         daemon.signal(signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.7)  # longer than an echo of the first
+        time.sleep(0.7)  # a second signal within half a second counts as an echo of the first
         process.send_signal(signal.SIGINT)
-        code, _, warned = end(process)
+        assert process.end() == -signal.SIGINT
+        assert "KeyboardInterrupt" in process.stderr
         daemon.signal(signal.SIGCONT)
-    assert code == -signal.SIGINT
-    assert "KeyboardInterrupt" in warned
     wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to hear of it")
 
 
