@@ -73,6 +73,7 @@ class TestBucket(StoreContract):
     """Our own server, which refuses whatever AWS refuses, with pages of three."""
 
     is_atomic = True
+    chunk_bytes = CHUNK_BYTES
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[S3Store]:
