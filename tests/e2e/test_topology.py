@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,21 +100,29 @@ def test_fsdp_goes_from_4_ranks_to_2_to_3_from_memory_hot_and_cold(daemon: Daemo
         assert daemon.steps("hot") == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("topology", "world_size", "others"),
-    [
-        ("ddp", 2, [("plain", 1), ("ddp", 3), ("fsdp", 2)]),
-        ("hsdp", 4, [("fsdp", 3)]),
-        ("tp", 2, [("plain", 1), ("fsdp", 3)]),
-        ("fsdp+tp", 4, [("tp", 2), ("fsdp", 3)]),
-        ("plain", 1, [("fsdp+tp", 4), ("hsdp", 4)]),
-    ],
-)
-def test_any_topology_is_restored_on_any_other(
-    daemon: Daemon, topology: str, world_size: int, others: list[tuple[str, int]]
-) -> None:
+# Each topology is once the saved one and once the restored one, and each tier is read.
+CHOSEN = {
+    ("ddp", 2): [("fsdp", 3, "memory")],
+    ("hsdp", 4): [("ddp", 3, "hot")],
+    ("tp", 2): [("plain", 1, "cold")],
+    ("fsdp+tp", 4): [("tp", 2, "memory"), ("fsdp", 3, "hot")],
+    ("plain", 1): [("fsdp+tp", 4, "hot"), ("hsdp", 4, "memory")],
+}
+ALL = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)]
+
+
+@pytest.mark.parametrize("topology", CHOSEN, ids=lambda topology: f"{topology[0]}-{topology[1]}")
+def test_a_topology_is_restored_on_others(daemon: Daemon, topology: tuple[str, int]) -> None:
+    saved = save(daemon, *topology)
+    for other, world_size, tier in CHOSEN[topology]:
+        check(daemon, other, world_size, saved, tier)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("topology", "world_size"), ALL)
+def test_every_topology_is_restored_on_every_other(daemon: Daemon, topology: str, world_size: int) -> None:
     saved = save(daemon, topology, world_size)
-    for (other, size), tier in zip(others, ("memory", "hot", "cold"), strict=False):
+    for tier, (other, size) in zip(itertools.cycle(("memory", "hot", "cold")), ALL, strict=False):
         check(daemon, other, size, saved, tier)
 
 

@@ -133,7 +133,7 @@ class StoreContract:
         assert await read_whole(store, KEY, len(data)) == data
 
     @pytest.mark.parametrize("size", [(0, 0), (0, 4096), (1, 1)])
-    async def test_what_the_store_knows_of_an_object_by_itself_is_true(
+    async def test_checksum_that_the_store_keeps_is_that_of_the_object(
         self, store: Store, size: tuple[int, int]
     ) -> None:
         size_bytes = self.size_bytes(size)
