@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.support.cli import content, make_manifest
+from tests.support.config import make_config
 from tests.support.slots import make_memfd, make_sealed
 from tierd.catalog import Catalog
-from tierd.config import ColdConfig, Config, DaemonConfig, HealthConfig, HotConfig, LimitsConfig
+from tierd.config import Config
 from tierd.format import layout, wire
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
@@ -32,18 +31,6 @@ from tierd.workers.recovery import refresh
 from tierd.workers.replicator import Replicator
 
 RUN = Run("run42")
-
-
-def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: Any) -> Config:
-    """All directories below `root`, short waits, and no examination for NaN: these shards are plain bytes."""
-    config = Config(
-        daemon=DaemonConfig(socket=str(root / "tierd.sock"), listen="127.0.0.1:0", node="here", drain_timeout_s=10.0),
-        hot=HotConfig(path=str(root / "hot")),
-        cold=[ColdConfig(name=name, url=f"file://{root / name}") for name in cold],
-        health=HealthConfig(examine=False),
-        limits=LimitsConfig(hello_timeout_s=2.0, reconcile_interval_s=0.2, retry_min_s=0.05, retry_max_s=0.2),
-    )
-    return msgspec.structs.replace(config, **sections)
 
 
 class Rooms:
