@@ -90,7 +90,9 @@ def objects(served: Bucket, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", DEAD)
-def test_dead_tier_holds_up_no_other_and_catches_up_by_itself(tmp_path: Path, trainer: Trainer, how: str) -> None:
+def test_dead_cold_tier_does_not_delay_the_other_and_catches_up_by_itself(
+    tmp_path: Path, trainer: Trainer, how: str
+) -> None:
     with ExitStack() as stack:
         good = stack.enter_context(bucket_server())
         with free_port() as port, ExitStack() as death:
@@ -129,7 +131,7 @@ def test_dead_tier_holds_up_no_other_and_catches_up_by_itself(tmp_path: Path, tr
         wait_until(lambda: "waiting for" not in daemon.tierd("status").stdout, "nothing to wait for")
 
 
-def test_node_lost_while_a_tier_is_dead_the_run_goes_on_from_the_other(tmp_path: Path, trainer: Trainer) -> None:
+def test_run_continues_from_the_other_cold_tier_when_the_node_is_lost(tmp_path: Path, trainer: Trainer) -> None:
     with bucket_server() as good, bucket_server() as dr:
         dr.script = lambda operation, key: "ServiceUnavailable"
         with daemon_with(tmp_path / "node", good.url, dr.url) as daemon:
@@ -155,7 +157,7 @@ def test_node_lost_while_a_tier_is_dead_the_run_goes_on_from_the_other(tmp_path:
 
 
 @pytest.mark.parametrize("answers", ["late", "drip"])
-def test_slow_tier_is_behind_and_the_other_is_not(tmp_path: Path, trainer: Trainer, answers: str) -> None:
+def test_slow_cold_tier_does_not_delay_the_other(tmp_path: Path, trainer: Trainer, answers: str) -> None:
     with bucket_server() as good, bucket_server() as slow:
         is_slow = True
 

@@ -106,7 +106,7 @@ def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
         assert torch.equal(model.weight, expected)
 
 
-async def test_upload_asks_no_more_than_it_must(tmp_path: Path) -> None:
+async def test_upload_sends_only_the_necessary_requests(tmp_path: Path) -> None:
     """Of two shards of two parts: what is needed to send them, and one look before each. Afterwards none, for the last
     answer proves the whole."""
     with bucket_server(part_bytes_min=MIB) as served:

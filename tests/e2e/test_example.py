@@ -64,7 +64,7 @@ def run_example(training: Training, arguments: list[str], kept: str | None = Non
     return code
 
 
-def test_a_checkpoint_is_read_by_safetensors_and_by_stock_torch_and_equals_the_model(daemon: Daemon) -> None:
+def test_safetensors_and_stock_torch_read_a_checkpoint_that_equals_the_model(daemon: Daemon) -> None:
     live = daemon.root / "live.pt"
     with Trainer() as trainer:
         arguments = ["--steps=4", "--every=2", f"--socket={daemon.socket}", f"--loss-file={daemon.root}/loss.jsonl"]
@@ -143,11 +143,11 @@ def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
         assert daemon.tierd("verify", "--tier", tier).returncode == 0
 
 
-def test_ten_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemon: Daemon) -> None:
+def test_loss_curve_is_the_undisturbed_one_after_ten_random_kills(daemon: Daemon) -> None:
     disturb(daemon, kills=10, steps=60, seed=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_hundred_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemon: Daemon) -> None:
+def test_loss_curve_is_the_undisturbed_one_after_a_hundred_random_kills(daemon: Daemon) -> None:
     disturb(daemon, kills=100, steps=900, seed=time.time_ns())

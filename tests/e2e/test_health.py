@@ -30,7 +30,7 @@ def judged(daemon: Daemon, step: int) -> bool:
     return any(row["step"] == step and row["healthy"] is not None for row in daemon.json("ls"))
 
 
-def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
+def test_checkpoints_with_nan_are_neither_restored_nor_replicated(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         for _ in range(2):
@@ -78,7 +78,7 @@ def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
     )
 
 
-def test_when_all_is_nan_nobody_starts_from_scratch(daemon: Daemon) -> None:
+def test_restore_is_refused_when_every_checkpoint_has_nan(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.apply(spoil)
@@ -88,7 +88,7 @@ def test_when_all_is_nan_nobody_starts_from_scratch(daemon: Daemon) -> None:
             trainer.restore()
 
 
-def test_a_trainer_that_stages_what_it_does_not_train_is_told(daemon: Daemon) -> None:
+def test_snapshots_of_unchanged_weights_are_reported(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.train(1)

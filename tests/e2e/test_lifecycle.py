@@ -46,7 +46,7 @@ def take_snapshots(training: Training, count: int, milestone_at: int) -> None:
     training.wait_persisted()
 
 
-def test_forty_snapshots_hot_holds_the_last_three_cold_also_every_tenth_and_the_milestone(
+def test_hot_keeps_the_last_three_of_forty_snapshots_and_cold_also_every_tenth_and_the_milestone(
     daemon: Daemon, trainer: Trainer
 ) -> None:
     trainer.connect(daemon.socket)
@@ -68,9 +68,7 @@ def test_forty_snapshots_hot_holds_the_last_three_cold_also_every_tenth_and_the_
         assert filecmp.cmpfiles(folder, there, names, shallow=False) == (names, [], [])
 
 
-def test_every_tenth_and_the_milestone_wait_in_hot_for_a_cold_tier_that_is_away(
-    daemon: Daemon, trainer: Trainer
-) -> None:
+def test_hot_keeps_every_tenth_and_the_milestone_until_the_cold_tier_is_back(daemon: Daemon, trainer: Trainer) -> None:
     trainer.connect(daemon.socket)
     shutil.rmtree(daemon.cold, ignore_errors=True)
     daemon.cold.write_text("in the way")
@@ -84,7 +82,7 @@ def test_every_tenth_and_the_milestone_wait_in_hot_for_a_cold_tier_that_is_away(
     wait_until(lambda: daemon.steps("hot") == [38, 39, 40] and daemon.steps("cold") == KEPT_COLD, "the lifecycle")
 
 
-def test_every_tenth_survives_kills_of_the_daemon_in_between(daemon: Daemon, trainer: Trainer) -> None:
+def test_every_tenth_is_kept_although_the_daemon_is_killed_repeatedly(daemon: Daemon, trainer: Trainer) -> None:
     trainer.connect(daemon.socket)
     for _ in range(3):
         trainer.apply(take_snapshots, 7, 0)
@@ -114,7 +112,7 @@ def on_s3(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_with_the_hot_disk_gone_it_is_restored_and_resumed_from_s3(on_s3: Daemon, trainer: Trainer) -> None:
+def test_run_is_restored_and_resumed_from_s3_after_the_hot_disk_is_lost(on_s3: Daemon, trainer: Trainer) -> None:
     daemon = on_s3
     trainer.connect(daemon.socket)
     trainer.train(5)
@@ -141,7 +139,7 @@ def test_with_the_hot_disk_gone_it_is_restored_and_resumed_from_s3(on_s3: Daemon
         assert found.metrics["loss"] != found.metrics["loss"]
 
 
-def test_with_s3_away_training_goes_on_and_the_copies_follow(tmp_path: Path, trainer: Trainer) -> None:
+def test_training_continues_while_s3_is_unavailable_and_the_copies_follow(tmp_path: Path, trainer: Trainer) -> None:
     away = threading.Event()
     with (
         rclone_server(tmp_path / "s3") as server,
@@ -168,7 +166,7 @@ def test_with_s3_away_training_goes_on_and_the_copies_follow(tmp_path: Path, tra
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed (apt-get install prometheus)"
 )
-def test_a_real_prometheus_scrapes_the_daemon_and_answers_for_its_metrics(daemon: Daemon, trainer: Trainer) -> None:
+def test_a_real_prometheus_scrapes_the_daemon_and_answers_queries(daemon: Daemon, trainer: Trainer) -> None:
     trainer.connect(daemon.socket)
     trainer.apply(take_snapshots, 4, 2)
     trainer.wait_replicated()

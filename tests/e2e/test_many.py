@@ -71,7 +71,7 @@ def cold(served: Bucket) -> str:
 
 @pytest.mark.parametrize("served", SIZES, indirect=True)
 @pytest.mark.timeout(600)
-def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_path: Path, served: Bucket) -> None:
+def test_daemon_reads_each_manifest_once_and_after_that_only_lists(tmp_path: Path, served: Bucket) -> None:
     count = len(served.objects) // 2
     began: Counter[str] = Counter()
     at_once: list[int] = []
@@ -111,7 +111,7 @@ def test_daemon_reads_each_manifest_once_and_then_pages_of_a_listing_only(tmp_pa
 
 @pytest.mark.parametrize("served", SIZES, indirect=True)
 @pytest.mark.timeout(600)
-def test_verbs_without_a_daemon_read_each_manifest_once_and_then_pages_of_a_listing_only(
+def test_commands_without_a_daemon_read_each_manifest_once_and_after_that_only_list(
     tmp_path: Path, served: Bucket
 ) -> None:
     count = len(served.objects) // 2
@@ -137,9 +137,7 @@ def test_verbs_without_a_daemon_read_each_manifest_once_and_then_pages_of_a_list
     assert next(row["metrics"] for row in rows if row["step"] == 7) == {"loss": 7.5}
 
 
-def test_cache_that_cannot_be_written_costs_requests_and_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_work_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     house = House(tmp_path)

@@ -57,7 +57,7 @@ def wait_staged(training: Training) -> None:
     training.client.wait_staged()
 
 
-def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_nothing_happened_to(
+def test_losses_after_resuming_from_overlapped_snapshots_equal_those_of_an_undisturbed_run(
     daemon: Daemon,
 ) -> None:
     with Trainer(width=WIDTH) as undisturbed:
@@ -81,7 +81,7 @@ def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_no
         assert losses[:11] + last.train(5) == expected
 
 
-def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon: Daemon) -> None:
+def test_trainer_killed_during_an_overlapped_copy_restores_the_previous_snapshot(daemon: Daemon) -> None:
     with Trainer(width=WIDTH) as first:
         first.connect(daemon.socket, staging="overlap")
         first.train(1)
@@ -103,7 +103,7 @@ def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon
         assert second.digest() == digest
 
 
-def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slots(daemon: Daemon) -> None:
+def test_snapshot_torn_on_one_rank_fails_on_all_and_frees_its_slots(daemon: Daemon) -> None:
     with joined(daemon.root, 2, width=WIDTH) as ranks:
         together(ranks, "connect", daemon.socket, staging="overlap", slot_wait_s=20.0)
         together(ranks, "train", 1)
@@ -123,7 +123,7 @@ def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slot
         together(ranks, "wait_persisted")
 
 
-def test_a_script_that_just_ends_has_handed_its_overlapped_snapshot_over(daemon: Daemon) -> None:
+def test_script_that_ends_without_closing_hands_over_its_overlapped_snapshot(daemon: Daemon) -> None:
     script = f"""
 import tierd_client, torch
 model = torch.nn.Linear(2048, 2048)
@@ -140,7 +140,7 @@ client.snapshot(7, tierd_client.TrainingState(model=model, optimizer=optimizer))
     wait_until(lambda: daemon.steps("hot") == [7], "the checkpoint")
 
 
-def test_the_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
+def test_staging_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
     with Daemon(tmp_path, more='[snapshot]\nstaging = "overlap"\n') as daemon, Trainer(width=WIDTH) as trainer:
         trainer.connect(daemon.socket)
         trainer.train(1)

@@ -88,7 +88,7 @@ def test_a_rank_killed_before_it_sealed_leaves_the_older_checkpoint(daemon: Daem
         assert daemon.newest("hot") == 3
 
 
-def test_a_rank_that_dies_is_an_error_of_the_others_not_a_hang(daemon: Daemon) -> None:
+def test_a_rank_that_dies_raises_an_error_on_the_others(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "train", 1)
         trainers[1].kill()
@@ -96,7 +96,7 @@ def test_a_rank_that_dies_is_an_error_of_the_others_not_a_hang(daemon: Daemon) -
             trainers[0].snapshot()
 
 
-def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks_and_nothing_is_changed(
+def test_rank_local_state_is_refused_by_another_number_of_ranks_and_nothing_changes(
     daemon: Daemon,
 ) -> None:
     with ranks(daemon, 2) as first:
@@ -115,7 +115,7 @@ def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks_and
         assert alone.restore().step == 1
 
 
-def test_a_launcher_without_a_process_group_is_told_what_to_call(
+def test_without_a_process_group_the_error_names_the_call_that_is_missing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -140,7 +140,7 @@ def test_all_ranks_skip_a_step_when_one_has_no_slot(daemon: Daemon) -> None:
         assert daemon.metric('tierd_snapshots_total{outcome="skipped",run="run"}') == 1
 
 
-def test_state_that_one_rank_cannot_store_is_an_error_of_all_and_the_next_snapshot_works(daemon: Daemon) -> None:
+def test_state_that_one_rank_cannot_save_is_an_error_on_all_and_the_next_snapshot_works(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "train", 1)
         trainers[1].apply(_put_in_extra, "lock")
@@ -155,7 +155,7 @@ def test_state_that_one_rank_cannot_store_is_an_error_of_all_and_the_next_snapsh
         assert daemon.steps("hot") == [2]
 
 
-def test_a_newer_start_fences_every_rank_of_the_older(daemon: Daemon) -> None:
+def test_a_newer_start_fences_every_rank_of_the_older_one(daemon: Daemon) -> None:
     with ranks(daemon, 2) as older, ranks(daemon, 2) as newer:
         together(newer, "train", 1)
         together(newer, "durable")
@@ -163,7 +163,7 @@ def test_a_newer_start_fences_every_rank_of_the_older(daemon: Daemon) -> None:
         assert [type(error) for error in refusals(older, "snapshot")] == [Stale, Stale]
 
 
-def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) -> None:
+def test_resuming_from_an_older_step_creates_one_new_generation_for_all_ranks(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         digests = []
         for _ in range(2):
@@ -179,7 +179,7 @@ def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) 
         assert [row["generation"] for row in daemon.get("/api/v1/checkpoints")] == [2, 1, 1]
 
 
-def test_damage_that_one_rank_finds_sends_all_ranks_to_the_next_replica(daemon: Daemon) -> None:
+def test_all_ranks_take_the_next_replica_when_one_finds_damage(daemon: Daemon) -> None:
     with ranks(daemon, 2) as first:
         together(first, "train", 1)
         together(first, "durable")

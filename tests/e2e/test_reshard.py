@@ -129,7 +129,7 @@ def has_come(daemon: Daemon, shard: Path) -> bool:
     return any(path.read_bytes()[: len(raw)] == raw for path in left(daemon) if path.name.startswith(shard.name))
 
 
-def test_each_of_two_nodes_fetches_the_half_that_its_ranks_need(
+def test_each_of_two_nodes_fetches_only_the_half_that_its_ranks_need(
     tmp_path: Path, saved: Saved, served: list[Bucket]
 ) -> None:
     with (
@@ -148,7 +148,7 @@ def test_each_of_two_nodes_fetches_the_half_that_its_ranks_need(
         every(trainers, train, 1)
 
 
-def test_ranks_of_one_node_fetch_each_chunk_once_and_make_a_hot_replica_of_all(
+def test_ranks_of_one_node_fetch_each_chunk_once_and_create_a_hot_replica(
     tmp_path: Path, saved: Saved, served: list[Bucket]
 ) -> None:
     for name, world_size in (("a", 4), ("b", 2)):
@@ -161,7 +161,7 @@ def test_ranks_of_one_node_fetch_each_chunk_once_and_make_a_hot_replica_of_all(
                 assert (daemon.folder(2) / one.name).read_bytes() == (saved.folder / one.name).read_bytes()
 
 
-def test_node_killed_in_the_middle_of_its_part_goes_on(tmp_path: Path, saved: Saved, served: list[Bucket]) -> None:
+def test_node_killed_while_it_fetches_its_part_continues(tmp_path: Path, saved: Saved, served: list[Bucket]) -> None:
     bucket, (*_, third, last) = served[1], saved.manifest.files
 
     def hold(operation: str, key: str) -> str:
@@ -188,7 +188,7 @@ def test_node_killed_in_the_middle_of_its_part_goes_on(tmp_path: Path, saved: Sa
             assert one.sent["get_object"] <= saved.half_bytes + MANIFEST_READS_BYTES, "both lives together"
 
 
-def test_chunk_that_is_bad_in_one_bucket_comes_from_the_other_and_that_is_said(
+def test_chunk_that_is_corrupt_in_one_bucket_comes_from_the_other_and_is_reported(
     tmp_path: Path, saved: Saved, served: list[Bucket]
 ) -> None:
     bad = saved.manifest.files[1]

@@ -93,7 +93,7 @@ def test_stopped_by_sigterm_and_by_its_walltime_it_exits_with_zero_and_resumes_o
     assert example.losses.read_bytes() == example.undisturbed()
 
 
-def test_interrupted_twice_it_ends_at_once_without_a_snapshot(daemon: Daemon) -> None:
+def test_second_interrupt_ends_the_trainer_without_a_snapshot(daemon: Daemon) -> None:
     example = Example(daemon, steps=FOREVER)
     with example.start() as process:
         process.wait_line("step 10 ")
@@ -164,7 +164,7 @@ def begin(trainers: list[Trainer], work: Callable[..., Any], *arguments: Any) ->
         trainer.begin("apply", work, *arguments)
 
 
-def test_a_signal_asks_for_a_snapshot_and_training_goes_on(daemon: Daemon) -> None:
+def test_sigusr1_requests_a_snapshot_and_training_continues(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         trainer.begin("apply", _loop, FOREVER)
         trainer.signal(signal.SIGUSR1)
@@ -178,7 +178,7 @@ def test_a_signal_asks_for_a_snapshot_and_training_goes_on(daemon: Daemon) -> No
         assert taken[-1] == len(losses) == daemon.newest("hot")
 
 
-def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_resume_there(
+def test_sigterm_to_one_rank_stops_all_ranks_at_the_same_step_and_they_resume_there(
     daemon: Daemon,
 ) -> None:
     # Two, for which a sum has one order: with more, a new DistributedDataParallel may add gradients in another.
@@ -201,7 +201,7 @@ def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_res
     assert whole == undisturbed
 
 
-def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
+def test_walltime_stops_all_ranks_with_exit_code_zero(daemon: Daemon) -> None:
     with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
         begin(trainers, _loop_to_the_exit, FOREVER)
         assert [trainer.wait_exit() for trainer in trainers] == [0, 0]
@@ -209,7 +209,7 @@ def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(dae
     wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to hear of it")
 
 
-def test_a_hung_daemon_holds_up_neither_rank_and_is_heard_when_it_goes_on(daemon: Daemon) -> None:
+def test_stop_request_waits_for_a_hung_daemon_and_training_does_not(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         begin(trainers, _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -227,7 +227,7 @@ def _cpu_s(pid: int) -> float:
     return int(fields[11]) / 100
 
 
-def test_a_daemon_killed_between_the_wish_and_the_stop_is_asked_again(daemon: Daemon) -> None:
+def test_stop_request_is_sent_again_after_the_daemon_was_killed(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         begin(trainers, _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -238,7 +238,7 @@ def test_a_daemon_killed_between_the_wish_and_the_stop_is_asked_again(daemon: Da
     assert found[0][1] == found[1][1] == [len(found[0][0])]
 
 
-def test_a_last_snapshot_that_is_not_durable_in_time_is_an_error_and_never_exit_code_zero(daemon: Daemon) -> None:
+def test_last_snapshot_that_is_not_durable_in_time_is_an_error(daemon: Daemon) -> None:
     with connected(daemon, stop_grace_s=0.2) as trainer:
         trainer.begin("apply", _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -250,7 +250,7 @@ def test_a_last_snapshot_that_is_not_durable_in_time_is_an_error_and_never_exit_
         wait_until(lambda: daemon.newest("hot"), "what was sealed to be durable all the same")
 
 
-def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
+def test_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
     path = daemon.root / "stop"
     with ranks(daemon, 2, stop_file=str(path)) as trainers:
         begin(trainers, _loop, FOREVER)
@@ -261,7 +261,7 @@ def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
     assert state_of(daemon) == ("stopped", "the stop file")
 
 
-def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
+def test_halted_run_exits_with_17_and_status_shows_the_reason(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         trainer.begin("apply", _halt)
         assert trainer.wait_exit() == 17
@@ -272,14 +272,14 @@ def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("error", "state"), [(tierd_client.Mismatch("it does not fit"), "halted"), (RuntimeError("boom"), "failed")]
 )
-def test_an_error_that_ends_the_loop_is_told_of(daemon: Daemon, error: Exception, state: str) -> None:
+def test_error_that_ends_the_loop_is_reported_to_the_daemon(daemon: Daemon, error: Exception, state: str) -> None:
     with connected(daemon) as trainer:
         with pytest.raises(type(error)):
             trainer.apply(_fail, error)
         assert state_of(daemon)[0] == state
 
 
-def test_killed_it_is_lost_and_started_again_it_runs(daemon: Daemon) -> None:
+def test_killed_run_is_shown_as_lost_and_a_restarted_one_as_running(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         assert state_of(daemon) == ("running", "")
         trainer.kill()

@@ -72,13 +72,13 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield found
 
 
-def test_daemon_stands_behind_whoever_trains(daemon: Daemon) -> None:
+def test_daemon_runs_at_a_lower_cpu_priority_than_training(daemon: Daemon) -> None:
     threads = [int(one) for one in os.listdir(f"/proc/{daemon.pid}/task")]
     least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
     assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
 
 
-def test_steps_that_get_slower_hold_back_an_upload_and_whoever_waits_lets_it_go(daemon: Daemon) -> None:
+def test_slower_steps_throttle_an_upload_until_somebody_waits_for_it(daemon: Daemon) -> None:
     client = tierd_client.connect(RUN, socket=str(daemon.socket), every_steps=0, signals={})
     with Training(client) as training:
         wait_until(lambda: not math.isnan(daemon.metric(SLOWDOWN)), "until it knows what is usual")

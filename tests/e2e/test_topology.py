@@ -61,9 +61,7 @@ def tensors_of(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("topology", "world_size"), [("ddp", 2), ("fsdp", 4), ("fsdp+tp", 4)])
-def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
-    daemon: Daemon, topology: str, world_size: int
-) -> None:
+def test_killed_run_resumes_bit_for_bit_on_the_same_topology(daemon: Daemon, topology: str, world_size: int) -> None:
     with arranged(daemon, topology, world_size) as first:
         assert together(first, "restore") == [None] * world_size
         every(first, train, 3)
@@ -81,7 +79,7 @@ def test_killed_in_the_middle_it_goes_on_along_the_same_curve_to_the_last_bit(
         assert one_of(every(second, train, 4)) == losses
 
 
-def test_fsdp_goes_from_4_ranks_to_2_to_3_from_memory_hot_and_cold(daemon: Daemon) -> None:
+def test_fsdp_is_restored_on_2_and_3_ranks_from_memory_hot_and_cold(daemon: Daemon) -> None:
     saved = save(daemon, "fsdp", 4)
     check(daemon, "fsdp", 2, saved, "memory")
     check(daemon, "fsdp", 3, saved, "hot")
@@ -126,7 +124,7 @@ def test_every_topology_is_restored_on_every_other(daemon: Daemon, topology: str
         check(daemon, other, size, saved, tier)
 
 
-def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
+def test_bfloat16_is_restored_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
     state, _ = save(daemon, "fsdp", 3, dtype="bfloat16")
     assert state["up.weight.exp_avg"][0] == "torch.bfloat16"
     with arranged(daemon, "fsdp", 2, dtype="bfloat16") as trainers:
@@ -134,7 +132,7 @@ def test_bfloat16_comes_back_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None:
         assert one_of(every(trainers, gathered)) == state
 
 
-def test_each_part_is_written_once_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
+def test_each_part_of_a_tensor_is_written_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
     save(daemon, "hsdp", 4)
     found = tensors_of(daemon.folder(3))
     assert found["model.up.weight"] == 2, "one for each part, not for each replica"
@@ -143,7 +141,7 @@ def test_each_part_is_written_once_by_one_of_the_ranks_that_hold_it(daemon: Daem
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
-def test_stock_pytorch_loads_what_fsdp_on_4_ranks_saved(daemon: Daemon, tmp_path: Path) -> None:
+def test_stock_pytorch_loads_a_checkpoint_of_fsdp_on_4_ranks(daemon: Daemon, tmp_path: Path) -> None:
     state, _ = save(daemon, "fsdp", 4)
     done = daemon.tierd("restore", "--tier", "cold", "--to", tmp_path / "restored")
     assert done.returncode == 0, done.stderr
@@ -159,7 +157,7 @@ def test_stock_pytorch_loads_what_fsdp_on_4_ranks_saved(daemon: Daemon, tmp_path
     assert len(wanted) == 3 * 6 + 1
 
 
-def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for_replicas(daemon: Daemon) -> None:
+def test_plain_tensors_that_differ_between_ranks_are_refused_by_name(daemon: Daemon) -> None:
     with arranged(daemon, "plain", 1) as alone:
         every(alone, train, 1)
         together(alone, "durable")
@@ -175,7 +173,7 @@ def test_tensor_parallel_of_plain_tensors_is_refused_by_name_and_never_taken_for
         assert daemon.steps("hot") == [1, 3]
 
 
-def test_statistics_that_differ_between_ranks_are_rank_0s_as_ddp_has_it(daemon: Daemon) -> None:
+def test_buffers_that_differ_between_ranks_are_restored_from_rank_0_as_ddp_does(daemon: Daemon) -> None:
     with arranged(daemon, "ddp", 3) as first:
         every(first, _add_statistics)
         every(first, train, 2)

@@ -21,7 +21,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_killed_right_after_a_snapshot_it_resumes_there_from_memory(daemon: Daemon) -> None:
+def test_trainer_killed_after_a_snapshot_resumes_there_from_memory(daemon: Daemon) -> None:
     with Trainer() as undisturbed:
         expected = undisturbed.train(12)
     with Trainer() as first:
@@ -53,7 +53,7 @@ def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
     return False
 
 
-def test_killed_while_staging_the_snapshot_before_is_restored(daemon: Daemon) -> None:
+def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Daemon) -> None:
     with Trainer(width=400_000) as first:  # 150 MB of state: staging takes a while
         first.connect(daemon.socket)
         for step in range(1, 100, 2):
@@ -85,7 +85,7 @@ def load_with_workers(training: Training) -> list[int]:
     return [worker.pid for worker in training.batches._workers]
 
 
-def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_the_same(daemon: Daemon) -> None:
+def test_slots_are_adopted_although_data_loader_workers_of_the_killed_trainer_live_on(daemon: Daemon) -> None:
     with Trainer() as first:
         first.connect(daemon.socket)
         first.train(1)
@@ -111,7 +111,7 @@ def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_
             os.kill(worker, signal.SIGKILL)
 
 
-def test_sigterm_asks_for_a_last_snapshot(daemon: Daemon) -> None:
+def test_sigterm_requests_a_last_snapshot(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.enter()
@@ -124,7 +124,7 @@ def test_sigterm_asks_for_a_last_snapshot(daemon: Daemon) -> None:
     wait_until(lambda: daemon.steps("hot") == [1], "the last snapshot to be durable")
 
 
-def test_killed_again_and_again_each_start_is_a_generation_and_nothing_leaks(daemon: Daemon) -> None:
+def test_repeated_kills_leak_nothing_and_each_start_is_a_generation(daemon: Daemon) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
