@@ -1,4 +1,4 @@
-"""The example with a daemon: readable by stock tools without tierd, resumable at any instant, bit for bit."""
+"""The example with a daemon: stock tools read its checkpoints, and it resumes bit for bit after any kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def run_example(training: Training, arguments: list[str], kept: str | None = None) -> int:
-    """The example's `main`. In the trainer. `kept`: where its model goes in the end, as plain torch.save."""
+    """The example's `main`, run in the trainer. It saves its model to the file `kept` with torch.save."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
     assert spec is not None
     assert spec.loader is not None
@@ -82,7 +82,7 @@ def test_safetensors_and_stock_torch_read_a_checkpoint_that_equals_the_model(dae
 
 
 class Disturbed:
-    """The example, run to its end against whatever is done to its process and to its daemon."""
+    """The example, restarted until it ends, while the test kills its process and its daemon."""
 
     def __init__(self, daemon: Daemon, steps: int, delay_s: float) -> None:
         self.daemon = daemon
@@ -97,7 +97,7 @@ class Disturbed:
         return trainer
 
     def end(self) -> int:
-        """Its exit code, once it gets to its end. Started again when it found no daemon, as any launcher would."""
+        """Its exit code. It is restarted when it found no daemon, as a launcher does."""
         while True:
             try:
                 return self.trainer.end(DEADLINE_S * 5)
@@ -120,12 +120,12 @@ class Disturbed:
 
     def hang_daemon(self) -> None:
         self.daemon.signal(signal.SIGSTOP)
-        time.sleep(0.2)  # how long it hangs, not a wait for anything
+        time.sleep(0.2)  # the duration of the hang
         self.daemon.signal(signal.SIGCONT)
 
 
 def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
-    """Random kills at random moments; then the curve must be the undisturbed one."""
+    """Kills at random moments, after which the loss curve must be the undisturbed one."""
     undisturbed = daemon.root / "undisturbed.jsonl"
     with Trainer() as trainer:
         trainer.apply(run_example, [f"--steps={steps}", f"--loss-file={undisturbed}", "--no-tierd"])
@@ -133,7 +133,7 @@ def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
     run = Disturbed(daemon, steps, delay_s=0.02)
     try:
         for _ in range(kills):
-            time.sleep(chance.uniform(0, 0.8))  # the moment is what is random
+            time.sleep(chance.uniform(0, 0.8))  # a random moment
             chance.choice([run.kill_trainer, run.kill_trainer, run.kill_daemon, run.kill_both, run.hang_daemon])()
         assert run.end() == 0
     finally:

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, on the CPU: its ways save, and its figures are told. What they are says nothing here."""
+"""The GPU benchmark runs on the CPU: every method saves and reports its figures, which mean nothing here."""
 
 from __future__ import annotations
 

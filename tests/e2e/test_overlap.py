@@ -1,4 +1,4 @@
-"""Overlapped snapshots on real processes: killed in the middle, resumed exactly, torn on one rank of two."""
+"""Overlapped snapshots in real processes: a kill during the copy, an exact resume, a tear on one rank of two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 class EndlessCopier(Copier):
-    """A copy that is not done while the process lives."""
+    """Starts a copy that never ends."""
 
     def start(self, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], running: list[Future[None]]) -> None:
         running.append(self._pool.submit(self._copy_half, list(to), list(from_)))
@@ -49,7 +49,7 @@ def is_under_way(training: Training) -> bool:
 
 def change(training: Training) -> None:
     with torch.no_grad():
-        for parameter in training.model.parameters():  # whichever of them this rank writes
+        for parameter in training.model.parameters():  # this rank writes some of them
             parameter.mul_(2)
 
 
@@ -72,7 +72,7 @@ def test_losses_after_resuming_from_overlapped_snapshots_equal_those_of_an_undis
                 losses += trainer.train(1)
                 trainer.snapshot()
             assert trainer.apply(is_under_way)
-            losses += trainer.train(1)  # the last snapshot is handed over in its step
+            losses += trainer.train(1)  # the step completes the last snapshot
             trainer.kill()
     with Trainer(width=WIDTH, seed=3) as last:
         last.connect(daemon.socket, staging="overlap")
@@ -90,11 +90,11 @@ def test_trainer_killed_during_an_overlapped_copy_restores_the_previous_snapshot
         first.apply(copy_endlessly)
         first.train(1)
         first.snapshot()
-        first.begin("train", 1)  # waits in its step
+        first.begin("train", 1)  # the step waits for the copy
         wait_until(lambda: daemon.status()["slots"]["filling"], "the slot to be filling")
         assert first.is_busy
         first.kill()
-    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice the kill")
 
     with Trainer(width=WIDTH, seed=2) as second:
         second.connect(daemon.socket)

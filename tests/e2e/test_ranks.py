@@ -1,4 +1,4 @@
-"""Several ranks of one machine: one checkpoint, written once, committed when all have sealed, or not at all."""
+"""Several ranks on one machine write one checkpoint, which is committed when all have sealed, or not at all."""
 
 from __future__ import annotations
 
@@ -199,11 +199,11 @@ def test_all_ranks_take_the_next_replica_when_one_finds_damage(daemon: Daemon) -
         assert together(second, "digest") == digests
 
 
-# ── what runs in a trainer ──
+# ── run in a trainer ──
 
 
 def _hold_before_seal(training: Training) -> None:
-    """Stop this process just before it says that its snapshot is sealed: a kill at that very instant."""
+    """Stops the process before it sends that its snapshot is sealed, for a kill at that instant."""
     held = training.client._held
     training.seal = held.seal
     held.seal = lambda sealed: signal.raise_signal(signal.SIGSTOP)
@@ -223,7 +223,7 @@ def _show_slots(training: Training) -> None:
 
 
 def _put_in_extra(training: Training, name: str) -> None:
-    training.extra[name] = open  # a function has no safe form
+    training.extra[name] = open  # a function cannot be saved
 
 
 def _take_from_extra(training: Training, name: str) -> None:

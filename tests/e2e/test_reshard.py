@@ -1,4 +1,4 @@
-"""Ranks on several nodes restore a checkpoint that lies only in buckets: each node fetches what its own ranks need."""
+"""Ranks on several nodes restore a checkpoint from buckets: each node fetches only what its own ranks need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierd.format.manifest import Manifest, decode, file_entry
 pytestmark = pytest.mark.long
 
 CHUNK_BYTES = 64 << 10
-MANIFEST_READS_BYTES = 256 << 10  # what nodes and looks read beside shards, with room to spare
+MANIFEST_READS_BYTES = 256 << 10  # an upper bound of what is read beside shards
 
 
 def arrange(training: Training, rank: int, world_size: int, rendezvous: str) -> None:
@@ -46,7 +46,7 @@ def arrange(training: Training, rank: int, world_size: int, rendezvous: str) -> 
 
 @contextmanager
 def ranks_on(daemons: list[Daemon], world_size: int) -> Generator[list[Trainer]]:
-    """Connected ranks of one run, as many on each node, killed at the end."""
+    """Connected ranks of one run, equally many on each node, killed at the end."""
     with ExitStack() as stack:
         trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
         rendezvous = str(daemons[0].root / f"rendezvous-{trainers[0].pid}")
@@ -62,7 +62,7 @@ def ranks_on(daemons: list[Daemon], world_size: int) -> Generator[list[Trainer]]
 
 
 class Saved:
-    """What four ranks have saved: its manifest, in small chunks, its files below `root`, and the state by torch."""
+    """A checkpoint of four ranks: its manifest with small chunks, its files below `root`, and its state."""
 
     def __init__(self, root: Path) -> None:
         with Daemon(root) as daemon, ranks_on([daemon], 4) as trainers:
@@ -77,12 +77,12 @@ class Saved:
 
     @property
     def half_bytes(self) -> int:
-        """What half of the ranks need at most: the chunks of their parts, headers, and what one rank wrote for all."""
+        """An upper bound of what half of the ranks need: their chunks, headers, and what one rank wrote for all."""
         return self.manifest.size_bytes // 2 + 10 * CHUNK_BYTES
 
 
 def _in_small_chunks(path: Path) -> Manifest:
-    """The manifest says of the same bytes what it would say if a chunk were small."""
+    """Rewrites the manifest of the same bytes for small chunks."""
     found = decode(path.read_bytes(), where="")
     entries = []
     for one in found.files:
@@ -110,7 +110,7 @@ def served(saved: Saved) -> Iterator[list[Bucket]]:
 
 
 def node(root: Path, cold: Bucket, dr: Bucket | None = None) -> Daemon:
-    """One that has never seen the run. Not started yet."""
+    """A daemon that does not know the run, not yet started."""
     more = "" if dr is None else f'[[cold]]\nname = "dr"\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{dr.url}"\n'
     return Daemon(root, cold=f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{cold.url}"', more=more, environ=ENVIRONMENT)
 
@@ -124,7 +124,7 @@ def left(daemon: Daemon) -> list[Path]:
 
 
 def has_come(daemon: Daemon, shard: Path) -> bool:
-    """Whether all of it is in the file that arrives."""
+    """Whether the partial download has the whole shard."""
     raw = shard.read_bytes()
     return any(path.read_bytes()[: len(raw)] == raw for path in left(daemon) if path.name.startswith(shard.name))
 
@@ -144,7 +144,7 @@ def test_each_of_two_nodes_fetches_only_the_half_that_its_ranks_need(
             assert bucket.sent["get_object"] <= saved.half_bytes + MANIFEST_READS_BYTES
             assert saved.half_bytes + MANIFEST_READS_BYTES < 0.75 * saved.manifest.size_bytes
             assert daemon.steps("hot") == [], "a part is no replica"
-            wait_until(lambda daemon=daemon: not left(daemon), "what is needed no more to go")
+            wait_until(lambda daemon=daemon: not left(daemon), "partial downloads to be removed")
         every(trainers, train, 1)
 
 

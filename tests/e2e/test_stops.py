@@ -1,4 +1,4 @@
-"""Stopped in good order, by whatever asks: exit code 0, the last finished step durable, and the curve goes on there."""
+"""Every kind of stop request: exit code 0, a durable snapshot of the last step, and an exact resume from it."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_second_interrupt_ends_the_trainer_without_a_snapshot(daemon: Daemon) ->
     example = Example(daemon, steps=FOREVER)
     with example.start() as process:
         process.wait_line("step 10 ")
-        # It is asked to stop and cannot: its daemon hangs before it has a slot for the last step.
+        # It cannot stop in order: the daemon hangs before it has a free slot for the last snapshot.
         process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: daemon.newest("hot"), "the snapshot that was asked for")
+        wait_until(lambda: daemon.newest("hot"), "the requested snapshot")
         daemon.signal(signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         time.sleep(0.7)  # a second signal within half a second counts as an echo of the first
@@ -107,14 +107,14 @@ def test_second_interrupt_ends_the_trainer_without_a_snapshot(daemon: Daemon) ->
         assert process.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in process.stderr
         daemon.signal(signal.SIGCONT)
-    wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to hear of it")
+    wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to know the outcome")
 
 
-# ── in a process that stays: what follows the underscore runs in a trainer ──
+# ── in a trainer, where the functions with an underscore run ──
 
 
 def _loop(training: Training, steps: int, every: int = 0, last: bool = True) -> tuple[list[float], list[int]]:
-    """The losses of each step, and the steps of which a snapshot was taken. As a user writes it."""
+    """A training loop as a user writes it. Returns the loss of each step and the steps of its snapshots."""
     losses: list[float] = []
     taken: list[int] = []
     with training.client as client:
@@ -181,7 +181,7 @@ def test_sigusr1_requests_a_snapshot_and_training_continues(daemon: Daemon) -> N
 def test_sigterm_to_one_rank_stops_all_ranks_at_the_same_step_and_they_resume_there(
     daemon: Daemon,
 ) -> None:
-    # Two, for which a sum has one order: with more, a new DistributedDataParallel may add gradients in another.
+    # Two ranks, whose sum has one order: with more, a new DistributedDataParallel may add gradients in another order.
     world_size = 2
     with ranks(daemon, world_size) as trainers:
         undisturbed = [found[0] for found in together(trainers, "apply", _loop, 60)]
@@ -206,7 +206,7 @@ def test_walltime_stops_all_ranks_with_exit_code_zero(daemon: Daemon) -> None:
         begin(trainers, _loop_to_the_exit, FOREVER)
         assert [trainer.wait_exit() for trainer in trainers] == [0, 0]
     assert daemon.newest("hot") > 0
-    wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to hear of it")
+    wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to know the outcome")
 
 
 def test_stop_request_waits_for_a_hung_daemon_and_training_does_not(daemon: Daemon) -> None:
@@ -246,8 +246,8 @@ def test_last_snapshot_that_is_not_durable_in_time_is_an_error(daemon: Daemon) -
         with pytest.raises(tierd_client.Transient, match=r"stop at step \d+: the last snapshot was not durable"):
             trainer.end()
         daemon.signal(signal.SIGCONT)
-        wait_until(lambda: state_of(daemon)[0] == "failed", "the daemon to hear of it")
-        wait_until(lambda: daemon.newest("hot"), "what was sealed to be durable all the same")
+        wait_until(lambda: state_of(daemon)[0] == "failed", "the daemon to know the outcome")
+        wait_until(lambda: daemon.newest("hot"), "the sealed snapshot to be durable")
 
 
 def test_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
@@ -283,6 +283,6 @@ def test_killed_run_is_shown_as_lost_and_a_restarted_one_as_running(daemon: Daem
     with connected(daemon) as trainer:
         assert state_of(daemon) == ("running", "")
         trainer.kill()
-    wait_until(lambda: state_of(daemon)[0] == "lost", "the daemon to miss it")
+    wait_until(lambda: state_of(daemon)[0] == "lost", "the daemon to notice")
     with connected(daemon):
         assert state_of(daemon) == ("running", "")

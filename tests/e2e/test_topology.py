@@ -1,4 +1,4 @@
-"""A checkpoint of one topology on another: the same bits on any number of ranks, any mesh, from any tier."""
+"""A checkpoint of one topology is restored on another: the same bits on any ranks and mesh, from any tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def save(daemon: Daemon, topology: str, world_size: int, **options: Any) -> tuple[Bits, list[float]]:
-    """Three steps, a checkpoint in every tier, and SIGKILL in the middle of what follows: (the state, its curve)."""
+    """Three steps, a checkpoint in every tier, and SIGKILL during the next steps: (the state, the next losses)."""
     with arranged(daemon, topology, world_size, **options) as trainers:
         every(trainers, train, 3)
         together(trainers, "durable")
@@ -43,7 +43,7 @@ def save(daemon: Daemon, topology: str, world_size: int, **options: Any) -> tupl
 def check(
     daemon: Daemon, topology: str, world_size: int, saved: tuple[Bits, list[float]], tier: str, **options: Any
 ) -> None:
-    """The checkpoint is restored bit for bit there, and training goes on along the same curve."""
+    """The checkpoint is restored bit for bit, and training continues with the same losses."""
     state, losses = saved
     with arranged(daemon, topology, world_size, **options) as trainers:
         assert restored(trainers, tier=tier) == (3, tier)
@@ -52,7 +52,7 @@ def check(
 
 
 def tensors_of(folder: Path) -> Counter[str]:
-    """How often each tensor is in the shards of a checkpoint, by name and, for a part of one, where it begins."""
+    """How often each tensor name is in the shards of a checkpoint."""
     found: Counter[str] = Counter()
     for shard in folder.glob("*.safetensors"):
         with safe_open(str(shard), "pt") as file:
@@ -85,7 +85,7 @@ def test_fsdp_is_restored_on_2_and_3_ranks_from_memory_hot_and_cold(daemon: Daem
     check(daemon, "fsdp", 3, saved, "hot")
     check(daemon, "fsdp", 3, saved, "cold")
 
-    with arranged(daemon, "fsdp", 2) as two:  # takes over slots that were smaller
+    with arranged(daemon, "fsdp", 2) as two:  # adopts slots that are too small
         assert restored(two) == (3, "memory")
         every(two, train, 1)
         together(two, "durable")
@@ -98,7 +98,7 @@ def test_fsdp_is_restored_on_2_and_3_ranks_from_memory_hot_and_cold(daemon: Daem
         assert daemon.steps("hot") == [3, 4, 5]
 
 
-# Each topology is once the saved one and once the restored one, and each tier is read.
+# Each topology is saved once and restored at least once, and each tier is read.
 CHOSEN = {
     ("ddp", 2): [("fsdp", 3, "memory")],
     ("hsdp", 4): [("ddp", 3, "hot")],
@@ -140,7 +140,7 @@ def test_each_part_of_a_tensor_is_written_by_one_of_the_ranks_that_hold_it(daemo
     assert max(found.values()) == 2
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own ways
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own API
 def test_stock_pytorch_loads_a_checkpoint_of_fsdp_on_4_ranks(daemon: Daemon, tmp_path: Path) -> None:
     state, _ = save(daemon, "fsdp", 4)
     done = daemon.tierd("restore", "--tier", "cold", "--to", tmp_path / "restored")
@@ -203,7 +203,7 @@ def test_sharded_module_in_extra_is_resharded_too(daemon: Daemon) -> None:
             assert one_of(every(others, _critic)) == critic
 
 
-# ── what runs in a trainer ──
+# ── run in a trainer ──
 
 
 def _shard_by_hand(training: Training) -> None:
@@ -217,9 +217,9 @@ def _make_equal(training: Training) -> None:
 
 
 def _add_statistics(training: Training) -> None:
-    """A BatchNorm, whose running mean is each rank's own until the next forward."""
+    """Adds a BatchNorm, whose running mean differs between ranks until the next forward."""
     training.net.norm = torch.nn.BatchNorm1d(5)
-    # Else DDP puts its buckets in another order after the first backward of a start, and three numbers have two sums.
+    # Otherwise DDP reorders its buckets after the first backward, and a sum of three floats depends on the order.
     training.model = torch.nn.parallel.DistributedDataParallel(training.net, find_unused_parameters=True)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
     training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)

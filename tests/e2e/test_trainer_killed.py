@@ -1,4 +1,4 @@
-"""The trainer is killed, at any instant: what was sealed last comes back from memory, bit for bit."""
+"""The trainer is killed at any instant: the last sealed snapshot is restored from memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_trainer_killed_after_a_snapshot_resumes_there_from_memory(daemon: Daemo
 
 
 def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
-    """StopRequests it while it fills a slot. False, and it goes on, when it is done before."""
+    """Stops the trainer while it fills a slot. False if it has filled the slot before."""
     while trainer.is_busy:
         if daemon.status()["slots"]["filling"]:
             trainer.signal(signal.SIGSTOP)
@@ -54,7 +54,7 @@ def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
 
 
 def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Daemon) -> None:
-    with Trainer(width=400_000) as first:  # 150 MB of state: staging takes a while
+    with Trainer(width=400_000) as first:  # 150 MB of state, so that staging takes long enough
         first.connect(daemon.socket)
         for step in range(1, 100, 2):
             first.train(1)
@@ -64,9 +64,9 @@ def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Dae
             first.begin("snapshot")
             if is_stopped_half_way(first, daemon):
                 break
-            first.end()  # too late: with the next one, then
+            first.end()  # too late: try again with the next snapshot
         first.kill()
-    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice the kill")
 
     with Trainer(width=400_000, seed=2) as second:
         second.connect(daemon.socket)
@@ -77,7 +77,7 @@ def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Dae
 
 
 def load_with_workers(training: Training) -> list[int]:
-    """A data loader whose two forked workers stay alive; their pids. In the trainer."""
+    """Starts a data loader with two forked workers and returns their pids. Runs in the trainer."""
     dataset = torch.utils.data.TensorDataset(torch.arange(1000))
     loader = torch.utils.data.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", prefetch_factor=1)
     training.batches = iter(loader)
@@ -93,7 +93,7 @@ def test_slots_are_adopted_although_data_loader_workers_of_the_killed_trainer_li
         digest = first.digest()
         workers = first.apply(load_with_workers)
         for worker in workers:
-            os.kill(worker, signal.SIGSTOP)  # they hold the socket and the slots open, and do not notice
+            os.kill(worker, signal.SIGSTOP)  # they keep the socket and the slots open
         first.kill()
 
     try:
@@ -140,4 +140,4 @@ def test_repeated_kills_leak_nothing_and_each_start_is_a_generation(daemon: Daem
         if start == 4:
             before = descriptors()
     wait_until(lambda: daemon.steps("hot") == [6, 7, 8], "the lifecycle")
-    wait_until(lambda: descriptors() <= before, "the daemon to let go")
+    wait_until(lambda: descriptors() <= before, "the daemon to close descriptors")

@@ -1,6 +1,8 @@
 """Trainings of a framework as processes of their own, forked from one that has imported it once.
 
-The script of a framework has a `main(options)`, which writes lines of JSON with `write`.
+The script of a framework has a `main(options)`, which writes lines of JSON with `write`. It returns its modules, for the
+process to keep them until it exits: torch can deadlock when the last reference to a DistributedDataParallel is also the
+last one to its process group, whose destructor joins a thread that may wait for the GIL.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         self._pipe.close()
-        self._server.wait(DEADLINE_S)
+        self._server.kill()
+        self._server.wait()
 
     def run(self, name: str, *, ranks: int = 1, **options: Any) -> Done:
         """Returns when all ranks have ended. Runs of the same `name` append to the same files."""
@@ -47,6 +50,7 @@ class Forks:
             for rank, file in enumerate(files)
         ]
         self._pipe.send(members)
+        assert self._pipe.poll(DEADLINE_S), f"{name} does not end: {errors.read_text()}"
         codes = self._pipe.recv()
         lines = [read(file)[count:] for file, count in zip(files, before, strict=True)]
         return Done(codes, lines, errors.read_text())
@@ -103,6 +107,9 @@ def free_port() -> int:
         return int(unused.getsockname()[1])
 
 
+_kept: list[object] = []
+
+
 def _serve(script: str, pipe: Connection) -> None:
     """Forks the ranks of each run and sends their exit codes when all have ended."""
     main = importlib.import_module(f"tests.support.{script}").main
@@ -115,7 +122,7 @@ def _serve(script: str, pipe: Connection) -> None:
         pipe.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 
-def _fork(main: Callable[[dict[str, Any]], None], member: dict[str, Any]) -> int:
+def _fork(main: Callable[[dict[str, Any]], object], member: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -124,7 +131,7 @@ def _fork(main: Callable[[dict[str, Any]], None], member: dict[str, Any]) -> int
         os.dup2(os.open(member["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
         os.dup2(2, 1)
         os.environ.update(member["environ"])
-        main(member["options"])
+        _kept.append(main(member["options"]))
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,7 +1,7 @@
-"""A Hugging Face training as its user writes it, run by `Forks("hf_training", …)`.
+"""A Hugging Face training as a user writes it, run by `Forks("hf_training", …)`.
 
-A tiny GPT-2 with dropout, shuffled data that masks tokens at random, gradient accumulation, evaluation and early
-stopping. Each step's loss is a line in a file, written before the next step begins.
+A tiny GPT-2 with dropout, shuffled and randomly masked data, gradient accumulation, evaluation and early stopping. The
+loss of each step is a line in a file, written before the next step begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from tests.support.forks import write
 
 TOKENS = 32
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # all but how long it took
+KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # everything except durations
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -44,7 +44,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """The same without a length, and in one order."""
+    """The same sentences without a length and without shuffling."""
 
     def __init__(self, sentences: Sentences) -> None:
         self._sentences = sentences
@@ -54,14 +54,14 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
 
 
 def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A collator that draws random numbers, as those of masked language models do."""
+    """A collator that draws random numbers, as for masked language models."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     hidden = torch.rand(batch["input_ids"].shape) < 0.2
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
 
 
 class Losses(Trainer):
-    """Writes down each micro-batch's loss, and each evaluation's."""
+    """Writes the loss of each micro-batch."""
 
     lines: str
 
@@ -72,7 +72,7 @@ class Losses(Trainer):
 
 
 class Watching(TrainerCallback, ExportableState):
-    """Writes down what Trainer logs, and does to this process, or to the daemon, what the test says."""
+    """Writes what Trainer logs, and sends the signals of the test to this process or to the daemon."""
 
     def __init__(self, lines: str = "", options: Any = None, notes: Any = None) -> None:
         self._lines = lines
@@ -96,13 +96,13 @@ class Watching(TrainerCallback, ExportableState):
         write(self._lines, step=state.global_step, logs={name: logs[name] for name in KEPT if name in logs})
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """In the middle of the step after `global_step`."""
+        """Called in the middle of the step after `global_step`."""
         for step, number, pid in self._options.get("signals", []):
             if step == state.global_step:
                 os.kill(pid or os.getpid(), getattr(signal, number))
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any]) -> object:
     torch.use_deterministic_algorithms(True)
     lines = options["lines"]
     set_seed(options.get("seed", 1))
@@ -124,7 +124,7 @@ def main(options: dict[str, Any]) -> None:
         greater_is_better=False, **more,
     )  # fmt: skip
     early = EarlyStoppingCallback(early_stopping_patience=50)
-    notes = {"steps": 0}  # more state, of the user's own
+    notes = {"steps": 0}  # further state of the user
     callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
     ours = [callback] if options["socket"] else []
     streams = options.get("streams", False)
@@ -152,3 +152,4 @@ def main(options: dict[str, Any]) -> None:
         patience=early.early_stopping_patience_counter,
         history=[{name: one[name] for name in KEPT if name in one} for one in trainer.state.log_history],
     )
+    return trainer
