@@ -1,4 +1,4 @@
-"""Datasets whose samples draw random numbers, as augmentation does, and files of documents that know their names."""
+"""Datasets whose samples draw random numbers, as augmentation does, and files of documents with numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Sample i is (i, a number of each global generator)."""
+    """Sample i is (i, a random number of each global generator)."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -27,7 +27,7 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class Journal(Augmented):
-    """Writes down each sample that is read, in whatever process."""
+    """Records each sample that any process reads."""
 
     def __init__(self, length: int, path: Path) -> None:
         super().__init__(length)
@@ -43,12 +43,12 @@ class Journal(Augmented):
 
 
 def noisy(documents: list[Any]) -> tuple[list[Any], list[float]]:
-    """A collate function that draws numbers."""
+    """A collate function that draws random numbers."""
     return documents, [random.random(), np.random.random(), torch.rand(()).item()]
 
 
 def write_documents(folder: Path, counts: list[int]) -> list[str]:
-    """A .jsonl file for each count; document n of all is {"id": n}, and they differ in length."""
+    """Writes one .jsonl file per count. Document n of all has {"id": n}; the documents differ in length."""
     numbers = iter(range(sum(counts)))
     paths: list[str] = []
     for name, count in enumerate(counts):

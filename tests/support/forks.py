@@ -1,7 +1,7 @@
 """Trainings of a framework as processes of their own, forked from one that has imported it once.
 
-The script of a framework has a `main(options)`, which writes lines of JSON with `write`. It returns its modules, for the
-process to keep them until it exits: torch can deadlock when the last reference to a DistributedDataParallel is also the
+The script of a framework has a `main(options)`, which writes lines of JSON with `write`. It returns its modules, which
+stay alive until the process exits: torch can deadlock when the last reference to a DistributedDataParallel is also the
 last one to its process group, whose destructor joins a thread that may wait for the GIL.
 """
 

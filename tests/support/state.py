@@ -1,4 +1,4 @@
-"""A training small enough for a test, and the way of its state: capture, stage, take it from the slot, restore."""
+"""A small training, and the steps of saving and restoring its state: capture, stage, read from the slot, restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def metadata(tree: Any, *, step: int = 5, rank: int = 0, world_size: int = 1) ->
 
 
 def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any = None, *, rank: int = 0) -> bytes:
-    """A shard with these parts of tensors, each with the place of its first element in the whole, written by hand."""
+    """A shard written by hand. Each part comes with the offsets of its first element in the whole tensor."""
     names = {name: tensor.contiguous() for name, tensor, _ in parts}
     specs = [
         TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), saved_offsets=at)
@@ -49,7 +49,7 @@ def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any =
 
 
 def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5, chunk_bytes: int = CHUNK_BYTES) -> Path:
-    """The shards as a committed checkpoint of a tier at `root`; its folder."""
+    """Writes the shards as a committed checkpoint of the tier at `root`. Returns its folder."""
     checkpoint = checkpoint_id(run, step, 1)
     names = [f"rank-{rank:05d}-of-{len(raws):05d}.safetensors" for rank in range(len(raws))]
     files = [entry_of(raw, name, chunk_bytes) for name, raw in zip(names, raws, strict=True)]
@@ -82,7 +82,7 @@ def entry_of(raw: bytes, name: str = "rank-00000-of-00001.safetensors", chunk_by
 
 @dataclass
 class Files:
-    """Shards on a disk, or in sealed memory, opened as a restore gets them."""
+    """Shards on a disk or in sealed memory, opened as for a restore."""
 
     folder: Path
     opened: list[int] = field(default_factory=list[int])
@@ -94,12 +94,12 @@ class Files:
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
     def in_memory(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
-        """In a slot of another process."""
+        """The shard in a slot of another process."""
         self._fill_slot(raw).close()
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
     def in_own_slot(self, raw: bytes, name: str = "rank-00000-of-00001.safetensors", **entry: Any) -> SourceFile:
-        """In a slot that was adopted from a trainer that died."""
+        """The shard in a slot adopted from a trainer that died."""
         self.slots.append(self._fill_slot(raw))
         return SourceFile(name, self.opened[-1], entry_of(raw, name, **entry))
 
@@ -172,7 +172,7 @@ def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, forward: 
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every leaf of nested dicts and lists, with its path: for comparing state bit by bit."""
+    """Every leaf of nested dicts and lists with its path, for a comparison bit by bit."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
@@ -184,7 +184,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def assert_same(found: object, expected: object) -> None:
-    """The same paths, types, dtypes, and bits."""
+    """Asserts the same paths, types, dtypes and bits."""
     mine, theirs = dict(leaves(found)), dict(leaves(expected))
     assert mine.keys() == theirs.keys()
     for path, value in theirs.items():
@@ -207,7 +207,7 @@ def small_net() -> torch.nn.Module:
 
 
 class Loader:
-    """A data loader that knows where it is."""
+    """A data loader with a position."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -224,6 +224,6 @@ def names(state: TrainingState) -> set[str]:
 
 
 def plan(state: TrainingState, source: SourceFile) -> None:
-    """Fits the shard to the state, and goes no further."""
+    """Plans the restore of the shard without loading it."""
     shard = source.shard()
     state.plan_restore(shard.tierd["state"], index_tensors({source.name: shard}))

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer, Training, together
 
-BATCH_ROWS = 12  # shared out evenly among 1, 2, 3 or 4 ranks
+BATCH_ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 
 Bits = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -84,11 +84,11 @@ TOPOLOGIES: dict[str, Callable[[nn.Module, int], tuple[int, int]]] = {
     "tp": _tp,
     "fsdp+tp": _fsdp_tp,
 }
-"""Each shards a model in place, and says which part of a batch this rank takes: (index, of how many)."""
+"""Each shards a model in place and returns the part of a batch that this rank takes: (index, number of parts)."""
 
 
 def arrange(training: Training, rank: int, world_size: int, rendezvous: str, topology: str, dtype: str) -> None:
-    """Become a rank of that topology, before training."""
+    """Makes the process a rank of that topology, before training."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(1)
@@ -127,7 +127,7 @@ def train(training: Training, steps: int) -> list[float]:
 
 
 def gathered(training: Training) -> Bits:
-    """The model and the optimizer, put together by torch: dtype, shape and bytes of each tensor."""
+    """The whole tensors of the model and the optimizer, gathered by torch: dtype, shape and bytes of each."""
     found: dict[str, torch.Tensor] = dict(training.net.state_dict())
     for name, parameter in training.net.named_parameters():
         found |= {f"{name}.{key}": value for key, value in training.optimizer.state[parameter].items()}
@@ -163,7 +163,7 @@ def every(trainers: list[Trainer], work: Callable[..., Any], *arguments: Any) ->
 
 
 def one_of(answers: list[Any]) -> Any:
-    """What all ranks say."""
+    """The answer, which must be the same on all ranks."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
