@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,6 +18,14 @@ from tests.support.s3 import ENVIRONMENT, moto_server
 # none of them. A handler is not inherited, so with one they start with the default action.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with suppress(ImportError):  # `make gpu` installs no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine an example may take any time.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
