@@ -29,8 +29,9 @@ demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and se
 docs: $(STAMP) ## build the documentation site into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
+# The tests of a file stay on one worker, for they share its fixtures. More workers than cores only take turns.
 test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long" -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long

@@ -1,41 +1,67 @@
-"""What holds for every test, and the S3 servers that tests of many files ask for."""
+"""What holds for every test, and the S3 servers that tests of many files use."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 
 import pytest
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.s3 import ENVIRONMENT, moto_server
 
-# A shell that puts us in the background has us ignore SIGINT, and so would every process that a test starts: then
-# none would end by Ctrl-C, whatever its code. A handler of ours is not inherited, so they begin with the default.
+# A process in the background of a shell ignores SIGINT, and so does every process that it starts: then Ctrl-C would end
+# none of them. A handler is not inherited, so with one they start with the default action.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+with suppress(ImportError):  # `make gpu` installs no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine an example may take any time.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Of who runs the tests neither the cache nor the S3 credentials are used, in no process that they start either.
-    A hook and no fixture, for modules of ours keep the environment of such processes, and are imported first."""
+    """Neither the tests nor the processes that they start use the cache and the S3 credentials of the user.
+
+    A hook and not a fixture, because support modules keep a copy of the environment when they are imported.
+    """
     cache = tempfile.TemporaryDirectory(prefix="tierd-cache-")
     config.add_cleanup(cache.cleanup)
-    # torch with one thread: with more, those of each of our many processes spin while they wait for each other.
+    # One thread for torch: with more, the threads of many processes spin while they wait for each other.
     os.environ.update(ENVIRONMENT, XDG_CACHE_HOME=cache.name, OMP_NUM_THREADS="1")
+
+
+def pytest_collection_finish() -> None:
+    """Exempts all that is imported by now from garbage collection: many tests collect, and torch is large."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """pytest-xdist sends reports as UTF-8, but the log of a test may hold a file name that is no text."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
-    """Its URL. All tests share its bucket, each below a prefix that no other uses."""
+    """The URL of a moto server. All tests share its bucket, each below a prefix of its own."""
     with moto_server() as url:
         yield url
 
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A bucket of our own server, empty, which takes small parts; other manners are an indirect parameter."""
+    """An empty bucket of our own server, which accepts small parts. An indirect parameter changes its options."""
     with bucket_server(**{"part_bytes_min": 1024, **getattr(request, "param", {})}) as found:
         yield found

@@ -7,8 +7,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -17,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import make_checkpoint
-from tests.support.daemon import Daemon, Peer, make_sealed, serving, wait_until
+from tests.support.daemon import Daemon, serving
+from tests.support.slots import make_sealed
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.errors import BadConfig, LockHeld, TierdError
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
@@ -26,8 +27,9 @@ MIB = 1 << 20
 
 
 def fails_to_start(daemon: Daemon) -> tuple[int, str]:
-    """(exit code, log) of a daemon that must not start."""
-    code = daemon.wait_end()
+    """(exit code, what it said)"""
+    daemon.launch()
+    code = daemon.wait_exit()
     assert "Traceback" not in daemon.log
     return code, daemon.log
 
@@ -49,10 +51,10 @@ def snapshot(daemon: Daemon, run: str, *steps: int, content: bytes = b"state") -
 
 def test_start_and_stop_log_no_warning(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
-        assert daemon.get("/readyz")[0] == 200
-        assert stat.S_IMODE(daemon.socket.stat().st_mode) & 0o077 == 0
+        assert daemon.request("/readyz")[0] == 200
+        assert stat.S_IMODE(Path(daemon.socket).stat().st_mode) & 0o077 == 0
         assert daemon.stop() == 0
-        assert not daemon.socket.exists()
+        assert not Path(daemon.socket).exists()
         assert "WARNING" not in daemon.log
 
 
@@ -88,7 +90,7 @@ def test_a_port_in_use_is_named_and_the_socket_is_removed(tmp_path: Path) -> Non
         code, log = fails_to_start(daemon)
     assert code == BadConfig.exit_code
     assert "listen on 127.0.0.1" in log
-    assert not daemon.socket.exists()
+    assert not Path(daemon.socket).exists()
 
 
 def test_an_unusable_hot_directory_is_named(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
         daemon.signal(signal.SIGTERM)
         daemon.wait_log("draining: 1")
         daemon.signal(signal.SIGINT)
-        assert daemon.wait_end() == 128 + signal.SIGINT
+        assert daemon.wait_exit() == 128 + signal.SIGINT
 
 
 def test_a_region_that_never_answers_does_not_delay_the_exit(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_restarted_daemon_keeps_committed_checkpoints_and_deletes_incomplete_o
         (daemon.hot / "run42" / "000000000002-g0001" / "x.0a1b.partial").write_bytes(b"incomplete")
         daemon.kill()
     with serving(tmp_path) as daemon:
-        assert daemon.checkpoints("run42", "hot") == [2, 1]
+        assert daemon.steps("hot", "run42") == [1, 2]
         assert not incomplete.exists()
         assert list(daemon.hot.rglob("*.partial")) == []
         with Peer(daemon.socket) as peer:
@@ -222,7 +224,7 @@ def test_a_daemon_killed_while_persisting_leaves_nothing_restorable(tmp_path: Pa
     assert list(daemon.hot.rglob("manifest.json")) == []
     with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
         assert [path for path in daemon.hot.rglob("*") if "g0001" in path.name] == []
-        assert daemon.json("/api/v1/checkpoints") == []
+        assert daemon.get("/api/v1/checkpoints") == []
         peer.greet("run42", rank=None)
         peer.send(wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[]))
         with pytest.raises(AssertionError, match="not_found"):
@@ -249,7 +251,7 @@ def test_snapshots_that_a_trainer_resends_to_a_new_daemon_are_not_written_twice(
             reconnected.send(make_sealed(2, 3, slot=1, resent=True))
             assert reconnected.hear(wire.Released).slot == 0
             assert reconnected.hear(wire.Persisted).step == 2
-            assert daemon.checkpoints("run42", "hot") == [2, 1]
+            assert daemon.steps("hot", "run42") == [1, 2]
             assert manifest.stat().st_ino == written
 
 
@@ -274,7 +276,7 @@ def test_a_full_disk_loses_snapshots_but_no_slots_and_the_newest_is_persisted_la
         assert given_up[:2] == [1, 2]
         (daemon.hot / "run42").unlink()
         assert peer.hear(wire.Persisted).step == 4
-        assert daemon.checkpoints("run42", "hot") == [4]
+        assert daemon.steps("hot", "run42") == [4]
         assert daemon.metric('tierd_snapshots_total{outcome="lost",run="run42"}') == 3
 
 
@@ -282,7 +284,7 @@ def test_a_marker_that_was_created_by_hand_is_seen_at_once(tmp_path: Path) -> No
     with serving(tmp_path, environ={"TIERD_LIMITS_RECONCILE_INTERVAL_S": "600"}) as daemon:
         snapshot(daemon, "run42", 1)
         (daemon.hot / "run42" / "000000000001-g0001" / "milestone-best.json").write_text("{}")
-        wait_until(lambda: daemon.json("/api/v1/checkpoints")[0]["milestone"] == "best")
+        wait_until(lambda: daemon.get("/api/v1/checkpoints")[0]["milestone"] == "best")
 
 
 def test_an_unreadable_manifest_halts_deletion_of_its_run_and_is_shown(tmp_path: Path) -> None:
@@ -291,8 +293,8 @@ def test_an_unreadable_manifest_halts_deletion_of_its_run_and_is_shown(tmp_path:
             make_checkpoint(tmp_path / "hot", run=run, step=step, sequence=number + 1)
     (tmp_path / "hot" / "damaged" / "000000000300-g0001" / "manifest.json").write_text('{"format_version": 99}')
     with serving(tmp_path) as daemon:
-        wait_until(lambda: daemon.checkpoints("healthy", "hot") == [500, 400, 300])
-        assert daemon.checkpoints("damaged", "hot") == [500, 400, 200, 100]
+        wait_until(lambda: daemon.steps("hot", "healthy") == [300, 400, 500])
+        assert daemon.steps("hot", "damaged") == [100, 200, 400, 500]
         assert len(list((tmp_path / "hot" / "damaged").glob("*/rank-00000-*"))) == 5
         assert daemon.status()["halted"][0].startswith("unreadable_manifest: ")
         assert daemon.metric('tierd_halted{reason="unreadable_manifest"}') == 1
@@ -318,7 +320,7 @@ def test_an_unknown_run_is_refused_while_a_cold_tier_cannot_be_listed(tmp_path: 
             new.greet("unknown")
         old = stack.enter_context(Peer(daemon.socket))  # connect late: Hello must come within hello_timeout_s
         assert old.greet("known").generation == 4
-        assert daemon.get("/readyz")[0] == 200
+        assert daemon.request("/readyz")[0] == 200
         old.send(wire.Find(request=1, step=999, generation=None, milestone=None, tier="auto", exclude=[]))
         with pytest.raises(AssertionError, match="tier_unreachable"):
             old.hear(wire.FoundReplica)
@@ -334,7 +336,7 @@ def test_memory_of_departed_trainers_is_freed_after_the_grace_time(tmp_path: Pat
         snapshot(daemon, "run42", 1)
         wait_until(lambda: sum(daemon.status()["slots"].values()) == 0)
         wait_until(lambda: daemon.descriptors() <= before)
-        assert daemon.checkpoints("run42", "hot") == [1]
+        assert daemon.steps("hot", "run42") == [1]
         with Peer(daemon.socket) as peer:
             assert peer.greet("run42").generation == 2
             assert peer.find().tier == "hot"
@@ -346,17 +348,7 @@ def test_without_free_descriptors_only_new_connections_wait(tmp_path: Path) -> N
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv[0] = 'tierd'; "
         "from tierd.cli import main; main()"
     )
-    daemon = Daemon.__new__(Daemon)
-    with serving(tmp_path) as first:  # writes the config
-        first.stop()
-    daemon.__dict__.update(first.__dict__)
-    daemon._log = tmp_path / "log"
-    with daemon._log.open("wb") as log:
-        daemon.process = subprocess.Popen(
-            [sys.executable, "-c", code, "--config", str(daemon.config), "serve"], stderr=log
-        )
-    try:
-        daemon.wait_ready()
+    with serving(tmp_path, command=("-c", code)) as daemon:
         connections = []
         for _ in range(100):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -370,12 +362,9 @@ def test_without_free_descriptors_only_new_connections_wait(tmp_path: Path) -> N
         daemon.wait_log("Too many open files")
         for sock in connections:
             sock.close()
-        wait_until(lambda: daemon.get("/healthz")[0] == 200)
+        wait_until(lambda: daemon.request("/healthz")[0] == 200)
         snapshot(daemon, "run42", 1)
         assert daemon.stop() == 0
-    finally:
-        if daemon.process.poll() is None:
-            daemon.kill()
 
 
 def test_concurrent_runs_do_not_mix(tmp_path: Path) -> None:
@@ -391,7 +380,7 @@ def test_concurrent_runs_do_not_mix(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         for number in range(4):
-            wait_until(lambda number=number: daemon.checkpoints(f"run{number}", "hot") == [5, 4, 3])  # type: ignore[misc]
+            wait_until(lambda number=number: daemon.steps("hot", f"run{number}") == [3, 4, 5])  # type: ignore[misc]
             name = checkpoint_id(f"run{number}", 5, 1).name
             shard = daemon.hot / f"run{number}" / name / "rank-00000-of-00001.safetensors"
             assert shard.read_bytes() == b"%d" % number

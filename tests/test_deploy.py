@@ -1,4 +1,4 @@
-"""What is shipped for installing: it loads, it validates, and its parts agree with the code and with each other."""
+"""The files in deploy/ load and validate, and they agree with the code and with each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,8 @@ import msgspec
 import pytest
 import yaml
 
+from tests.support.daemon import serving
+from tests.support.waiting import DEADLINE_S
 from tierd import config, config_file
 from tierd.errors import BadConfig, LockHeld
 
@@ -49,7 +52,7 @@ def test_reference_configuration_shows_every_key_at_its_default() -> None:
     text = (DEPLOY / "tierd.toml").read_text(encoding="utf-8")
     shown = dict(keys_of(tomllib.loads(text)))
     expected = dict(keys_of(as_tree(config.Config(cold=[config.ColdConfig()]))))
-    # TOML has no word for what is not there: shown in a comment.
+    # TOML has no null: such a key is shown in a comment.
     absent = [key for key, value in expected.items() if value is None]
     assert shown == {key: value for key, value in expected.items() if key not in absent}
     assert [key for key in absent if f"# {key.rpartition('.')[2]} = " not in text] == []
@@ -63,27 +66,35 @@ def as_tree(struct: Any) -> dict[str, Any]:
 
 
 def unit() -> configparser.ConfigParser:
-    # systemd repeats keys and gives them no case; the first section that has a key is enough here.
+    # systemd allows repeated keys and is case-sensitive; the first section that has a key is enough here.
     parser = configparser.ConfigParser(strict=False, interpolation=None, comment_prefixes=("#",), delimiters=("=",))
     parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
     parser.read(DEPLOY / "tierd.service", encoding="utf-8")
     return parser
 
 
-def test_unit_waits_for_the_daemons_word_and_gives_it_time_to_drain() -> None:
+def test_unit_expects_the_messages_that_the_daemon_sends(tmp_path: Path) -> None:
     service = unit()["Service"]
-    assert service["Type"] == "notify"
-    assert "READY=1" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(DEADLINE_S)
+        environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "50000"}
+        with serving(tmp_path, environ=environ) as daemon:
+            messages = [systemd.recv(100)]
+            daemon.stop()
+            while messages[-1] != b"STOPPING=1":
+                messages.append(systemd.recv(100))
+    assert (service["Type"] == "notify") == (b"READY=1" in messages)
+    assert ("WatchdogSec" in service) == (b"WATCHDOG=1" in messages)
+
+
+def test_unit_gives_the_daemon_time_to_drain() -> None:
+    service = unit()["Service"]
     assert float(service["TimeoutStopSec"]) > config.DaemonConfig().drain_timeout_s
     assert service["KillMode"] == "mixed"
 
 
-def test_unit_asks_for_a_watchdog_only_if_the_daemon_feeds_it() -> None:
-    feeds = "WATCHDOG=1" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
-    assert ("WatchdogSec" in unit()["Service"]) == feeds
-
-
-def test_unit_does_not_start_again_what_a_start_cannot_mend() -> None:
+def test_unit_does_not_restart_after_an_error_that_a_restart_cannot_fix() -> None:
     service = unit()["Service"]
     assert service["Restart"] == "on-failure"
     assert set(service["RestartPreventExitStatus"].split()) == {str(BadConfig.exit_code), str(LockHeld.exit_code)}
@@ -112,14 +123,15 @@ def test_unit_starts_our_command() -> None:
     assert [Path(command[0]).name, *command[1:]] == ["tierd", "serve"]
 
 
-def test_unit_reloads_by_the_signal_that_the_daemon_takes() -> None:
-    assert unit()["Service"]["ExecReload"].split()[1:] == ["-HUP", "$MAINPID"]
-    assert "signal.SIGHUP" in (ROOT / "tierd/daemon.py").read_text(encoding="utf-8")
+def test_command_with_which_the_unit_reloads_makes_the_daemon_read_its_configuration(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        subprocess.run(unit()["Service"]["ExecReload"].replace("$MAINPID", str(daemon.pid)).split(), check=True)
+        daemon.wait_log("SIGHUP: ")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """Against a copy that starts something which is there: verify wants the program to exist."""
+    """Checks a copy that starts /bin/true, because systemd-analyze requires that the program exists."""
     text = (DEPLOY / "tierd.service").read_text(encoding="utf-8")
     (tmp_path / "tierd.service").write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", text))
     done = subprocess.run(
@@ -158,7 +170,7 @@ def test_every_path_that_the_image_copies_exists() -> None:
     assert [path for path in copied if not (ROOT / path).exists()] == []
 
 
-def test_image_copies_all_that_building_the_wheel_needs() -> None:
+def test_image_copies_what_the_build_of_the_wheel_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"}
     needed |= {"tierd", "client", "examples"}  # examples: client/tierd_client/examples links to it
@@ -208,27 +220,26 @@ def pod_config(tmp_path: Path) -> config.Config:
     return config_file.load(environ={}, cwd=tmp_path)
 
 
-def test_every_document_is_what_the_kubernetes_schema_says() -> None:
+def test_every_document_fits_the_kubernetes_schema() -> None:
     found = list(documents().values())
     assert len(found) == 3
     for document in found:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def test_schema_check_would_notice_a_key_that_does_not_exist() -> None:
+def test_schema_check_rejects_an_unknown_key() -> None:
     job = documents()["Job"]
     job["spec"]["template"]["spec"]["initContainers"][0]["startupProb"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, KUBERNETES, strict=True)
 
 
-def test_daemon_is_a_native_sidecar_that_the_trainer_waits_for() -> None:
+def test_daemon_is_a_native_sidecar_that_the_trainer_waits_for(tmp_path: Path) -> None:
     assert sidecar()["restartPolicy"] == "Always"
     assert sidecar()["startupProbe"]["httpGet"]["path"] == "/readyz"
     assert sidecar()["livenessProbe"]["httpGet"]["path"] == "/healthz"
-    routes = (ROOT / "tierd/api/operator.py").read_text(encoding="utf-8")
-    assert '"/readyz"' in routes
-    assert '"/healthz"' in routes
+    with serving(tmp_path) as daemon:
+        assert [daemon.request(path)[0] for path in ("/readyz", "/healthz")] == [200, 200]
 
 
 def test_ports_of_probes_annotations_and_configuration_agree(tmp_path: Path) -> None:
@@ -241,7 +252,7 @@ def test_ports_of_probes_annotations_and_configuration_agree(tmp_path: Path) -> 
     assert annotations["prometheus.io/scrape"] == "true"
 
 
-def test_both_containers_mount_the_volume_of_the_socket_and_name_the_same_one(tmp_path: Path) -> None:
+def test_both_containers_mount_the_volume_of_the_socket_and_use_the_same_path(tmp_path: Path) -> None:
     found = pod_config(tmp_path)
     assert {one["name"]: one["value"] for one in trainer()["env"]}["TIERD_SOCKET"] == found.daemon.socket
     for container in (sidecar(), trainer()):
@@ -305,8 +316,8 @@ with tierd_client.connect("gpt-124m") as client:
 """
 
 
-def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_done(tmp_path: Path) -> None:
-    """The script itself, with a Slurm of two lines."""
+def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_finished(tmp_path: Path) -> None:
+    """Runs the script itself, with scripts in place of srun and scontrol."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "tierd.toml").write_text(
         '[daemon]\nlisten = "127.0.0.1:0"\n[snapshot]\nevery_steps = 0\n[hot]\npath = "hot"\n'

@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT, Script
+from tests.support.waiting import DEADLINE_S
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
@@ -32,56 +34,36 @@ def example() -> ModuleType:
 
 
 SMALL = ["--model-size=tiny", "--batch-size=2", "--block-size=32", "--steps=20", "--threads=1", "--device=cpu"]
-COMMAND = [sys.executable, str(SCRIPT), *SMALL]
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("TIERD_")},
-    "PYTHONPATH": f"{SCRIPT.parent.parent}:{SCRIPT.parent.parent / 'client'}",
-    "PYTHONWARNINGS": "error",
-}
+ENVIRON = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("TIERD_")}
 
 
-def train(*more: object) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, more)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+def start(folder: Path, *more: object) -> Script:
+    return Script(SCRIPT, [*SMALL, *map(str, more)], folder=folder, environ=ENVIRON)
+
+
+def train(folder: Path, *more: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    with start(folder, *more) as trainer:
+        code = trainer.end()
+        return code, trainer.stdout, trainer.stderr
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The loss curve of a run without tierd."""
+    """The loss curve of a run without tierd, started as its user starts it."""
     path = tmp_path_factory.mktemp("undisturbed") / "loss.jsonl"
-    ran = train("--no-tierd", "--loss-file", path)
+    command = [sys.executable, str(SCRIPT), *SMALL, "--no-tierd", "--loss-file", str(path)]
+    environ = {**ENVIRON, "PYTHONWARNINGS": "error"}
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     assert "starting fresh" in ran.stdout
     return path.read_bytes()
 
 
-@pytest.fixture
-def socket(tmp_path: Path) -> Iterator[Path]:
-    """A real daemon's socket, its tiers under tmp_path."""
-    config = tmp_path / "tierd.toml"
-    config.write_text(
-        f'[daemon]\nsocket = "{tmp_path}/t.sock"\nlisten = "127.0.0.1:0"\n[hot]\npath = "hot"\n'
-        '[[cold]]\nname = "cold"\nurl = "file://cold"\n'
-    )
-    command = [sys.executable, "-m", "tierd", "--config", str(config), "serve"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as daemon:
-        assert daemon.stderr is not None
-        heard: list[str] = []
-        for line in daemon.stderr:
-            heard.append(line)
-            if " serves " in line:
-                break
-        else:
-            pytest.fail("the daemon did not start: " + "".join(heard))
-        yield tmp_path / "t.sock"
-        daemon.terminate()
-        daemon.communicate(timeout=120)
-
-
 def test_two_runs_write_the_same_bytes_and_learn(undisturbed: bytes, tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
-    train("--no-tierd", "--loss-file", path)
+    train(tmp_path, "--no-tierd", "--loss-file", path)
 
     assert path.read_bytes() == undisturbed
     lines = [json.loads(line) for line in undisturbed.splitlines()]
@@ -90,22 +72,20 @@ def test_two_runs_write_the_same_bytes_and_learn(undisturbed: bytes, tmp_path: P
 
 
 def test_a_killed_run_resumes_with_the_same_command_and_ends_with_the_same_curve(
-    undisturbed: bytes, socket: Path, tmp_path: Path
+    undisturbed: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "loss.jsonl"
-    same = ["--socket", str(socket), "--every", "3", "--loss-file", str(path)]
-    killed = [*COMMAND, *same, "--step-delay-s", "0.1"]
-    with subprocess.Popen(killed, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        assert any(line.startswith("step 10 ") for line in trainer.stdout)
-        trainer.kill()
+    with Daemon(tmp_path) as daemon:
+        same = ["--socket", daemon.socket, "--every", "3", "--loss-file", path]
+        with start(tmp_path, *same, "--step-delay-s", "0.1") as trainer:
+            trainer.wait_line("step 10 ")
 
-    resumed = train(*same)
+        code, stdout, stderr = train(tmp_path, *same)
 
-    assert resumed.returncode == 0, resumed.stderr
-    said = re.search(r"resumed at step (\d+) from memory in", resumed.stdout)
-    assert said is not None, resumed.stdout
-    assert 9 <= int(said[1]) < 20
+    assert code == 0, stderr
+    resumed = re.search(r"resumed at step (\d+) from memory in", stdout)
+    assert resumed is not None, stdout
+    assert 9 <= int(resumed[1]) < 20
     assert path.read_bytes() == undisturbed
     assert any((tmp_path / "hot").glob("*/000000000020-g*/manifest.json"))
 
@@ -114,11 +94,11 @@ def test_without_a_daemon_it_ends_with_an_error_and_leaves_the_curve_alone(tmp_p
     path = tmp_path / "loss.jsonl"
     path.write_bytes(b'{"step": 1}\n')
 
-    refused = train("--socket", tmp_path / "absent.sock", "--loss-file", path)
+    code, _, stderr = train(tmp_path, "--socket", tmp_path / "absent.sock", "--loss-file", path)
 
-    assert refused.returncode == 13
-    assert refused.stderr.startswith("error: ")
-    assert "Traceback" not in refused.stderr
+    assert code == 13
+    assert stderr.startswith("error: ")
+    assert "Traceback" not in stderr
     assert path.read_bytes() == b'{"step": 1}\n'
 
 

@@ -13,8 +13,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.daemon import CREATED_AT
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.slots import CREATED_AT
 from tierd.api.operator import Operator
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format.ids import checkpoint_id

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import Daemon, Peer, serving
+from tests.support.daemon import Daemon, serving
+from tests.support.wire_peer import Peer
 from tierd.api import operator_socket
 from tierd.api.operator_socket import find_in_memory
 from tierd.errors import BadRequest, DaemonUnreachable, NotFound

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.daemon import Daemon, Peer, serving
+from tests.support.daemon import Daemon, serving
+from tests.support.wire_peer import Peer
 from tierd.api.rank_requests import REQUESTS_MAX
 from tierd.format import wire
 
@@ -164,7 +165,7 @@ def test_status_shows_the_outcome_of_a_rank(daemon: Daemon, run: str) -> None:
         peer.send(wire.Goodbye(state="halted", reason="loss is nan"))
         assert peer.is_dropped()
     assert state() == ("halted", "loss is nan")
-    page = daemon.get("/")[1].decode()
+    page = daemon.request("/")[1].decode()
     assert "halted: loss is nan" in page
     with Peer(daemon.socket) as peer:
         peer.greet(run)

@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.daemon import PAGE_BYTES, Daemon, Peer, make_memfd, make_sealed, serving, wait_until
+from tests.support.daemon import Daemon, serving
+from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.api.session import OUTBOX_MAX
 from tierd.format import wire
 
@@ -44,7 +47,7 @@ def unharmed(daemon: Daemon) -> Iterator[None]:
     mapping, and the pidfd of its writer."""
     before = daemon.descriptors() - 3 * count_slots(daemon)
     yield
-    assert daemon.get("/healthz")[0] == 200
+    assert daemon.request("/healthz")[0] == 200
     wait_until(lambda: daemon.descriptors() - 3 * count_slots(daemon) <= before, "descriptors leak")
 
 
@@ -75,7 +78,7 @@ def test_a_snapshot_is_accepted_and_persisted_and_the_next_one_releases_its_slot
         assert peer.take_files()[1].startswith(b"twenty")
         peer.send(wire.Goodbye())
         assert peer.is_dropped()
-    assert daemon.checkpoints(run, "hot") == [20, 10]
+    assert daemon.steps("hot", run) == [10, 20]
 
 
 def test_only_rank_0_reports_step_times(daemon: Daemon, run: str) -> None:
@@ -157,7 +160,7 @@ def test_a_stale_generation_is_fenced_and_never_commits(daemon: Daemon, run: str
             with pytest.raises(AssertionError, match="stale"):
                 reconnected.greet(run, generation=1)
             assert reconnected.is_dropped()
-    assert daemon.checkpoints(run, "hot") == []
+    assert daemon.steps("hot", run) == []
 
 
 def test_a_skipped_step_that_all_ranks_report_is_counted_once(daemon: Daemon, run: str) -> None:
@@ -188,7 +191,8 @@ def trainer_process(daemon: Daemon, run: str, *, leaves_a_child: bool) -> subpro
 import os, sys, time
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from tests.support.daemon import Peer, wire
+from tierd.format import wire
+from tests.support.wire_peer import Peer
 peer = Peer(Path({str(daemon.socket)!r}))
 peer.greet({run!r})
 peer.attach(0)
@@ -283,7 +287,7 @@ def test_a_snapshot_is_kept_if_its_trainer_is_killed_directly_after_sealing(daem
     os.pwrite(peer.slots[0], b"ten", 0)
     peer.send(make_sealed(10, 3))
     peer.close()
-    wait_until(lambda: daemon.checkpoints(run, "hot") == [10])
+    wait_until(lambda: daemon.steps("hot", run) == [10])
 
 
 # ── harmless input ──
@@ -381,7 +385,7 @@ def test_a_violation_of_the_protocol_ends_only_its_connection(daemon: Daemon, ru
         peer.greet(run)
         VIOLATIONS[violation](peer)
         assert refusal(peer).kind == "bad_request"
-    assert daemon.checkpoints(run, "hot") == []
+    assert daemon.steps("hot", run) == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.bucket import bucket_server
 from tests.support.cli import House, make_checkpoint, make_house
-from tests.support.daemon import serving, wait_until
+from tests.support.daemon import serving
 from tests.support.s3 import BUCKET, SECRET_KEY
+from tests.support.waiting import wait_until
 
 
 def run_doctor(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:

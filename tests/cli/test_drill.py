@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.bucket import bucket_server
 from tests.support.cli import House, folder_of, make_checkpoint, make_house, make_zeros
-from tests.support.daemon import wait_until
 from tests.support.damage import flip
 from tests.support.s3 import BUCKET, ENVIRONMENT
+from tests.support.waiting import wait_until
 from tierd.format import layout
 
 

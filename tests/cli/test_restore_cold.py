@@ -20,9 +20,9 @@ from safetensors import safe_open
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import House, assert_same_files, make_checkpoint, make_house
-from tests.support.daemon import wait_until
 from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
+from tests.support.waiting import wait_until
 
 WORKERS = 4  # concurrent pieces
 CHUNK_BYTES = 1 << 20

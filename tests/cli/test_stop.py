@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 FOREVER = 1_000_000
 
@@ -97,8 +99,7 @@ def test_stop_force_interrupts_without_a_snapshot(daemon: Daemon, world_size: in
         assert done.returncode == 0, done.stderr
         assert "is being interrupted after step" in done.stdout
         for trainer in trainers:
-            trainer._process.join(DEADLINE_S)
-            assert trainer._process.exitcode != 0
+            assert trainer.wait_exit() != 0
     assert daemon.steps("hot") == []
 
 

@@ -35,7 +35,9 @@ from tierd_client.session import DaemonSession
 from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Stager
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, Daemon, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")

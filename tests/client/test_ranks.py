@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tierd_client import BadConfig, Full, Transient, Unsupported
 from tierd_client.ranks import find_ranks
 
-from tests.support.runs import Training, joined, refusals, together
+from tests.support.trainer import Training, joined, refusals, together
 
 
 def test_single_process_needs_no_process_group() -> None:

@@ -13,8 +13,9 @@ from tierd_client import BadRequest, Corrupt, DaemonUnreachable, Stale, TierdErr
 from tierd_client import session as module
 from tierd_client.session import DaemonSession
 
-from tests.support.peer import DEADLINE_S, Peer, welcome
-from tests.support.runs import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.wire_peer import DaemonPeer as Peer
+from tests.support.wire_peer import welcome
 from tierd.format import wire
 
 

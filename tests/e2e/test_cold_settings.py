@@ -1,5 +1,4 @@
-"""A real daemon with a bucket: what a reload changes while it runs, what a wrong bucket says at start, and that no
-credential is ever told to anybody."""
+"""A real daemon with a bucket: the effect of a reload, the report of a wrong bucket, no credential in any output."""
 
 from __future__ import annotations
 
@@ -10,11 +9,12 @@ import pytest
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import make_checkpoint
-from tests.support.daemon import Daemon, serving, wait_until
-from tests.support.s3 import BUCKET
+from tests.support.daemon import Daemon, serving
+from tests.support.s3 import BUCKET, ENVIRONMENT
+from tests.support.waiting import wait_until
 
 SHARD_BYTES = 2_000_000
-MIB_S = 0.001  # the second shard would wait for half an hour
+MIB_S = 0.001  # the second shard waits for half an hour
 
 
 def cold(served: Bucket, *, cap: float = 0.0, region: str = "") -> str:
@@ -32,7 +32,7 @@ def reload(daemon: Daemon, former: str, fresh: str) -> None:
     daemon.signal(signal.SIGHUP)
 
 
-def test_cap_that_is_raised_lets_a_waiting_upload_go_on_without_a_restart(tmp_path: Path) -> None:
+def test_raised_upload_cap_releases_a_waiting_upload_without_a_restart(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "hot", size_bytes=SHARD_BYTES)
     with bucket_server() as served, serving(tmp_path, more=cold(served, cap=MIB_S)) as daemon:
         wait_until(lambda: served.objects, "for the first shard")
@@ -43,7 +43,7 @@ def test_cap_that_is_raised_lets_a_waiting_upload_go_on_without_a_restart(tmp_pa
         assert daemon.stop() == 0
 
 
-def test_reload_says_what_waits_for_a_restart_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+def test_reload_names_keys_that_need_a_restart_and_ignores_an_invalid_file(tmp_path: Path) -> None:
     with bucket_server() as served, serving(tmp_path, more=cold(served)) as daemon:
         daemon.signal(signal.SIGHUP)
         daemon.wait_log("SIGHUP: the config has not changed")
@@ -69,7 +69,10 @@ def test_reload_says_what_waits_for_a_restart_and_a_wrong_file_changes_nothing(t
         ("", "no S3 credentials found (NoCredentialsError)"),
     ],
 )
-def test_wrong_bucket_region_or_key_is_one_sentence_at_start(tmp_path: Path, code: str, sentence: str) -> None:
+def test_wrong_bucket_region_or_key_is_reported_in_one_sentence_until_it_is_corrected(
+    tmp_path: Path, code: str, sentence: str
+) -> None:
+    make_checkpoint(tmp_path / "hot")
     environ = {} if code else {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     with bucket_server() as served:
         served.script = lambda operation, key: code
@@ -78,7 +81,11 @@ def test_wrong_bucket_region_or_key_is_one_sentence_at_start(tmp_path: Path, cod
             (tier,) = (one for one in daemon.status()["tiers"] if one["name"] == "cold")
             assert sentence in tier["error"]
             assert "Traceback" not in daemon.log
-            assert daemon.get("/healthz")[0] == 200
+            assert daemon.request("/healthz")[0] == 200
+            if code:
+                served.script = lambda operation, key: ""
+                wait_until(lambda: daemon.steps("cold") == [100], "the copy, once the error is corrected")
+                assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in daemon.log
 
 
 ACCESS_KEY = "AKIAIOSFODNN7EXAMPLE"
@@ -93,25 +100,25 @@ main()
 """
 
 
-def test_no_credential_is_ever_told(tmp_path: Path) -> None:
-    """Not at debug level, not when the server repeats them in its answer, not to a page, a metric or a manifest."""
+def test_no_credential_appears_in_logs_pages_or_files(tmp_path: Path) -> None:
+    """Neither at debug level, nor when the server repeats them, nor on a page, in a metric or in a manifest."""
     make_checkpoint(tmp_path / "hot")
     keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_SESSION_TOKEN": TOKEN}
     with bucket_server() as served:
         served.access_keys = {ACCESS_KEY}
         served.repeats_credentials = True
-        with serving(tmp_path, more=cold(served), environ=keys, program=("-c", AT_DEBUG_LEVEL)) as daemon:
+        with serving(tmp_path, more=cold(served), environ=keys, command=("-c", AT_DEBUG_LEVEL)) as daemon:
             wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
-            told = [stored.content.decode("latin-1") for stored in served.objects.values()]
+            outputs = [stored.content.decode("latin-1") for stored in served.objects.values()]
             for code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "AccessDenied", "Strange"):
                 served.script = lambda operation, key, code=code: code
-                step = 100 + len(told)
+                step = 100 + len(outputs)
                 make_checkpoint(tmp_path / "hot", step=step, sequence=step)
                 daemon.wait_log(f"({code})" if code != "Strange" else "(Strange) when calling")
-                told += [daemon.get(path)[1].decode() for path in PAGES]
+                outputs += [daemon.request(path)[1].decode() for path in PAGES]
             assert daemon.stop() == 0
             assert " DEBUG " in daemon.log or "DEBUG:" in daemon.log
-            told.append(daemon.log)
-    told += [path.read_text("latin-1") for path in (tmp_path / "hot").rglob("*") if path.is_file()]
+            outputs.append(daemon.log)
+    outputs += [path.read_text("latin-1") for path in (tmp_path / "hot").rglob("*") if path.is_file()]
     for secret in (ACCESS_KEY, SECRET_KEY, TOKEN):
-        assert [one for one in told if secret in one] == []
+        assert [output for output in outputs if secret in output] == []

@@ -1,4 +1,4 @@
-"""Two cold tiers, one of them dead in some way: the other gets its copies, and the dead one when it is back."""
+"""One of two cold tiers fails in some way: the other receives its copies, and the first one once it works again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.bucket import Bucket, bucket_server
-from tests.support.runs import Daemon, Trainer, wait_until
+from tests.support.daemon import Daemon
 from tests.support.s3 import BUCKET
+from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
 from tierd.format import layout
 from tierd.format.ids import Generation, Run
 
@@ -35,19 +37,15 @@ def trainer() -> Iterator[Trainer]:
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """Taken, and nobody listens there."""
+    """A port that is bound, but on which nothing listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
 
 
 def daemon_with(root: Path, cold: str, dr: str) -> Daemon:
-    """One whose hot tier keeps the last, and whose cold tiers, at these URLs, keep it all."""
+    """The hot tier keeps the last checkpoint, and the cold tiers at these URLs keep all."""
     more = f"""
-    [limits]
-    retry_min_s = 0.05
-    retry_max_s = 1.0
-    reconcile_interval_s = 0.5
     request_timeout_s = 3.0
     [lifecycle.hot]
     keep_last = 1
@@ -58,11 +56,11 @@ def daemon_with(root: Path, cold: str, dr: str) -> Daemon:
     url = "s3://{BUCKET}/dr"
     endpoint_url = "{dr}"
     """
-    return Daemon(root, cold=f's3://{BUCKET}/cold"\nendpoint_url = "{cold}', more=more)
+    return Daemon(root, cold=f'url = "s3://{BUCKET}/cold"\nendpoint_url = "{cold}"', more=more)
 
 
 def begin(daemon: Daemon, trainer: Trainer) -> None:
-    """A run that is known here: an unknown one waits for every tier, since its checkpoints may be in the dead one."""
+    """Starts a run that the daemon knows. For an unknown run it would wait for every tier."""
     claimed = daemon.hot / layout.generation_key(Run("run"), Generation(1))
     claimed.parent.mkdir(parents=True)
     claimed.write_text("{}")
@@ -71,7 +69,7 @@ def begin(daemon: Daemon, trainer: Trainer) -> None:
 
 
 def train_through(daemon: Daemon, trainer: Trainer, *, check: Callable[[], None]) -> None:
-    """A checkpoint a step, each in the good tier before the next is taken."""
+    """One checkpoint per step. Each is in the good tier before the next is taken."""
     for step in STEPS:
         trainer.train(1)
         trainer.durable()
@@ -92,7 +90,9 @@ def objects(served: Bucket, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", DEAD)
-def test_dead_tier_holds_up_no_other_and_catches_up_by_itself(tmp_path: Path, trainer: Trainer, how: str) -> None:
+def test_dead_cold_tier_does_not_delay_the_other_and_catches_up_by_itself(
+    tmp_path: Path, trainer: Trainer, how: str
+) -> None:
     with ExitStack() as stack:
         good = stack.enter_context(bucket_server())
         with free_port() as port, ExitStack() as death:
@@ -110,7 +110,7 @@ def test_dead_tier_holds_up_no_other_and_catches_up_by_itself(tmp_path: Path, tr
 
             train_through(daemon, trainer, check=is_dead)
             assert daemon.steps("hot") == STEPS, "what the dead tier has not yet is kept for it"
-            wait_until(lambda: daemon.status()["failures"], "the failures to be told")
+            wait_until(lambda: daemon.status()["failures"], "the failures to be reported")
             said = daemon.tierd("status").stdout
             assert re.search(r"^dr .*NOT REACHABLE: .*dr", said, re.MULTILINE), said
             assert re.search(r"^waiting for dr: 5, the oldest for \d", said, re.MULTILINE), said
@@ -126,12 +126,12 @@ def test_dead_tier_holds_up_no_other_and_catches_up_by_itself(tmp_path: Path, tr
         dr.script = lambda operation, key: ""
 
         wait_until(lambda: daemon.steps("dr") == STEPS, "the other tier to catch up")
-        wait_until(lambda: objects(dr, "dr/") == objects(good, "cold/"), "the last verdict to be marked in both")
-        wait_until(lambda: daemon.steps("hot") == [5], "hot to let go of what it kept for it")
+        wait_until(lambda: objects(dr, "dr/") == objects(good, "cold/"), "the last health marker in both tiers")
+        wait_until(lambda: daemon.steps("hot") == [5], "the hot tier to evict what it kept for the dead tier")
         wait_until(lambda: "waiting for" not in daemon.tierd("status").stdout, "nothing to wait for")
 
 
-def test_node_lost_while_a_tier_is_dead_the_run_goes_on_from_the_other(tmp_path: Path, trainer: Trainer) -> None:
+def test_run_continues_from_the_other_cold_tier_when_the_node_is_lost(tmp_path: Path, trainer: Trainer) -> None:
     with bucket_server() as good, bucket_server() as dr:
         dr.script = lambda operation, key: "ServiceUnavailable"
         with daemon_with(tmp_path / "node", good.url, dr.url) as daemon:
@@ -157,12 +157,12 @@ def test_node_lost_while_a_tier_is_dead_the_run_goes_on_from_the_other(tmp_path:
 
 
 @pytest.mark.parametrize("answers", ["late", "drip"])
-def test_slow_tier_is_behind_and_the_other_is_not(tmp_path: Path, trainer: Trainer, answers: str) -> None:
+def test_slow_cold_tier_does_not_delay_the_other(tmp_path: Path, trainer: Trainer, answers: str) -> None:
     with bucket_server() as good, bucket_server() as slow:
         is_slow = True
 
         def drag(operation: str, key: str) -> str:
-            """One request at a time, with a pause before each of those that write; or every answer byte by byte."""
+            """Writes one second late, or every answer byte by byte."""
             if is_slow and answers == "drip":
                 return "drip"
             if is_slow and operation == "put_object":
@@ -176,5 +176,5 @@ def test_slow_tier_is_behind_and_the_other_is_not(tmp_path: Path, trainer: Train
             train_through(daemon, trainer, check=lambda: behind.append(len(daemon.steps("dr"))))
             assert behind[-1] < len(STEPS) or answers == "drip", "it was not even slow"
             is_slow = False
-            wait_until(lambda: daemon.steps("dr") == STEPS, "the slow one")
-            wait_until(lambda: objects(slow, "dr/") == objects(good, "cold/"), "the last verdict to be marked in both")
+            wait_until(lambda: daemon.steps("dr") == STEPS, "the slow tier")
+            wait_until(lambda: objects(slow, "dr/") == objects(good, "cold/"), "the last health marker in both tiers")

@@ -1,6 +1,6 @@
-"""What a snapshot, an upload and a restore cost, counted and not timed: copies, bytes written, calls, requests.
+"""Costs of a snapshot, an upload and a restore, counted and not timed: copies, bytes, system calls, requests.
 
-These figures are no noise: where one of them grows, the code has changed.
+These counts have no noise: when one grows, the code has changed.
 """
 
 from __future__ import annotations
@@ -16,43 +16,45 @@ import tierd_client
 import torch
 
 from tests.support.bucket import bucket_server
-from tests.support.daemon import Peer, serving, wait_until
+from tests.support.daemon import serving
 from tests.support.rooms import rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import content
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
 from tierd.tiers.tier import Tier, copy_checkpoint
 
 MIB = 1 << 20
 PAYLOAD_BYTES = 128 * MIB
-ALLOCATED_MAX = PAYLOAD_BYTES // 4  # far less than a copy, far more than what the interpreter does meanwhile
+ALLOCATED_MAX = PAYLOAD_BYTES // 4  # far less than a copy, far more than the interpreter allocates meanwhile
 PLAIN = "[health]\nexamine = false"
 
 
 def allocated_bytes(pid: int) -> int:
-    """Memory of its own: not what it maps of slots and files."""
+    """The memory of the process, without the slots and files that it maps."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def calls(pid: int) -> dict[str, int]:
-    """proc_pid_io(5): bytes and calls of read and write, whatever the page cache does."""
+    """proc_pid_io(5): bytes and calls of read and write, including those that the page cache serves."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 @contextmanager
 def growth(pid: int) -> Iterator[Callable[[], int]]:
-    """How much more than at the beginning was allocated at most, looked at every few milliseconds."""
+    """The largest growth of the allocated memory in bytes, sampled every 2 ms."""
     first = most = allocated_bytes(pid)
     is_over = threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         nonlocal most
         while not is_over.wait(0.002):
             most = max(most, allocated_bytes(pid))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield lambda: most - first
@@ -68,21 +70,21 @@ def test_persisting_writes_each_byte_once_in_few_calls_and_allocates_no_payload(
         for index in range(2):
             peer.attach(index, size_bytes=PAYLOAD_BYTES)
         peer.seal(0, 1, shard)
-        wait_until(lambda: daemon.checkpoints("run", "hot") == [1], "the first, after which all is warm")
+        wait_until(lambda: daemon.steps("hot", "run") == [1], "the first checkpoint, which warms up")
         before = calls(daemon.pid)
         with growth(daemon.pid) as grown:
             peer.seal(1, 2, shard)
-            wait_until(lambda: daemon.checkpoints("run", "hot") == [2, 1], "the second")
+            wait_until(lambda: daemon.steps("hot", "run") == [1, 2], "the second checkpoint")
         after = calls(daemon.pid)
         cost = {name: after[name] - before[name] for name in after}
         assert PAYLOAD_BYTES <= cost["wchar"] <= 1.01 * PAYLOAD_BYTES
-        assert cost["rchar"] < 0.01 * PAYLOAD_BYTES, "from the mapping to the disk, with nothing read"
-        assert cost["syscw"] < 1000 * PAYLOAD_BYTES // (1 << 30), "16 MiB at a time, and the answers to our looks"
+        assert cost["rchar"] < 0.01 * PAYLOAD_BYTES, "written from the mapping, without a read"
+        assert cost["syscw"] < 1000 * PAYLOAD_BYTES // (1 << 30), "16 MiB per call, and the answers to status requests"
         assert grown() < ALLOCATED_MAX
 
 
 def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
-    """State goes to its slot and comes back from there with nothing in between."""
+    """The state is copied into its slot and back without a buffer in between."""
     with serving(tmp_path, more=PLAIN) as daemon:
         model = torch.nn.Linear(PAYLOAD_BYTES // 4 // 1024, 1024, bias=False)
         state = tierd_client.TrainingState(model=model)
@@ -104,9 +106,9 @@ def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
         assert torch.equal(model.weight, expected)
 
 
-async def test_upload_asks_no_more_than_it_must(tmp_path: Path) -> None:
-    """Of two shards of two parts: what is needed to send them, and one look before each. Afterwards none, for the last
-    answer proves the whole."""
+async def test_upload_sends_only_the_necessary_requests(tmp_path: Path) -> None:
+    """Two shards of two parts: one request before each shard, and none afterwards, because the last answer has the
+    checksum of the whole object."""
     with bucket_server(part_bytes_min=MIB) as served:
         async with rooms_at(tmp_path) as rooms:
             store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)

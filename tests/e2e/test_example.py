@@ -1,10 +1,9 @@
-"""The example with a daemon: readable by stock tools without tierd, resumable at any instant, bit for bit."""
+"""The example with a daemon: stock tools read its checkpoints, and it resumes bit for bit after any kill."""
 
 from __future__ import annotations
 
 import filecmp
 import importlib.util
-import json
 import random
 import signal
 import subprocess
@@ -17,7 +16,10 @@ import pytest
 import torch
 from tierd_client import DaemonUnreachable
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import DEADLINE_S, wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32"]
 STOCK = """
@@ -45,7 +47,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def run_example(training: Training, arguments: list[str], kept: str | None = None) -> int:
-    """The example's `main`. In the trainer. `kept`: where its model goes in the end, as plain torch.save."""
+    """The example's `main`, run in the trainer. It saves its model to the file `kept` with torch.save."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
     assert spec is not None
     assert spec.loader is not None
@@ -62,7 +64,7 @@ def run_example(training: Training, arguments: list[str], kept: str | None = Non
     return code
 
 
-def test_a_checkpoint_is_read_by_safetensors_and_by_stock_torch_and_equals_the_model(daemon: Daemon) -> None:
+def test_safetensors_and_stock_torch_read_a_checkpoint_that_equals_the_model(daemon: Daemon) -> None:
     live = daemon.root / "live.pt"
     with Trainer() as trainer:
         arguments = ["--steps=4", "--every=2", f"--socket={daemon.socket}", f"--loss-file={daemon.root}/loss.jsonl"]
@@ -80,7 +82,7 @@ def test_a_checkpoint_is_read_by_safetensors_and_by_stock_torch_and_equals_the_m
 
 
 class Disturbed:
-    """The example, run to its end against whatever is done to its process and to its daemon."""
+    """The example, restarted until it ends, while the test kills its process and its daemon."""
 
     def __init__(self, daemon: Daemon, steps: int, delay_s: float) -> None:
         self.daemon = daemon
@@ -95,7 +97,7 @@ class Disturbed:
         return trainer
 
     def end(self) -> int:
-        """Its exit code, once it gets to its end. Started again when it found no daemon, as any launcher would."""
+        """Its exit code. It is restarted when it found no daemon, as a launcher does."""
         while True:
             try:
                 return self.trainer.end(DEADLINE_S * 5)
@@ -118,12 +120,12 @@ class Disturbed:
 
     def hang_daemon(self) -> None:
         self.daemon.signal(signal.SIGSTOP)
-        time.sleep(0.2)  # how long it hangs, not a wait for anything
+        time.sleep(0.2)  # the duration of the hang
         self.daemon.signal(signal.SIGCONT)
 
 
 def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
-    """Random kills at random moments; then the curve must be the undisturbed one."""
+    """Kills at random moments, after which the loss curve must be the undisturbed one."""
     undisturbed = daemon.root / "undisturbed.jsonl"
     with Trainer() as trainer:
         trainer.apply(run_example, [f"--steps={steps}", f"--loss-file={undisturbed}", "--no-tierd"])
@@ -131,7 +133,7 @@ def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
     run = Disturbed(daemon, steps, delay_s=0.02)
     try:
         for _ in range(kills):
-            time.sleep(chance.uniform(0, 0.8))  # the moment is what is random
+            time.sleep(chance.uniform(0, 0.8))  # a random moment
             chance.choice([run.kill_trainer, run.kill_trainer, run.kill_daemon, run.kill_both, run.hang_daemon])()
         assert run.end() == 0
     finally:
@@ -141,28 +143,11 @@ def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
         assert daemon.tierd("verify", "--tier", tier).returncode == 0
 
 
-def test_ten_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemon: Daemon) -> None:
+def test_loss_curve_is_the_undisturbed_one_after_ten_random_kills(daemon: Daemon) -> None:
     disturb(daemon, kills=10, steps=60, seed=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_hundred_kills_at_random_moments_leave_the_curve_of_an_undisturbed_run(daemon: Daemon) -> None:
+def test_loss_curve_is_the_undisturbed_one_after_a_hundred_random_kills(daemon: Daemon) -> None:
     disturb(daemon, kills=100, steps=900, seed=time.time_ns())
-
-
-def test_sigterm_ends_it_after_a_last_snapshot_with_exit_code_zero(daemon: Daemon) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, "--steps=100000", "--run=run"]
-    command += ["--every=100000", f"--socket={daemon.socket}", f"--loss-file={daemon.root}/loss.jsonl"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = iter(process.stdout)
-        assert any("step 10 " in line for line in said)
-        process.terminate()
-        rest = list(said)
-        assert process.wait(DEADLINE_S) == 0
-
-    stopped = next(int(line.split()[3].rstrip(":")) for line in rest if line.startswith("stopping at step"))
-    assert [row["step"] for row in daemon.json("ls", str(daemon.hot))] == [stopped]
-    losses = [json.loads(line) for line in (daemon.root / "loss.jsonl").read_bytes().splitlines()]
-    assert losses[-1]["step"] == stopped

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, on the CPU: its ways save, and its figures are told. What they are says nothing here."""
+"""The GPU benchmark runs on the CPU: every method saves and reports its figures, which mean nothing here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, ROOT
 
 
 @pytest.mark.long
-def test_every_way_is_measured_and_the_state_comes_back(tmp_path: Path) -> None:
+def test_every_method_is_measured_and_the_state_is_restored(tmp_path: Path) -> None:
     command = [sys.executable, "bench/gpu_stall.py", "--device=cpu", "--small", "--rounds=1", "--batch=2"]
     done = subprocess.run(
         [*command, f"--dir={tmp_path}"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280

@@ -1,4 +1,4 @@
-"""A training that goes NaN, with a real daemon: what is kept, what a restart gets, and what an operator sees."""
+"""A training with NaN, with a real daemon: what is kept, what a restart restores, and what an operator sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from tierd_client import Unhealthy
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -24,24 +26,24 @@ def spoil(training: Training) -> None:
         next(training.model.parameters())[0, 0] = math.nan
 
 
-def judged(daemon: Daemon, step: int) -> bool:
+def is_examined(daemon: Daemon, step: int) -> bool:
     return any(row["step"] == step and row["healthy"] is not None for row in daemon.json("ls"))
 
 
-def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
+def test_checkpoints_with_nan_are_neither_restored_nor_replicated(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         for _ in range(2):
             trainer.train(1)
             trainer.durable()
-        wait_until(lambda: judged(daemon, 2), "step 2 to be judged")
+        wait_until(lambda: is_examined(daemon, 2), "step 2 to be examined")
         trainer.apply(spoil)
         for _ in range(4):
             trainer.train(1)
             trainer.durable()
         trainer.kill()
 
-    # Straight from memory, whether or not anybody has looked at it by now.
+    # From memory, whether or not it has been examined by now.
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         assert trainer.restore().step == 2
@@ -50,18 +52,18 @@ def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
         found = trainer.restore(allow_unhealthy=True)
         assert found.step == 6
 
-    # The lifecycle: the newest unhealthy one as evidence in hot, none in cold, and the newest healthy one stays.
-    wait_until(lambda: daemon.steps("hot") == [2, 6], "hot to keep step 2 and the evidence")
-    wait_until(lambda: daemon.steps("cold") == [2], "cold to hold only what is healthy")
+    # The lifecycle keeps the newest unhealthy checkpoint in hot as evidence, none in cold, and the newest healthy one.
+    wait_until(lambda: daemon.steps("hot") == [2, 6], "the hot tier to keep step 2 and the newest unhealthy one")
+    wait_until(lambda: daemon.steps("cold") == [2], "the cold tier to hold only healthy ones")
     listed = {row["step"]: row["healthy"] for row in daemon.json("ls") if "hot" in row["tiers"]}
     assert listed == {2: True, 6: False}
     assert (daemon.folder(6) / "unhealthy.json").exists()
     assert daemon.metric('tierd_unhealthy_checkpoints{run="run"}') >= 1
     status = daemon.tierd("status").stdout
     assert "UNHEALTHY: step 6" in status
-    assert "--step 2 " in status, "the command to get it back names one that is worth getting"
+    assert "--step 2 " in status, "the suggested command restores a healthy one"
 
-    # Restored to a directory: the newest healthy one, unless the other is wanted.
+    # `tierd restore` takes the newest healthy one unless an unhealthy one is allowed.
     done = daemon.tierd("restore", "--to", daemon.root / "newest")
     assert "step 2 " in done.stdout, done.stderr
     refused = daemon.tierd("restore", "--step", "6", "--to", daemon.root / "refused")
@@ -76,7 +78,7 @@ def test_nan_is_no_checkpoint(daemon: Daemon) -> None:
     )
 
 
-def test_when_all_is_nan_nobody_starts_from_scratch(daemon: Daemon) -> None:
+def test_restore_is_refused_when_every_checkpoint_has_nan(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.apply(spoil)
@@ -86,28 +88,28 @@ def test_when_all_is_nan_nobody_starts_from_scratch(daemon: Daemon) -> None:
             trainer.restore()
 
 
-def test_a_trainer_that_stages_what_it_does_not_train_is_told(daemon: Daemon) -> None:
+def test_snapshots_of_unchanged_weights_are_reported(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.train(1)
         trainer.snapshot()
         trainer.wait_persisted(DEADLINE_S)
-        wait_until(lambda: judged(daemon, 1))
+        wait_until(lambda: is_examined(daemon, 1))
         trainer.train(1)
         trainer.snapshot()
-        wait_until(lambda: judged(daemon, 2))
+        wait_until(lambda: is_examined(daemon, 2))
         assert daemon.metric('tierd_stale_snapshots_total{run="run"}') == 0
         trainer.apply(stale)
         for _ in range(2):
             trainer.train(1)
             trainer.durable()
-            wait_until(lambda: judged(daemon, daemon.newest("hot")))
+            wait_until(lambda: is_examined(daemon, daemon.newest("hot")))
         assert daemon.metric('tierd_stale_snapshots_total{run="run"}') == 2
     assert "same weights" in daemon.tierd("status").stdout
 
 
 def stale(training: Training) -> None:
-    """The bug: the state holds a copy of the model, and the optimizer of that copy."""
+    """The bug: the state has a copy of the model, and the optimizer of that copy."""
     import copy
 
     import tierd_client

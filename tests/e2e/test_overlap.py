@@ -1,4 +1,4 @@
-"""Overlapped snapshots on real processes: killed in the middle, resumed exactly, torn on one rank of two."""
+"""Overlapped snapshots in real processes: a kill during the copy, an exact resume, a tear on one rank of two."""
 
 from __future__ import annotations
 
@@ -14,17 +14,10 @@ import torch
 from tierd_client import Torn
 from tierd_client.snapshot.copying import Copier
 
-from tests.support.runs import (
-    DEADLINE_S,
-    ENVIRONMENT,
-    Daemon,
-    Trainer,
-    Training,
-    joined,
-    refusals,
-    together,
-    wait_until,
-)
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT
+from tests.support.trainer import Trainer, Training, joined, refusals, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 WIDTH = 1024  # weights of 64 KiB: large enough to be copied later
 
@@ -57,7 +50,7 @@ def wait_filling(daemon: Daemon) -> None:
 
 def change(training: Training) -> None:
     with torch.no_grad():
-        for parameter in training.model.parameters():  # whichever of them this rank writes
+        for parameter in training.model.parameters():  # this rank writes some of them
             parameter.mul_(2)
 
 
@@ -65,7 +58,7 @@ def wait_staged(training: Training) -> None:
     training.client.wait_staged()
 
 
-def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_nothing_happened_to(
+def test_losses_after_resuming_from_overlapped_snapshots_equal_those_of_an_undisturbed_run(
     daemon: Daemon,
 ) -> None:
     with Trainer(width=WIDTH) as undisturbed:
@@ -89,7 +82,7 @@ def test_resumed_from_overlapped_snapshots_the_losses_are_those_of_a_run_that_no
         assert losses[:11] + last.train(5) == expected
 
 
-def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon: Daemon) -> None:
+def test_trainer_killed_during_an_overlapped_copy_restores_the_previous_snapshot(daemon: Daemon) -> None:
     with Trainer(width=WIDTH) as first:
         first.connect(daemon.socket, staging="overlap")
         first.train(1)
@@ -102,7 +95,7 @@ def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon
         wait_filling(daemon)
         assert first.is_busy
         first.kill()
-    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice the kill")
 
     with Trainer(width=WIDTH, seed=2) as second:
         second.connect(daemon.socket)
@@ -111,7 +104,7 @@ def test_killed_in_the_middle_of_the_copy_the_snapshot_before_is_restored(daemon
         assert second.digest() == digest
 
 
-def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slots(daemon: Daemon) -> None:
+def test_snapshot_torn_on_one_rank_fails_on_all_and_frees_its_slots(daemon: Daemon) -> None:
     with joined(daemon.root, 2, width=WIDTH) as ranks:
         together(ranks, "connect", daemon.socket, staging="overlap", slot_wait_s=20.0)
         together(ranks, "train", 1)
@@ -131,7 +124,7 @@ def test_torn_on_one_rank_it_fails_on_all_and_the_next_snapshots_find_their_slot
         together(ranks, "wait_persisted")
 
 
-def test_a_script_that_just_ends_has_handed_its_overlapped_snapshot_over(daemon: Daemon) -> None:
+def test_script_that_ends_without_closing_hands_over_its_overlapped_snapshot(daemon: Daemon) -> None:
     script = f"""
 import tierd_client, torch
 model = torch.nn.Linear(2048, 2048)
@@ -148,7 +141,7 @@ client.snapshot(7, tierd_client.TrainingState(model=model, optimizer=optimizer))
     wait_until(lambda: daemon.steps("hot") == [7], "the checkpoint")
 
 
-def test_the_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
+def test_staging_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
     with Daemon(tmp_path, more='[snapshot]\nstaging = "overlap"\n') as daemon, Trainer(width=WIDTH) as trainer:
         trainer.connect(daemon.socket)
         trainer.train(1)

@@ -1,4 +1,4 @@
-"""Several ranks of one machine: one checkpoint, written once, committed when all have sealed, or not at all."""
+"""Several ranks on one machine write one checkpoint, which is committed when all have sealed, or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from safetensors import safe_open
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
 from tierd_client.snapshot.slot_pool import SlotPool
 
-from tests.support.runs import Daemon, Trainer, Training, joined, refusals, together
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, joined, refusals, together
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_rank_killed_before_it_sealed_leaves_the_older_checkpoint(daemon: Daem
         assert daemon.newest("hot") == 3
 
 
-def test_a_rank_that_dies_is_an_error_of_the_others_not_a_hang(daemon: Daemon) -> None:
+def test_a_rank_that_dies_raises_an_error_on_the_others(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "train", 1)
         trainers[1].kill()
@@ -96,7 +97,7 @@ def test_a_rank_that_dies_is_an_error_of_the_others_not_a_hang(daemon: Daemon) -
             trainers[0].snapshot()
 
 
-def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks_and_nothing_is_changed(
+def test_rank_local_state_is_refused_by_another_number_of_ranks_and_nothing_changes(
     daemon: Daemon,
 ) -> None:
     with ranks(daemon, 2) as first:
@@ -115,7 +116,7 @@ def test_what_each_rank_had_of_its_own_is_refused_by_another_number_of_ranks_and
         assert alone.restore().step == 1
 
 
-def test_a_launcher_without_a_process_group_is_told_what_to_call(
+def test_without_a_process_group_the_error_names_the_call_that_is_missing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -140,7 +141,7 @@ def test_all_ranks_skip_a_step_when_one_has_no_slot(daemon: Daemon) -> None:
         assert daemon.metric('tierd_snapshots_total{outcome="skipped",run="run"}') == 1
 
 
-def test_state_that_one_rank_cannot_store_is_an_error_of_all_and_the_next_snapshot_works(daemon: Daemon) -> None:
+def test_state_that_one_rank_cannot_save_is_an_error_on_all_and_the_next_snapshot_works(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         together(trainers, "train", 1)
         trainers[1].apply(_put_in_extra, "lock")
@@ -155,7 +156,7 @@ def test_state_that_one_rank_cannot_store_is_an_error_of_all_and_the_next_snapsh
         assert daemon.steps("hot") == [2]
 
 
-def test_a_newer_start_fences_every_rank_of_the_older(daemon: Daemon) -> None:
+def test_a_newer_start_fences_every_rank_of_the_older_one(daemon: Daemon) -> None:
     with ranks(daemon, 2) as older, ranks(daemon, 2) as newer:
         together(newer, "train", 1)
         together(newer, "durable")
@@ -163,7 +164,7 @@ def test_a_newer_start_fences_every_rank_of_the_older(daemon: Daemon) -> None:
         assert [type(error) for error in refusals(older, "snapshot")] == [Stale, Stale]
 
 
-def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) -> None:
+def test_resuming_from_an_older_step_creates_one_new_generation_for_all_ranks(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         digests = []
         for _ in range(2):
@@ -179,7 +180,7 @@ def test_going_back_in_time_is_one_new_generation_for_all_ranks(daemon: Daemon) 
         assert [row["generation"] for row in daemon.get("/api/v1/checkpoints")] == [2, 1, 1]
 
 
-def test_damage_that_one_rank_finds_sends_all_ranks_to_the_next_replica(daemon: Daemon) -> None:
+def test_all_ranks_take_the_next_replica_when_one_finds_damage(daemon: Daemon) -> None:
     with ranks(daemon, 2) as first:
         together(first, "train", 1)
         together(first, "durable")
@@ -199,11 +200,11 @@ def test_damage_that_one_rank_finds_sends_all_ranks_to_the_next_replica(daemon: 
         assert together(second, "digest") == digests
 
 
-# ── what runs in a trainer ──
+# ── run in a trainer ──
 
 
 def _hold_before_seal(training: Training) -> None:
-    """Stop this process just before it says that its snapshot is sealed: a kill at that very instant."""
+    """Stops the process before it sends that its snapshot is sealed, for a kill at that instant."""
     training.seal = SlotPool.seal
     SlotPool.seal = lambda pool, sealed: signal.raise_signal(signal.SIGSTOP)
 
@@ -222,7 +223,7 @@ def _show_slots(training: Training) -> None:
 
 
 def _put_in_extra(training: Training, name: str) -> None:
-    training.extra[name] = open  # a function has no safe form
+    training.extra[name] = open  # a function cannot be saved
 
 
 def _take_from_extra(training: Training, name: str) -> None:

@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.bucket import Bucket, bucket_server
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, together, wait_until
+from tests.support.daemon import Daemon
 from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.topology import Bits, every, gathered, one_of, restored, train
+from tests.support.trainer import Trainer, Training, together
+from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.format import checksum, layout
 from tierd.format.manifest import Manifest, decode, file_entry
 
@@ -110,7 +112,7 @@ def served(saved: Saved) -> Iterator[list[Bucket]]:
 def node(root: Path, cold: Bucket, dr: Bucket | None = None) -> Daemon:
     """A node that has never seen the run, not started yet."""
     more = "" if dr is None else f'[[cold]]\nname = "dr"\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{dr.url}"\n'
-    return Daemon(root, cold=f's3://{BUCKET}/deep"\nendpoint_url = "{cold.url}', more=more, environ=ENVIRONMENT)
+    return Daemon(root, cold=f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{cold.url}"', more=more, environ=ENVIRONMENT)
 
 
 def read_bytes(daemon: Daemon, tier: str = "cold") -> float:

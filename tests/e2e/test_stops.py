@@ -1,10 +1,9 @@
-"""Stopped in good order, by whatever asks: exit code 0, the last finished step durable, and the curve goes on there."""
+"""Every kind of stop request: exit code 0, a durable snapshot of the last step, and an exact resume from it."""
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +14,10 @@ from typing import Any
 import pytest
 import tierd_client
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT, ROOT, Daemon, Trainer, Training, joined, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.processes import ENVIRONMENT, ROOT, Script
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import wait_until
 
 TINY = ["--model-size=tiny", "--threads=1", "--device=cpu", "--batch-size=2", "--block-size=32", "--run=run"]
 FOREVER = 1_000_000
@@ -40,96 +42,79 @@ class Example:
 
     def __init__(self, daemon: Daemon, steps: int) -> None:
         self.losses = daemon.root / "loss.jsonl"
-        self._command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, f"--steps={steps}"]
-        self._command += ["--every=1000000"]
+        self._arguments = [*TINY, f"--steps={steps}", "--every=1000000"]
         self._connected = [f"--socket={daemon.socket}", f"--loss-file={self.losses}"]
 
-    @contextmanager
-    def running(self, *, delay_s: float = 0.02, **environ: str) -> Generator[subprocess.Popen[str]]:
-        command = [*self._command, *self._connected, f"--step-delay-s={delay_s}"]
-        environment = {**ENVIRONMENT, **environ}
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+    def start(self, *, delay_s: float = 0.02, **environ: str) -> Script:
+        return self._start(*self._connected, f"--step-delay-s={delay_s}", **environ)
 
     def undisturbed(self) -> bytes:
         path = self.losses.with_name("undisturbed.jsonl")
-        command = [*self._command, "--no-tierd", f"--loss-file={path}"]
-        subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, timeout=DEADLINE_S)
+        with self._start("--no-tierd", f"--loss-file={path}") as process:
+            assert process.end() == 0, process.stderr
         return path.read_bytes()
+
+    def _start(self, *more: str, **environ: str) -> Script:
+        script = ROOT / "examples" / "train_gpt.py"
+        environment = {**ENVIRONMENT, **environ}
+        return Script(script, [*self._arguments, *more], folder=self.losses.parent, environ=environment)
 
     @property
     def last_step(self) -> int:
         return json.loads(self.losses.read_bytes().splitlines()[-1])["step"]
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    said, warned = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, said, warned
-
-
-def until(process: subprocess.Popen[str], begins: str) -> None:
-    assert process.stdout is not None
-    assert any(line.startswith(begins) for line in process.stdout)
-
-
-def test_terminated_and_out_of_walltime_it_ends_with_zero_and_resumes_with_the_curve_of_an_undisturbed_run(
+def test_stopped_by_sigterm_and_by_its_walltime_it_exits_with_zero_and_resumes_on_the_undisturbed_curve(
     daemon: Daemon,
 ) -> None:
     example = Example(daemon, steps=150)
-    with example.running() as process:
-        until(process, "step 10 ")
+    with example.start() as process:
+        process.wait_line("step 10 ")
         process.terminate()
-        code, _, warned = end(process)
-    assert code == 0, warned
-    assert "stopping at step" in warned
+        assert process.end() == 0, process.stderr
+        assert "stopping at step" in process.stderr
     first = example.last_step
     assert daemon.newest("hot") == first
     assert state_of(daemon) == ("stopped", "a signal")
 
     # Nine seconds from now, of which more than five are the reserve.
-    with example.running(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
-        until(process, f"resumed at step {first} ")
-        code, _, warned = end(process)
-    assert code == 0, warned
+    with example.start(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
+        process.wait_line(f"resumed at step {first} ")
+        assert process.end() == 0, process.stderr
     second = example.last_step
     assert daemon.newest("hot") == second
     assert first < second < 150, "it stopped by itself, and not at the end"
     assert state_of(daemon) == ("stopped", "the walltime")
 
-    with example.running(delay_s=0) as process:
-        until(process, f"resumed at step {second} ")
-        assert end(process)[0] == 0
+    with example.start(delay_s=0) as process:
+        process.wait_line(f"resumed at step {second} ")
+        assert process.end() == 0, process.stderr
     assert state_of(daemon) == ("finished", "")
     assert example.losses.read_bytes() == example.undisturbed()
 
 
-def test_interrupted_twice_it_ends_at_once_without_a_snapshot(daemon: Daemon) -> None:
+def test_second_interrupt_ends_the_trainer_without_a_snapshot(daemon: Daemon) -> None:
     example = Example(daemon, steps=FOREVER)
-    with example.running() as process:
-        until(process, "step 10 ")
-        # It is asked to stop and cannot: its daemon hangs before it has a slot for the last step.
+    with example.start() as process:
+        process.wait_line("step 10 ")
+        # It cannot stop in order: the daemon hangs before it has a free slot for the last snapshot.
         process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: daemon.newest("hot"), "the snapshot that was asked for")
+        wait_until(lambda: daemon.newest("hot"), "the requested snapshot")
         daemon.signal(signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.7)  # longer than an echo of the first
+        time.sleep(0.7)  # a second signal within half a second counts as an echo of the first
         process.send_signal(signal.SIGINT)
-        code, _, warned = end(process)
+        assert process.end() == -signal.SIGINT
+        assert "KeyboardInterrupt" in process.stderr
         daemon.signal(signal.SIGCONT)
-    assert code == -signal.SIGINT
-    assert "KeyboardInterrupt" in warned
-    wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to hear of it")
+    wait_until(lambda: state_of(daemon) == ("halted", "interrupted at once"), "the daemon to know the outcome")
 
 
-# ── in a process that stays: what follows the underscore runs in a trainer ──
+# ── in a trainer, where the functions with an underscore run ──
 
 
 def _loop(training: Training, steps: int, every: int = 0, last: bool = True) -> tuple[list[float], list[int]]:
-    """The losses of each step, and the steps of which a snapshot was taken. As a user writes it."""
+    """A training loop as a user writes it. Returns the loss of each step and the steps of its snapshots."""
     losses: list[float] = []
     taken: list[int] = []
     with training.client as client:
@@ -179,7 +164,7 @@ def begin(trainers: list[Trainer], work: Callable[..., Any], *arguments: Any) ->
         trainer.begin("apply", work, *arguments)
 
 
-def test_a_signal_asks_for_a_snapshot_and_training_goes_on(daemon: Daemon) -> None:
+def test_sigusr1_requests_a_snapshot_and_training_continues(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         trainer.begin("apply", _loop, FOREVER)
         trainer.signal(signal.SIGUSR1)
@@ -193,10 +178,10 @@ def test_a_signal_asks_for_a_snapshot_and_training_goes_on(daemon: Daemon) -> No
         assert taken[-1] == len(losses) == daemon.newest("hot")
 
 
-def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_resume_there(
+def test_sigterm_to_one_rank_stops_all_ranks_at_the_same_step_and_they_resume_there(
     daemon: Daemon,
 ) -> None:
-    # Two, for which a sum has one order: with more, a new DistributedDataParallel may add gradients in another.
+    # Two ranks, whose sum has one order: with more, a new DistributedDataParallel may add gradients in another order.
     world_size = 2
     with ranks(daemon, world_size) as trainers:
         undisturbed = [found[0] for found in together(trainers, "apply", _loop, 60)]
@@ -216,17 +201,15 @@ def test_one_rank_of_several_is_terminated_and_all_stop_at_the_same_step_and_res
     assert whole == undisturbed
 
 
-def test_out_of_walltime_all_ranks_stop_at_the_same_step_with_exit_code_zero(daemon: Daemon) -> None:
+def test_walltime_stops_all_ranks_with_exit_code_zero(daemon: Daemon) -> None:
     with ranks(daemon, 2, max_runtime_s=7.0) as trainers:
         begin(trainers, _loop_to_the_exit, FOREVER)
-        for trainer in trainers:
-            trainer._process.join(DEADLINE_S)
-        assert [trainer._process.exitcode for trainer in trainers] == [0, 0]
+        assert [trainer.wait_exit() for trainer in trainers] == [0, 0]
     assert daemon.newest("hot") > 0
-    wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to hear of it")
+    wait_until(lambda: state_of(daemon) == ("stopped", "the walltime"), "the daemon to know the outcome")
 
 
-def test_a_hung_daemon_holds_up_neither_rank_and_is_heard_when_it_goes_on(daemon: Daemon) -> None:
+def test_stop_request_waits_for_a_hung_daemon_and_training_does_not(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         begin(trainers, _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -244,7 +227,7 @@ def _cpu_s(pid: int) -> float:
     return int(fields[11]) / 100
 
 
-def test_a_daemon_killed_between_the_wish_and_the_stop_is_asked_again(daemon: Daemon) -> None:
+def test_stop_request_is_sent_again_after_the_daemon_was_killed(daemon: Daemon) -> None:
     with ranks(daemon, 2) as trainers:
         begin(trainers, _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -255,7 +238,7 @@ def test_a_daemon_killed_between_the_wish_and_the_stop_is_asked_again(daemon: Da
     assert found[0][1] == found[1][1] == [len(found[0][0])]
 
 
-def test_a_last_snapshot_that_is_not_durable_in_time_is_an_error_and_never_exit_code_zero(daemon: Daemon) -> None:
+def test_last_snapshot_that_is_not_durable_in_time_is_an_error(daemon: Daemon) -> None:
     with connected(daemon, stop_grace_s=0.2) as trainer:
         trainer.begin("apply", _loop, FOREVER)
         daemon.signal(signal.SIGSTOP)
@@ -263,11 +246,11 @@ def test_a_last_snapshot_that_is_not_durable_in_time_is_an_error_and_never_exit_
         with pytest.raises(tierd_client.Transient, match=r"stop at step \d+: the last snapshot was not durable"):
             trainer.end()
         daemon.signal(signal.SIGCONT)
-        wait_until(lambda: state_of(daemon)[0] == "failed", "the daemon to hear of it")
-        wait_until(lambda: daemon.newest("hot"), "what was sealed to be durable all the same")
+        wait_until(lambda: state_of(daemon)[0] == "failed", "the daemon to know the outcome")
+        wait_until(lambda: daemon.newest("hot"), "the sealed snapshot to be durable")
 
 
-def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
+def test_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
     path = daemon.root / "stop"
     with ranks(daemon, 2, stop_file=str(path)) as trainers:
         begin(trainers, _loop, FOREVER)
@@ -278,11 +261,10 @@ def test_the_stop_file_stops_all_ranks_once(daemon: Daemon) -> None:
     assert state_of(daemon) == ("stopped", "the stop file")
 
 
-def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
+def test_halted_run_exits_with_17_and_status_shows_the_reason(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         trainer.begin("apply", _halt)
-        trainer._process.join(DEADLINE_S)
-        assert trainer._process.exitcode == 17
+        assert trainer.wait_exit() == 17
     assert state_of(daemon) == ("halted", "loss is nan")
     assert "HALTED: a person must decide (loss is nan)" in daemon.tierd("status").stdout
 
@@ -290,17 +272,17 @@ def test_a_halted_run_ends_with_seventeen_and_says_why(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("error", "state"), [(tierd_client.Mismatch("it does not fit"), "halted"), (RuntimeError("boom"), "failed")]
 )
-def test_an_error_that_ends_the_loop_is_told_of(daemon: Daemon, error: Exception, state: str) -> None:
+def test_error_that_ends_the_loop_is_reported_to_the_daemon(daemon: Daemon, error: Exception, state: str) -> None:
     with connected(daemon) as trainer:
         with pytest.raises(type(error)):
             trainer.apply(_fail, error)
         assert state_of(daemon)[0] == state
 
 
-def test_killed_it_is_lost_and_started_again_it_runs(daemon: Daemon) -> None:
+def test_killed_run_is_shown_as_lost_and_a_restarted_one_as_running(daemon: Daemon) -> None:
     with connected(daemon) as trainer:
         assert state_of(daemon) == ("running", "")
         trainer.kill()
-    wait_until(lambda: state_of(daemon)[0] == "lost", "the daemon to miss it")
+    wait_until(lambda: state_of(daemon)[0] == "lost", "the daemon to notice")
     with connected(daemon):
         assert state_of(daemon) == ("running", "")

@@ -1,4 +1,4 @@
-"""A real training beside a real daemon: what it does when steps get slower, and when somebody waits."""
+"""A real training beside a real daemon, which throttles its writes while steps are slower."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import tierd_client
 import torch
 from tierd_client import BadRequest, Client, DictState
 
-from tests.support.daemon import DEADLINE_S, Daemon, Peer, serving, wait_until
+from tests.support.daemon import Daemon, serving
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.wire_peer import Peer
 from tierd.format import wire
 
 RUN = "run42"
 LIMIT = 'tierd_write_limit_bytes_per_second{tier="cold"}'
 SLOWDOWN = f'tierd_step_slowdown_ratio{{run="{RUN}"}}'
-# The second of three writes of 16 MiB comes a minute after the first: the tier is being written as long as it takes.
+# With this cap the upload lasts longer than the test.
 COLD = """
     [[cold]]
     url = "file://cold"
@@ -31,7 +33,7 @@ USUAL_S, SLOW_S = 0.02, 0.2
 
 
 class Training:
-    """Steps of `step_s`, on a thread of its own, until it is told to stop."""
+    """Steps of `step_s` seconds in a thread."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -59,9 +61,9 @@ class Training:
                 self.client.snapshot(step, self.state)
 
     def snapshot(self, daemon: Daemon, count: int) -> None:
-        """One more, until `count` are in hot."""
+        """Takes a snapshot and waits until the hot tier has `count`."""
         self.wants_snapshot.set()
-        wait_until(lambda: len(daemon.checkpoints(RUN, "hot")) == count, f"for snapshot {count}")
+        wait_until(lambda: len(daemon.steps("hot", RUN)) == count, f"for snapshot {count}")
 
 
 @pytest.fixture
@@ -70,32 +72,32 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield found
 
 
-def test_daemon_stands_behind_whoever_trains(daemon: Daemon) -> None:
+def test_daemon_runs_at_a_lower_cpu_priority_than_training(daemon: Daemon) -> None:
     threads = [int(one) for one in os.listdir(f"/proc/{daemon.pid}/task")]
     least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
     assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
 
 
-def test_steps_that_get_slower_hold_back_an_upload_and_whoever_waits_lets_it_go(daemon: Daemon) -> None:
+def test_slower_steps_throttle_an_upload_until_somebody_waits_for_it(daemon: Daemon) -> None:
     client = tierd_client.connect(RUN, socket=str(daemon.socket), every_steps=0, signals={})
     with Training(client) as training:
-        wait_until(lambda: not math.isnan(daemon.metric(SLOWDOWN)), "until it knows what is usual")
+        wait_until(lambda: not math.isnan(daemon.metric(SLOWDOWN)), "the usual step time to be known")
         training.snapshot(daemon, 1)
-        training.snapshot(daemon, 2)  # now it knows how often they come
+        training.snapshot(daemon, 2)  # now the daemon knows their interval
         training.step_s = SLOW_S
-        wait_until(lambda: daemon.metric(SLOWDOWN) > 1, "until it hears that steps are slower")
-        wait_until(lambda: daemon.metric(LIMIT) > 0, "until the upload is held back")
+        wait_until(lambda: daemon.metric(SLOWDOWN) > 1, "the daemon to know that steps are slower")
+        wait_until(lambda: daemon.metric(LIMIT) > 0, "the upload to be throttled")
         with Peer(daemon.socket) as operator:
             operator.greet(RUN, rank=None)
             operator.send(wire.Request(request=1, kind="stop", milestone=None))
             operator.hear(wire.Agreed)
-            assert math.isnan(daemon.metric(LIMIT)), "the operator waits"
+            assert math.isnan(daemon.metric(LIMIT)), "not while an operator waits"
             assert client.stopping
-        wait_until(lambda: daemon.metric(LIMIT) > 0, "until nobody waits any more")
+        wait_until(lambda: daemon.metric(LIMIT) > 0, "the throttle to return")
     shot = client.snapshot(1 << 20, training.state)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(shot.wait_replicated)
-        wait_until(lambda: math.isnan(daemon.metric(LIMIT)), "until it hears that the trainer waits")
+        wait_until(lambda: math.isnan(daemon.metric(LIMIT)), "the throttle to end because the trainer waits")
         assert not waiting.done()
         client.close()
         with pytest.raises(BadRequest, match="closed"):

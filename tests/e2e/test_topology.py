@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from tierd_client import Unsupported
 
-from tests.support.runs import Daemon, Training, refusals, together
+from tests.support.daemon import Daemon
 from tests.support.topology import Bits, Net, arranged, every, gathered, generators, one_of, restored, train
+from tests.support.trainer import Training, refusals, together
 
 CURVE_TOLERANCE = 1e-5  # relative: sums in another order, over a few steps in float32
 
@@ -96,21 +98,29 @@ def test_fsdp_is_restored_from_4_ranks_to_2_and_3_from_memory_hot_and_cold(daemo
         assert daemon.steps("hot") == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("topology", "world_size", "others"),
-    [
-        ("ddp", 2, [("plain", 1), ("ddp", 3), ("fsdp", 2)]),
-        ("hsdp", 4, [("fsdp", 3)]),
-        ("tp", 2, [("plain", 1), ("fsdp", 3)]),
-        ("fsdp+tp", 4, [("tp", 2), ("fsdp", 3)]),
-        ("plain", 1, [("fsdp+tp", 4), ("hsdp", 4)]),
-    ],
-)
-def test_any_topology_is_restored_on_any_other(
-    daemon: Daemon, topology: str, world_size: int, others: list[tuple[str, int]]
-) -> None:
+# Each topology is saved once and restored at least once, and each tier is read.
+CHOSEN = {
+    ("ddp", 2): [("fsdp", 3, "memory")],
+    ("hsdp", 4): [("ddp", 3, "hot")],
+    ("tp", 2): [("plain", 1, "cold")],
+    ("fsdp+tp", 4): [("tp", 2, "memory"), ("fsdp", 3, "hot")],
+    ("plain", 1): [("fsdp+tp", 4, "hot"), ("hsdp", 4, "memory")],
+}
+ALL = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)]
+
+
+@pytest.mark.parametrize("topology", CHOSEN, ids=lambda topology: f"{topology[0]}-{topology[1]}")
+def test_a_topology_is_restored_on_others(daemon: Daemon, topology: tuple[str, int]) -> None:
+    saved = save(daemon, *topology)
+    for other, world_size, tier in CHOSEN[topology]:
+        check(daemon, other, world_size, saved, tier)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("topology", "world_size"), ALL)
+def test_every_topology_is_restored_on_every_other(daemon: Daemon, topology: str, world_size: int) -> None:
     saved = save(daemon, topology, world_size)
-    for (other, size), tier in zip(others, ("memory", "hot", "cold"), strict=False):
+    for tier, (other, size) in zip(itertools.cycle(("memory", "hot", "cold")), ALL, strict=False):
         check(daemon, other, size, saved, tier)
 
 
@@ -122,7 +132,7 @@ def test_bfloat16_is_restored_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None
         assert one_of(every(trainers, gathered)) == state
 
 
-def test_each_part_is_written_once_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
+def test_each_part_of_a_tensor_is_written_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
     save(daemon, "hsdp", 4)
     counts = tensors_of(daemon.folder(3))
     assert counts["model.up.weight"] == 2, "one for each part, not for each replica"

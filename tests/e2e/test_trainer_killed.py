@@ -1,4 +1,4 @@
-"""The trainer is killed, at any instant: what was sealed last comes back from memory, bit for bit."""
+"""The trainer is killed at any instant: the last sealed snapshot is restored from memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_killed_right_after_a_snapshot_it_resumes_there_from_memory(daemon: Daemon) -> None:
+def test_trainer_killed_after_a_snapshot_resumes_there_from_memory(daemon: Daemon) -> None:
     with Trainer() as undisturbed:
         expected = undisturbed.train(12)
     with Trainer() as first:
@@ -41,7 +43,7 @@ def test_killed_right_after_a_snapshot_it_resumes_there_from_memory(daemon: Daem
 
 
 def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
-    """StopRequests it while it fills a slot. False, and it goes on, when it is done before."""
+    """Stops the trainer while it fills a slot. False if it has filled the slot before."""
     while trainer.is_busy:
         if daemon.status()["slots"]["filling"]:
             trainer.signal(signal.SIGSTOP)
@@ -51,8 +53,8 @@ def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
     return False
 
 
-def test_killed_while_staging_the_snapshot_before_is_restored(daemon: Daemon) -> None:
-    with Trainer(width=400_000) as first:  # 150 MB of state: staging takes a while
+def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Daemon) -> None:
+    with Trainer(width=400_000) as first:  # 150 MB of state, so that staging takes long enough
         first.connect(daemon.socket)
         for step in range(1, 100, 2):
             first.train(1)
@@ -62,9 +64,9 @@ def test_killed_while_staging_the_snapshot_before_is_restored(daemon: Daemon) ->
             first.begin("snapshot")
             if is_stopped_half_way(first, daemon):
                 break
-            first.end()  # too late: with the next one, then
+            first.end()  # too late: try again with the next snapshot
         first.kill()
-    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice")
+    wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice the kill")
 
     with Trainer(width=400_000, seed=2) as second:
         second.connect(daemon.socket)
@@ -75,7 +77,7 @@ def test_killed_while_staging_the_snapshot_before_is_restored(daemon: Daemon) ->
 
 
 def load_with_workers(training: Training) -> list[int]:
-    """A data loader whose two forked workers stay alive; their pids. In the trainer."""
+    """Starts a data loader with two forked workers and returns their pids. Runs in the trainer."""
     dataset = torch.utils.data.TensorDataset(torch.arange(1000))
     loader = torch.utils.data.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", prefetch_factor=1)
     training.batches = iter(loader)
@@ -83,7 +85,7 @@ def load_with_workers(training: Training) -> list[int]:
     return [worker.pid for worker in training.batches._workers]
 
 
-def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_the_same(daemon: Daemon) -> None:
+def test_slots_are_adopted_although_data_loader_workers_of_the_killed_trainer_live_on(daemon: Daemon) -> None:
     with Trainer() as first:
         first.connect(daemon.socket)
         first.train(1)
@@ -91,7 +93,7 @@ def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_
         digest = first.digest()
         workers = first.apply(load_with_workers)
         for worker in workers:
-            os.kill(worker, signal.SIGSTOP)  # they hold the socket and the slots open, and do not notice
+            os.kill(worker, signal.SIGSTOP)  # they keep the socket and the slots open
         first.kill()
 
     try:
@@ -103,13 +105,13 @@ def test_killed_while_its_data_loader_workers_live_on_its_slots_are_adopted_all_
             for _ in range(3):
                 second.train(1)
                 second.durable()
-            assert "new slots instead" not in daemon.log.read_text()
+            assert "new slots instead" not in daemon.log
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
 
 
-def test_sigterm_asks_for_a_last_snapshot(daemon: Daemon) -> None:
+def test_sigterm_requests_a_last_snapshot(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)
         trainer.enter()
@@ -122,7 +124,7 @@ def test_sigterm_asks_for_a_last_snapshot(daemon: Daemon) -> None:
     wait_until(lambda: daemon.steps("hot") == [1], "the last snapshot to be durable")
 
 
-def test_killed_again_and_again_each_start_is_a_generation_and_nothing_leaks(daemon: Daemon) -> None:
+def test_repeated_kills_leak_nothing_and_each_start_is_a_generation(daemon: Daemon) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
@@ -138,4 +140,4 @@ def test_killed_again_and_again_each_start_is_a_generation_and_nothing_leaks(dae
         if start == 4:
             before = descriptors()
     wait_until(lambda: daemon.steps("hot") == [6, 7, 8], "the lifecycle")
-    wait_until(lambda: descriptors() <= before, "the daemon to let go")
+    wait_until(lambda: descriptors() <= before, "the daemon to close descriptors")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.daemon import make_sealed
+from tests.support.slots import make_sealed
 from tierd.errors import BadRequest, from_kind
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef

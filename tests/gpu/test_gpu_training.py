@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from tierd_client import Torn, TrainingState
 
 from tests.support.cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
+from tests.support.daemon import Daemon
 from tests.support.kill import kill_when_stalled
-from tests.support.runs import DEADLINE_S, Daemon
 from tests.support.state import Files, restore, stage
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = needs_cuda
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PAGE_BYTES, make_memfd, make_slot
+from tests.support.slots import PAGE_BYTES, make_memfd, make_slot
 from tierd.errors import BadRequest
 from tierd.format import checksum
 from tierd.memory.slot import MappedSlot, snapshot_entry

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.daemon import make_sealed, make_slot
+from tests.support.slots import make_sealed, make_slot
 from tierd.errors import BadRequest, Stale
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.memory.slot import MappedSlot

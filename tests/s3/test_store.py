@@ -74,6 +74,7 @@ class TestBucket(StoreContract):
     """The test server, which refuses what AWS refuses, with pages of three."""
 
     is_atomic = True
+    chunk_bytes = CHUNK_BYTES
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[S3Store]:

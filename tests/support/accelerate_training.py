@@ -1,7 +1,7 @@
-"""A training with Accelerate as its user writes it, run by `Forks("accelerate_training", …)`.
+"""A training with Accelerate as a user writes it, run by `Forks("accelerate_training", …)`.
 
-Two models, two optimizers and a scheduler, dropout, shuffled data that is masked at random, gradients accumulated
-over batches, a registered object, and an evaluation in the middle. Each batch's loss is a line in a file.
+Two models, two optimizers, a scheduler, dropout, shuffled and randomly masked data, gradient accumulation, a registered
+object, and an evaluation. The loss of each batch is a line in a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierd_client.frameworks.accelerate import training_state
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.forks import serve, write
+from tests.support.forks import write
 
 
 class Average:
@@ -40,7 +40,7 @@ def masked(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
     return batch.masked_fill(torch.rand(batch.shape) < 0.2, 0)
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any]) -> object:
     set_seed(options.get("seed", 1))
     lines = options["lines"]
     accelerator = Accelerator(
@@ -95,7 +95,4 @@ def main(options: dict[str, Any]) -> None:
                         client.snapshot(progress["step"], state)
     write(lines, average=average.value)
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    serve(main)
+    return encoder, decoder

@@ -1,7 +1,7 @@
-"""An S3 server of our own that goes wrong on a script: one bucket in memory, on a free loopback port.
+"""Our own S3 server, which fails on a script: one bucket in memory, on a free loopback port.
 
 It checks what AWS checks (checksums, signed payloads, conditions, sizes and order of parts) and refuses with AWS's
-codes; what a test wants spoilt, a script says request by request. It counts every byte that it was sent.
+codes. A script chooses the fault of each request. The server counts every byte that it receives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.s3 import ACCESS_KEY, BUCKET
 from tierd.format import checksum
 from tierd.s3.requests import ACTIONS
 
-# S3's error codes with their statuses; each is a fault too, answered in place of what was asked for.
+# S3's error codes with their statuses. Each is a fault too: the answer in place of the result.
 STATUSES = {
     "SlowDown": 503,
     "ServiceUnavailable": 503,
@@ -87,7 +87,7 @@ SKEW_MAX = timedelta(minutes=15)
 
 @dataclass(frozen=True)
 class Seen:
-    """One request: what it was, how many bytes of body came, and how it ended (0: with no answer)."""
+    """One request: its operation, the bytes of its body that arrived, and its status, 0 for none."""
 
     operation: str
     key: str
@@ -109,7 +109,7 @@ class Stored:
 
 @dataclass
 class Begun:
-    """A multipart upload under way."""
+    """A multipart upload in progress."""
 
     key: str
     initiated: datetime
@@ -120,7 +120,7 @@ class Begun:
 
 
 Script = Callable[[str, str], str]
-"""(operation, key) → "" (as it should be), a key of FAULTS, or a code of STATUSES."""
+"""(operation, key) → "" (no fault), a key of FAULTS, or a code of STATUSES."""
 
 
 class Refused(Exception):
@@ -146,7 +146,7 @@ class Answer:
 
 
 class Bucket:
-    """What the server holds and has seen. Set `script` to spoil requests.
+    """The objects of the server and its record of requests. Set `script` to choose faults.
 
     `honours_conditions`: If-None-Match counts. `keeps_checksums`: as AWS, else checksums are neither kept nor checked,
     as on Ceph. `lists_uploads`: ListMultipartUploads is known. `page`: entries in one page of any listing. `thawed`:
@@ -186,7 +186,7 @@ class Bucket:
         self.repeats_credentials = False
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
-        self.sent: Counter[str] = Counter()  # bytes of answers by operation, as far as they went out
+        self.sent: Counter[str] = Counter()  # bytes of answers that were sent, by operation
         self.held = threading.Event()  # a request is held
         self.closing = threading.Event()
         self.bugs: list[BaseException] = []
@@ -195,7 +195,7 @@ class Bucket:
         self.url = ""
 
     def fill(self, root: Path, prefix: str) -> None:
-        """Holds every file below `root`, as if it had been put."""
+        """Adds every file below `root` as an object."""
         for path in root.rglob("*"):
             if path.is_file():
                 content = path.read_bytes()
@@ -397,7 +397,7 @@ class Bucket:
     # ── what it checks ──
 
     def check(self, headers: Any, body: bytes, *, is_write: bool) -> None:
-        """The signature's key, time and payload mode, and every checksum that came."""
+        """Checks the key, time and payload mode of the signature, and every checksum of the request."""
         signed = re.match(r"AWS4-HMAC-SHA256 Credential=([^/]+)/", headers.get("Authorization", ""))
         if signed is None:
             raise Refused("AccessDenied")
@@ -416,7 +416,7 @@ class Bucket:
         sums = [name for name in headers if name.lower().startswith("x-amz-checksum-crc") or name == "Content-MD5"]
         if mode == "UNSIGNED-PAYLOAD":
             if is_write and body and not sums:
-                raise Refused("InvalidRequest")  # over http nothing would protect these bytes
+                raise Refused("InvalidRequest")  # over http nothing protects these bytes
         elif mode != hashlib.sha256(body).hexdigest():
             raise Refused("XAmzContentSHA256Mismatch")
         self._compare("Content-MD5", headers, b64encode(hashlib.md5(body).digest()).decode())
@@ -475,7 +475,7 @@ _CONFIGURATIONS = {
 
 
 def _encrypted(stored: Stored, headers: Any) -> Stored:
-    """With KMS, an ETag is no MD5, though it looks like one."""
+    """With KMS, an ETag has the form of an MD5 but is none."""
     encryption = headers.get("x-amz-server-side-encryption", "")
     found = replace(
         stored,
@@ -489,7 +489,7 @@ def _encrypted(stored: Stored, headers: Any) -> Stored:
 
 
 def _operation(method: str, key: str, query: dict[str, str]) -> str:
-    """S3's name of a request, in boto3's spelling."""
+    """The operation of a request, as boto3 spells it."""
     if "uploadId" in query:
         part = "upload_part" if "partNumber" in query else ""
         whole = {"POST": "complete_multipart_upload", "DELETE": "abort_multipart_upload", "GET": "list_parts"}
@@ -541,7 +541,7 @@ class _Conversation(BaseHTTPRequestHandler):
                 self._wait()
             return self._hang_up()
         body = self.rfile.read(length)
-        if len(body) < length:  # the other side is gone
+        if len(body) < length:  # the client is gone
             self._note(operation, key, len(body), 0, fault)
             return self._hang_up()
         if fault == "garble" and body:
@@ -559,7 +559,7 @@ class _Conversation(BaseHTTPRequestHandler):
     def _answer(
         self, bucket: Bucket, operation: str, name: str, key: str, query: dict[str, str], body: bytes, fault: str
     ) -> Answer:
-        """What S3 would say, or what the fault makes of it."""
+        """The answer of S3, or that of the fault."""
         try:
             bucket.check(self.headers, body, is_write=self.command in ("PUT", "POST"))
             if name != BUCKET:
@@ -575,7 +575,7 @@ class _Conversation(BaseHTTPRequestHandler):
         except Refused as refused:
             is_elsewhere = refused.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
             more = {"Region": "eu-west-1"} if is_elsewhere else {}
-            if self.server.bucket.repeats_credentials:  # as AWS does, when it explains
+            if self.server.bucket.repeats_credentials:  # as AWS does in some errors
                 signed = self.headers.get("Authorization", "")
                 token = self.headers.get("x-amz-security-token", "")
                 more |= {"AWSAccessKeyId": signed, "Token-0": token, "CanonicalRequest": f"{self.headers}"}
@@ -611,7 +611,7 @@ class _Conversation(BaseHTTPRequestHandler):
             self._hang_up()
 
     def _wait(self) -> None:
-        """Until the other side gives up, or the server ends."""
+        """Waits until the client hangs up or the server ends."""
         while not self._is_over(0.02):
             pass
 
@@ -623,7 +623,7 @@ class _Conversation(BaseHTTPRequestHandler):
 
     def _hang_up(self) -> None:
         self.close_connection = True
-        # A reset, not a polite end.
+        # Closing then sends a reset.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _note(self, operation: str, key: str, received_bytes: int, status: int, fault: str) -> None:
@@ -657,11 +657,11 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # the other side may hang up at any time
+        if not isinstance(error, OSError):  # the client may hang up at any time
             self.bucket.bugs.append(error)
 
     def end(self) -> None:
-        """Connections that are kept alive would keep their threads."""
+        """Closes connections that are kept alive, so that their threads end."""
         for one in list(self._open):
             try:
                 one.shutdown(socket.SHUT_RDWR)
@@ -676,7 +676,7 @@ def _flipped(body: bytes) -> bytes:
 
 @contextmanager
 def bucket_server(tls: tuple[Path, Path] | None = None, port: int = 0, **manners: Any) -> Iterator[Bucket]:
-    """A bucket that is served at its `url`. Raises what went wrong in the server itself. `tls`: certificate, key."""
+    """Serves a bucket at its `url`. Raises errors of the server itself. `tls`: certificate, key."""
     bucket = Bucket(**manners)
     server = _Server(bucket, tls, port)
     bucket.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +20,9 @@ import boto3.session
 import pytest
 
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.waiting import wait_until
 
 PROGRAMS = ["ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin"]
-DEADLINE_S = 90.0
 
 CONFIG = """
 [global]
@@ -39,7 +38,7 @@ auth_cluster_required = none
 auth_service_required = none
 auth_client_required = none
 keyring = /dev/null
-# The default, secure, waits for ever where there is no authentication.
+# The default, secure, waits forever without authentication.
 ms_mon_client_mode = crc secure
 run_dir = {root}/run
 admin_socket = {root}/run/$name.$pid.asok
@@ -57,7 +56,7 @@ mon_allow_pool_size_one = true
 mon_max_pg_per_osd = 1000
 [mon]
 mon_data = {root}/mon
-# Seconds to gather changes: the defaults make a start of 5 s one of 13.
+# Seconds to gather changes: with the defaults the start takes 13 s instead of 5 s.
 paxos_propose_interval = 0.05
 paxos_min_wait = 0.02
 mon_data_avail_warn = 2
@@ -89,7 +88,7 @@ def ceph_server(tls: tuple[Path, Path] | None = None) -> Iterator[str]:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{missing[0]} is not installed: Debian has radosgw, ceph-mon, ceph-osd, ceph-common")
-    # Not pytest's folder: the paths of Unix sockets are short.
+    # Not in pytest's folder, because the paths of Unix sockets are short.
     with tempfile.TemporaryDirectory(prefix="ceph-") as folder, ExitStack() as stack:
         root = Path(folder)
         for name in ("run", "log", "mon", "osd", "rgw"):
@@ -153,13 +152,12 @@ def _running(command: list[str]) -> Iterator[None]:
         process.wait()
 
 
-def _wait(root: Path, what: str, is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            said = "\n".join(path.read_text()[-500:] for path in (root / "log").glob("*.out"))
-            raise TimeoutError(f"waited in vain for {what} of Ceph:\n{said}")
-        time.sleep(0.1)
+def _wait(root: Path, what: str, condition: Callable[[], bool]) -> None:
+    try:
+        wait_until(condition, f"{what} of Ceph")
+    except AssertionError as error:
+        outputs = "\n".join(path.read_text()[-500:] for path in (root / "log").glob("*.out"))
+        raise TimeoutError(f"{error}:\n{outputs}") from None
 
 
 def _listens(port: int) -> bool:
@@ -171,7 +169,7 @@ def _listens(port: int) -> bool:
 
 
 def _free_ports() -> list[int]:
-    """Three; behind the last one the disk takes the next that it finds free."""
+    """Three ports. The disk takes the next free ones after the last."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         return [one.getsockname()[1] for one in listeners]

@@ -1,4 +1,4 @@
-"""What the tests of the CLI share: a config with a hot and a cold directory, real checkpoints, and the verbs called."""
+"""For tests of the CLI: a config with a hot and a cold directory, real checkpoints, and calls of the commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 8192
 
 @dataclass(frozen=True)
 class House:
-    """A folder with a config, a hot and a cold directory in it."""
+    """A folder with a config, a hot directory and a cold directory."""
 
     root: Path
 
@@ -43,23 +43,23 @@ class House:
         return self.root / "cold"
 
     def tierd(self, *arguments: str | Path) -> Result:
-        """The verb in this process."""
+        """Runs a command in this process."""
         return CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)])
 
     def json(self, *arguments: str | Path) -> Any:
-        """What the verb prints with --json: it must succeed, and stdout must hold nothing else."""
+        """The decoded output of a command with --json, which must succeed and print nothing else to stdout."""
         result = self.tierd(*arguments, "--json")
         assert result.exit_code == 0, result.output
         return msgspec.json.decode(result.stdout)
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """The verb as a process of its own."""
+        """Runs a command as a process of its own."""
         command = [sys.executable, "-m", "tierd", "--config", str(self.config), *map(str, arguments)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def make_house(root: Path, *, more: str = "") -> House:
-    """`more`: further lines of TOML, which may add cold tiers."""
+    """`more` is appended to the config, and may add cold tiers."""
     house = House(root)
     house.config.write_text(
         f"""
@@ -94,7 +94,7 @@ def make_checkpoint(
     milestones: tuple[str, ...] = (),
     created_at: str = "2025-01-01T00:00:00.000+00:00",
 ) -> Manifest:
-    """The same committed checkpoint in each of the tiers at `roots`, written by tierd's own tiers."""
+    """Commits the same checkpoint to each of the tiers at `roots`, with tierd's own code."""
     checkpoint = checkpoint_id(run, step, generation)
     shards = {
         layout.shard_name(rank, world_size): content(checkpoint, rank, size_bytes)  # pyright: ignore[reportArgumentType]
@@ -145,7 +145,7 @@ def make_manifest(
 
 
 def make_zeros(root: Path, *, step: int, size_bytes: int, chunk_bytes: int = checksum.CHUNK_BYTES) -> Manifest:
-    """A large checkpoint that costs nothing to make: one sparse file, its checksums right."""
+    """A large checkpoint at no cost: one sparse file with correct checksums."""
     checkpoint = checkpoint_id("run42", step, 1)
     lengths = [length for _, length in checksum.chunk_ranges(size_bytes, chunk_bytes)]
     of_length = {length: checksum.crc64nvme(bytes(length)) if length < 1 << 30 else 0 for length in set(lengths)}

@@ -1,4 +1,4 @@
-"""A training on a GPU, and what its checkpoint is compared with."""
+"""A training on a GPU, and the state that its checkpoint is compared with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tierd_client import TrainingState
 
 DEVICE = torch.device("cuda", 0)
-WIDTH = 2048  # with Adam's moments 200 MB: its copy takes longer than the step behind it
+WIDTH = 2048  # with Adam's moments 200 MB, whose copy takes longer than the next step
 OPTIMIZERS: dict[str, dict[str, Any]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
 
 needs_cuda = [
@@ -19,7 +19,7 @@ needs_cuda = [
 
 
 class Training:
-    """Linear layers with BatchNorm, whose buffers forward changes, and dropout, which draws numbers of the GPU."""
+    """Linear layers with BatchNorm, whose buffers forward changes, and dropout, which uses the generator of the GPU."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Training:
         return x.square().mean()
 
     def train(self, steps: int) -> list[float]:
-        """Losses; they are asked for at the end, so that nothing waits for the GPU in between."""
+        """The losses, read at the end so that nothing waits for the GPU in between."""
         losses: list[torch.Tensor] = []
         for _ in range(steps):
             if self.scaler is None:
@@ -70,7 +70,7 @@ class Training:
         return [loss.item() for loss in losses]
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state as of this moment of the current stream."""
+        """A copy of every tensor of the state at this point of the current stream."""
         return {one.name: one.tensor.clone() for one in self.state.capture(0, 1).tensors}
 
 

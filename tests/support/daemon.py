@@ -1,315 +1,201 @@
-"""What the tests of the daemon share: a real `tierd serve` process, and a peer that speaks the wire to it."""
+"""A real daemon for tests: `tierd serve` in a process of its own, on a folder of its own."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
+from typer.testing import CliRunner
 
-from tierd.config import ColdConfig, Config, DaemonConfig, HealthConfig, HotConfig, LimitsConfig
-from tierd.format import wire
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent, SlotState
-
-DEADLINE_S = 60.0
-CREATED_AT = "2025-01-01T00:00:00.000+00:00"
-PAGE_BYTES = 4096
-
-M = TypeVar("M", bound=wire.ToClient)
-
-
-def make_config(root: Path, *, cold: tuple[str, ...] = ("cold",), **sections: Any) -> Config:
-    """Everything below `root`, patient nowhere. Nobody looks for NaN: what these tests seal are plain bytes."""
-    found = Config(
-        daemon=DaemonConfig(socket=str(root / "tierd.sock"), listen="127.0.0.1:0", node="here", drain_timeout_s=10.0),
-        hot=HotConfig(path=str(root / "hot")),
-        cold=[ColdConfig(name=name, url=f"file://{root / name}") for name in cold],
-        health=HealthConfig(examine=False),
-        limits=LimitsConfig(hello_timeout_s=2.0, reconcile_interval_s=0.2, retry_min_s=0.05, retry_max_s=0.2),
-    )
-    return msgspec.structs.replace(found, **sections)
-
-
-def wait_until(is_so: Callable[[], object], what: str = "", timeout_s: float = DEADLINE_S) -> None:
-    """Looks again and again, for what another process does cannot be waited for otherwise."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"waited in vain: {what}"
-        time.sleep(0.01)
-
-
-# ── slots ──
-
-
-def make_memfd(size_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK) -> int:
-    descriptor = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
-
-
-def make_slot(
-    content: bytes = b"", *, capacity_bytes: int = 4 * PAGE_BYTES, state: SlotState = SlotState.FREE
-) -> MappedSlot:
-    """A slot of real memory in a state that real events have led to."""
-    descriptor = make_memfd(capacity_bytes)
-    os.pwrite(descriptor, content, 0)
-    slot = MappedSlot(descriptor, capacity_bytes)
-    way = {
-        SlotState.FREE: [],
-        SlotState.FILLING: [SlotEvent.FILL],
-        SlotState.SEALED: [SlotEvent.FILL, SlotEvent.SEAL],
-    }
-    for event in way[state]:
-        slot.move(event)
-    return slot
-
-
-def make_sealed(step: int, size_bytes: int = 100, *, slot: int = 0, **fields: Any) -> wire.Sealed:
-    plain: dict[str, Any] = {
-        "slot": slot,
-        "step": step,
-        "size_bytes": size_bytes,
-        "created_at": CREATED_AT,
-        "stall_s": 0.01,
-        "metrics": {"loss": 2.5},
-        "milestone": None,
-        "parent": None,
-        "architecture_hash": "0123",
-        "versions": {"tierd": "test"},
-        "resent": False,
-    }
-    return wire.Sealed(**plain | fields)
-
-
-# ── the daemon ──
+from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
+from tests.support.waiting import DEADLINE_S, wait_until
+from tierd.cli.app import make_app
 
 
 class Daemon:
-    """A `tierd serve` of its own."""
+    """One with a hot directory below `root`, and with a cold tier unless `cold` is empty. `with` starts and kills it.
+
+    `cold` holds further lines of the section [[cold]].
+    `more` is appended to the config; its first lines belong to [limits]. `environ` is added to the environment. The
+    process is forked, unless `command` says how to start it: the arguments of Python before those of `tierd`.
+    """
 
     def __init__(
         self,
         root: Path,
         *,
+        cold: str = 'url = "file://cold"',
         more: str = "",
         environ: dict[str, str] | None = None,
-        program: tuple[str, ...] = ("-m", "tierd"),
+        command: tuple[str, ...] = (),
     ) -> None:
         self.root = root
-        self.socket = root / "tierd.sock"
-        self.hot = root / "hot"
         self.config = root / "tierd.toml"
+        self.socket = str(root / "tierd.sock")
+        self.hot = root / "hot"
+        self.cold = root / "cold"
+        self.process: ForkedProcess | subprocess.Popen[bytes] | None = None
+        self._log = root / "not-started.log"
+        self._command = command
+        # No scrub unless a test asks for one: it would repair what the test damages.
+        self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
+        root.mkdir(parents=True, exist_ok=True)
+        cold_tier = f'[[cold]]\nname = "cold"\n{cold}' if cold else ""
         self.config.write_text(
             f"""
             [daemon]
             socket = "tierd.sock"
             listen = "127.0.0.1:0"
             node = "here"
-            drain_timeout_s = 10.0
             [hot]
             path = "hot"
+            {cold_tier}
             [limits]
-            hello_timeout_s = 2.0
             reconcile_interval_s = 0.2
             retry_min_s = 0.05
             retry_max_s = 0.2
             {more}
             """
         )
-        # A file, for a pipe that nobody reads would fill and stop the daemon.
-        self._log = root / f"log-{time.monotonic_ns()}"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *program, "--config", str(self.config), "serve"],
-                stderr=log,
-                # Nobody looks through the tiers by chance where a test damages them.
-                env={**os.environ, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})},
-            )
 
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+    def __enter__(self) -> Daemon:
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    # ── the process ──
+
+    def launch(self) -> None:
+        """Starts it without waiting."""
+        assert self.process is None
+        self._log = self.root / f"daemon-{time.monotonic_ns()}.log"
+        self._log.touch()
+        arguments = ["--config", str(self.config), "serve"]
+        if self._command:
+            command = [sys.executable, *self._command, *arguments]
+            with self._log.open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
+        else:
+            self.process = ForkedProcess(run_tierd, arguments, self._environ, str(self._log))
+
+    def start(self) -> None:
+        """Starts it and waits until it is ready."""
+        self.launch()
+        self.wait_log(" serves ")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def wait_exit(self) -> int:
+        """Waits until it ends by itself; its exit code."""
+        assert self.process is not None
+        code = self.process.wait(DEADLINE_S)
+        self.process = None
+        return code
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait_exit()
 
     @property
     def pid(self) -> int:
+        assert self.process is not None
         return self.process.pid
 
-    def wait_ready(self) -> Daemon:
-        self.wait_log(" serves ")
-        self.address = self.log.partition("http://")[2].split()[0]
-        return self
+    def descriptors(self) -> int:
+        """The number of open file descriptors."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def wait_log(self, said: str) -> None:
-        wait_until(lambda: said in self.log or self.process.poll() is not None, f"for {said!r} in:\n{self.log}")
-        assert said in self.log, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+    @property
+    def log(self) -> str:
+        """What it has written to its standard streams since it was last started."""
+        return self._log.read_text()
 
-    def get(self, path: str) -> tuple[int, bytes, str]:
+    def wait_log(self, text: str) -> None:
+        """Until the log contains `text`."""
+        wait_until(lambda: text in self.log or self.process is None or self.process.poll() is not None, repr(text))
+        assert text in self.log, f"the daemon ended without {text!r}:\n{self.log}"
+
+    # ── its HTTP API ──
+
+    @property
+    def url(self) -> str:
+        return next(word for word in self.log.split() if word.startswith("http://"))
+
+    def request(self, path: str) -> tuple[int, bytes, str]:
         """(status, body, content type)"""
         try:
-            with urllib.request.urlopen(f"http://{self.address}{path}", timeout=DEADLINE_S) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=DEADLINE_S) as answer:
                 return answer.status, answer.read(), answer.headers["Content-Type"]
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read(), error.headers["Content-Type"]
 
-    def json(self, path: str) -> Any:
-        return json.loads(self.get(path)[1])
+    def get(self, path: str) -> Any:
+        """The decoded JSON."""
+        return json.loads(self.request(path)[1])
 
     def status(self) -> Any:
-        return self.json("/api/v1/status")
+        return self.get("/api/v1/status")
 
-    def metric(self, name: str) -> float:
-        lines = self.get("/metrics")[1].decode().splitlines()
-        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), math.nan)
+    def metric(self, sample: str) -> float:
+        """The value of a sample, by its name and labels; NaN where there is none."""
+        lines = self.request("/metrics")[1].decode().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == sample), math.nan)
 
-    def checkpoints(self, run: str, tier: str) -> list[int]:
-        """Steps of the run in the tier, newest first."""
-        rows = self.json(f"/api/v1/checkpoints?run={run}")
-        return [row["step"] for row in rows if tier in row["tiers"]]
+    def steps(self, tier: str, run: str | None = None) -> list[int]:
+        """The steps in a tier as the daemon reports them, of one run or of all, oldest first."""
+        rows = self.get("/api/v1/checkpoints" + (f"?run={run}" if run else ""))
+        return sorted(row["step"] for row in rows if tier in row["tiers"])
 
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def newest(self, tier: str) -> int:
+        return max(self.steps(tier), default=0)
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def wait_attached(self) -> None:
+        """Until a trainer is connected."""
+        wait_until(lambda: any(run["ranks_attached"] for run in self.status()["runs"]), "a trainer to be attached")
 
-    def wait_end(self) -> int:
-        return self.process.wait(DEADLINE_S)
+    # ── commands, and files ──
 
-    def stop(self) -> int:
-        self.signal(signal.SIGTERM)
-        return self.wait_end()
+    def tierd(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """A command of the CLI with this config, run in the test's process. Not for threads: one at a time."""
+        result = CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)], env=self._environ)
+        return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.wait_end()
+    def json(self, *arguments: str | Path) -> Any:
+        """The decoded output of a command with --json, which must succeed."""
+        done = self.tierd(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
-
-@contextmanager
-def serving(root: Path, **options: Any) -> Iterator[Daemon]:
-    """A daemon that is ready; killed at the end if it still lives then."""
-    daemon = Daemon(root, **options)
-    try:
-        yield daemon.wait_ready()
-    finally:
-        if daemon.process.poll() is None:
-            daemon.kill()
+    def folder(self, step: int, *, run: str = "run", tier: str = "hot") -> Path:
+        """The folder of the newest checkpoint of a step."""
+        return sorted((self.root / tier / run).glob(f"{step:012d}-g*"))[-1]
 
 
-class Peer:
-    """One rank, or with `rank` None one that only asks. It says nothing that a test does not tell it to say."""
-
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(DEADLINE_S)
-        self.socket.connect(str(path))
-        self.heard: list[wire.ToClient] = []
-        self.descriptors: list[int] = []
-        self.slots: dict[int, int] = {}
-
-    def send(self, message: wire.ToDaemon, *descriptors: int) -> None:
-        self.send_raw(wire.encode(message), *descriptors)
-
-    def send_raw(self, raw: bytes, *descriptors: int) -> None:
-        socket.send_fds(self.socket, [raw], list(descriptors))
-
-    def hear(self, kind: type[M]) -> M:
-        """The next message of this kind; what comes before it is in `heard`, its descriptors in `descriptors`."""
-        while True:
-            raw, descriptors, _, _ = socket.recv_fds(self.socket, wire.MESSAGE_BYTES_MAX, wire.DESCRIPTORS_MAX)
-            assert raw, f"waited for {kind.__name__}, and the daemon hung up; before: {self.heard}"
-            message = wire.decode_to_client(raw)
-            self.heard.append(message)
-            if isinstance(message, kind):
-                self.descriptors = list(descriptors)
-                return message
-            for descriptor in descriptors:
-                os.close(descriptor)
-            assert not isinstance(message, wire.Refused), message
-
-    def is_dropped(self) -> bool:
-        """Reads to the end of the conversation."""
-        try:
-            while raw := self.socket.recv(wire.MESSAGE_BYTES_MAX):
-                self.heard.append(wire.decode_to_client(raw))
-        except ConnectionResetError:
-            pass
-        except TimeoutError:
-            return False
-        return True
-
-    def greet(self, run: str, *, rank: int | None = 0, world_size: int = 1, generation: int | None = None) -> Any:
-        self.send(
-            wire.Hello(
-                protocol=wire.PROTOCOL_VERSION,
-                version="test",
-                run=run,
-                rank=rank,
-                world_size=world_size,
-                generation=generation,
-            )
-        )
-        return self.hear(wire.Welcome)
-
-    def attach(self, index: int, *, size_bytes: int = 4 * PAGE_BYTES, descriptor: int | None = None) -> None:
-        """A slot of our own, or one that was adopted."""
-        self.slots[index] = make_memfd(size_bytes) if descriptor is None else descriptor
-        self.send(wire.AttachSlot(slot=index, capacity_bytes=size_bytes), self.slots[index])
-
-    def fill(self, index: int, step: int, content: bytes) -> None:
-        self.send(wire.Filling(slot=index, step=step))
-        os.pwrite(self.slots[index], content, 0)
-
-    def seal(self, index: int, step: int, content: bytes, **fields: Any) -> None:
-        """Fills and seals; true when the daemon has accepted it."""
-        self.fill(index, step, content)
-        self.send(make_sealed(step, len(content), slot=index, **fields))
-        self.hear(wire.Accepted)
-
-    def find(self, **fields: Any) -> wire.FoundReplica:
-        plain: dict[str, Any] = {
-            "request": 7,
-            "step": None,
-            "generation": None,
-            "milestone": None,
-            "tier": "auto",
-            "exclude": [],
-        }
-        self.send(wire.Find(**plain | fields))
-        return self.hear(wire.FoundReplica)
-
-    def take_files(self) -> list[bytes]:
-        """What the descriptors of the last Found hold: the manifest, then the files."""
-        found: list[bytes] = []
-        for descriptor in self.descriptors:
-            found.append(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
-            os.close(descriptor)
-        self.descriptors = []
-        return found
-
-    def close(self) -> None:
-        self.socket.close()
-        for descriptor in (*self.slots.values(), *self.descriptors):
-            os.close(descriptor)
-        self.slots, self.descriptors = {}, []
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def serving(root: Path, **options: Any) -> Daemon:
+    """A daemon with a hot tier only, unless `more` adds others."""
+    return Daemon(root, cold="", **options)

@@ -1,4 +1,4 @@
-"""Replicas that are damaged: what a test does to a file of a directory, or to an object of our own S3 server."""
+"""Damages replicas: a file of a directory, or an object of our own S3 server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tierd.format.manifest import Manifest
 
 
 def rot(bucket: Bucket, prefix: str, manifest: Manifest, name: str, *, is_noticed: bool) -> str:
-    """One bit of an object flips. `is_noticed`: the checksum that the server keeps is of the damaged bytes; else it
-    still says what was sent. Returns the object's key."""
+    """Flips one bit of an object. Returns its key.
+
+    With `is_noticed` the server keeps the checksum of the damaged bytes, otherwise that of the original ones.
+    """
     key = f"{prefix}/{layout.file_key(manifest.id, name)}"
     stored = bucket.objects[key]
     content = bytearray(stored.content)

@@ -43,7 +43,7 @@ class Journal(Augmented):
 
 
 def noisy(documents: list[Any]) -> tuple[list[Any], list[float]]:
-    """A collate function that draws numbers."""
+    """A collate function that draws random numbers."""
     return documents, [random.random(), np.random.random(), torch.rand(()).item()]
 
 

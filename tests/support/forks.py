@@ -1,47 +1,46 @@
-"""Trainings of a framework as processes of their own, forked from one that has imported it: seconds are paid once.
+"""Trainings of a framework as processes of their own, forked from one that has imported it once.
 
-A script for it has a `main(options)`, and ends with `forks.serve(main)`.
+The script of a framework has a `main(options)`, which writes lines of JSON with `write`. It returns its modules, which
+stay alive until the process exits: torch can deadlock when the last reference to a DistributedDataParallel is also the
+last one to its process group, whose destructor joins a thread that may wait for the GIL.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import DEADLINE_S, ENVIRONMENT
+from tests.support.processes import ForkedProcess, context
+from tests.support.waiting import DEADLINE_S
 
 
 class Forks:
-    """Processes that run `main(options)` of a script in this folder."""
+    """Runs `main(options)` of a script in this folder, in one process or in several ranks."""
 
     def __init__(self, script: str, root: Path) -> None:
         self.root = root
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", f"tests.support.{script}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True,
-        )  # fmt: skip
+        self._pipe, there = context.Pipe()
+        self._server = ForkedProcess(_serve, script, there)
+        there.close()
 
     def __enter__(self) -> Forks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()  # it ends when its input does
-        self._server.wait(DEADLINE_S)
-        if self._server.stdout is not None:
-            self._server.stdout.close()
+        self._pipe.close()
+        self._server.kill()
+        self._server.wait()
 
     def run(self, name: str, *, ranks: int = 1, **options: Any) -> Done:
-        """One process, or `ranks` of them; returns when all have ended. Its lines follow those of runs before it."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
+        """Returns when all ranks have ended. Runs of the same `name` append to the same files."""
         files = [self.root / f"{name}-{rank}.jsonl" for rank in range(ranks)]
         before = [len(read(file)) for file in files]
         errors = self.root / f"{name}.stderr"
@@ -50,15 +49,15 @@ class Forks:
             {"options": {**options, "lines": str(file)}, "environ": launched(rank, ranks, port), "stderr": str(errors)}
             for rank, file in enumerate(files)
         ]
-        self._server.stdin.write(json.dumps(members) + "\n")
-        self._server.stdin.flush()
-        codes = json.loads(self._server.stdout.readline())
+        self._pipe.send(members)
+        assert self._pipe.poll(DEADLINE_S), f"{name} does not end: {errors.read_text()}"
+        codes = self._pipe.recv()
         lines = [read(file)[count:] for file, count in zip(files, before, strict=True)]
         return Done(codes, lines, errors.read_text())
 
 
 class Done:
-    """`codes`: by rank, negative for a signal. `lines`: by rank, what was written. `stderr`: of all."""
+    """`codes`: by rank, negative for a signal. `lines`: by rank, those that it wrote. `stderr`: of all ranks."""
 
     def __init__(self, codes: list[int], lines: list[list[dict[str, Any]]], stderr: str) -> None:
         self.codes = codes
@@ -75,7 +74,7 @@ class Done:
         return self.lines[0][-1]
 
     def steps(self, first: int, last: int = sys.maxsize) -> list[list[dict[str, Any]]]:
-        """What it wrote about the steps from `first` to `last`, by rank."""
+        """The lines about the steps from `first` to `last`, by rank."""
         return [[line for line in lines if first <= line.get("step", -1) <= last] for lines in self.lines]
 
 
@@ -83,13 +82,13 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def write(lines: str, **what: Any) -> None:
+def write(lines: str, **fields: Any) -> None:
     with open(lines, "a", encoding="utf-8") as file:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps(fields) + "\n")
 
 
 def launched(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """What torchrun would say to a rank."""
+    """The environment that torchrun gives to a rank."""
     if ranks == 1:
         return {}
     return {
@@ -103,29 +102,36 @@ def launched(rank: int, ranks: int, port: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
 
 
-def serve(main: Callable[[dict[str, Any]], None]) -> None:
-    """For each line of members on stdin, fork them all, and write their exit codes when all have ended."""
-    for line in sys.stdin:
-        pids = [fork(main, member) for member in json.loads(line)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), flush=True)
+_kept: list[object] = []
 
 
-def fork(main: Callable[[dict[str, Any]], None], member: dict[str, Any]) -> int:
+def _serve(script: str, pipe: Connection) -> None:
+    """Forks the ranks of each run and sends their exit codes when all have ended."""
+    main = importlib.import_module(f"tests.support.{script}").main
+    while True:
+        try:
+            members = pipe.recv()
+        except EOFError:
+            return
+        pids = [_fork(main, member) for member in members]
+        pipe.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+
+
+def _fork(main: Callable[[dict[str, Any]], object], member: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.dup2(os.open(member["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-        os.dup2(2, 1)  # the answers on stdout are the server's
+        os.dup2(2, 1)
         os.environ.update(member["environ"])
-        main(member["options"])
+        _kept.append(main(member["options"]))
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What a GPU is to those that queue work for it: streams, each in its own order, and events between them.
+"""A simulated GPU: streams, each of which runs its work in order, and events between them.
 
 Nothing is computed when it is queued. Whoever waits has it done, in any order that the events allow: so a wait that is
 missing somewhere shows, sooner or later, as bytes of another time. Tensors are those of the CPU.
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 class Event:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.is_done = True  # as one that was never recorded
+        self.is_done = True  # like an event that was never recorded
 
     def record(self, stream: Stream) -> None:
         self.is_done = False
@@ -40,7 +40,7 @@ class Event:
 
 
 class Stream:
-    """Its queue holds steps that say whether they could be taken: one that waits for an event could not, for now."""
+    """Its queue holds steps that return whether they ran: one that waits for an event does not run yet."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -80,7 +80,7 @@ class Gpu(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
 
     def _queue(self, to: list[torch.Tensor], values: list[Any]) -> None:
-        """Through numpy, when its time comes: torch's version counters advance now, as those of a GPU's tensors do."""
+        """Writes through numpy later, while torch's version counters advance now, as for tensors on a GPU."""
         arrays = [one.numpy() for one in to]
 
         def work() -> bool:
@@ -91,7 +91,7 @@ class Gpu(TorchDispatchMode):
         self.current.queue.append(work)
 
     def work(self, steps: int) -> None:
-        """Up to so many, of streams drawn by lot."""
+        """Runs up to that many steps of randomly chosen streams."""
         for _ in range(steps):
             if not self._take_one():
                 return
@@ -120,7 +120,7 @@ class Gpu(TorchDispatchMode):
 
 @contextmanager
 def gpu_that_draws_lots(seed: int) -> Iterator[Gpu]:
-    """What torch.cuda says of streams and events is about this GPU."""
+    """Replaces the streams and events of torch.cuda by those of this GPU."""
     gpu = Gpu(seed)
     with pytest.MonkeyPatch.context() as patch, gpu:
         patch.setattr(torch.cuda, "Stream", lambda device: Stream(gpu))
@@ -131,7 +131,7 @@ def gpu_that_draws_lots(seed: int) -> Iterator[Gpu]:
 
 
 class Runtime:
-    """The part of the CUDA runtime that page-locks memory. `refuses_with`: the status that it answers with."""
+    """The part of the CUDA runtime that page-locks memory. It returns the status `refuses_with`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.refuses_with = 0

@@ -1,7 +1,7 @@
-"""A Hugging Face training as its user writes it, run by `Forks("hf_training", …)`.
+"""A Hugging Face training as a user writes it, run by `Forks("hf_training", …)`.
 
-A tiny GPT-2 with dropout, shuffled data that masks tokens at random, gradient accumulation, evaluation and early
-stopping. Each step's loss is a line in a file, written before the next step begins.
+A tiny GPT-2 with dropout, shuffled and randomly masked data, gradient accumulation, evaluation and early stopping. The
+loss of each step is a line in a file, written before the next step begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from tests.support.forks import serve, write
+from tests.support.forks import write
 
 TOKENS = 32
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # everything except durations
@@ -54,7 +54,7 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
 
 
 def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A collator that draws random numbers, as those of masked language models do."""
+    """A collator that draws random numbers, as for masked language models."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     hidden = torch.rand(batch["input_ids"].shape) < 0.2
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
@@ -102,7 +102,7 @@ class Watching(TrainerCallback, ExportableState):
                 os.kill(pid or os.getpid(), getattr(signal, number))
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any]) -> object:
     torch.use_deterministic_algorithms(True)
     lines = options["lines"]
     set_seed(options.get("seed", 1))
@@ -152,7 +152,4 @@ def main(options: dict[str, Any]) -> None:
         patience=early.early_stopping_patience_counter,
         history=[{name: entry[name] for name in KEPT if name in entry} for entry in trainer.state.log_history],
     )
-
-
-if __name__ == "__main__":
-    serve(main)
+    return trainer

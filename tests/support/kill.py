@@ -1,4 +1,4 @@
-"""Kills a real process at an exact instant: it says "stalled" there and waits."""
+"""Kills a real process at an exact instant, at which it prints "stalled" and waits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 
 def kill_when_stalled(code: str, *arguments: str) -> None:
-    """Runs Python code in a process of its own, and SIGKILLs it once it has printed `stalled`."""
+    """Runs Python code in a process of its own, and sends SIGKILL once it has printed `stalled`."""
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
+        line = process.stdout.readline()
         process.send_signal(signal.SIGKILL)
-        assert said == "stalled\n"
+        assert line == "stalled\n"

@@ -1,4 +1,4 @@
-"""Checkpoints as the policy sees them."""
+"""Checkpoints as the input of the lifecycle policy."""
 
 from __future__ import annotations
 

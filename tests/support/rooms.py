@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cli import content, make_manifest
-from tests.support.daemon import make_config, make_memfd, make_sealed
+from tests.support.config import make_config
+from tests.support.slots import make_memfd, make_sealed
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.context import DaemonContext

@@ -1,7 +1,7 @@
-"""Real S3 servers for tests, as subprocesses on free loopback ports, and a proxy before one that loses answers.
+"""Real S3 servers for tests, as subprocesses on free loopback ports, and a proxy that causes faults.
 
 `rclone serve s3` checks signatures and ignores conditional writes and checksums; moto honours them and checks no
-signature. What holds on both holds on what lies between.
+signature. Most other servers lie between these two.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ENVIRONMENT = {
 
 
 def _program(name: str) -> str:
-    """Of the environment that runs the tests: the PyPI packages put them beside its python."""
+    """The path of a program, which PyPI packages install beside python."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name) or name
 
 
 @contextmanager
 def rclone_server(root: Path, *arguments: str) -> Generator[str]:
-    """`rclone serve s3` over a directory whose folders are buckets; BUCKET is there. Yields its URL."""
+    """`rclone serve s3` over a directory whose folders are buckets, one of them BUCKET. Yields its URL."""
     (root / BUCKET).mkdir(parents=True, exist_ok=True)
     command = [_program("rclone"), "serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
     with _running([*command, "--addr", "127.0.0.1:0", *arguments, str(root)], r"https?://127\.0\.0\.1:\d+") as url:
@@ -77,7 +77,7 @@ def _running(command: list[str], address: str) -> Generator[str]:
         for line in process.stderr:
             said += line
             if found := re.search(address, line):
-                drain.start()  # a full pipe would stop it
+                drain.start()  # a full pipe would block it
                 yield found[0]
                 return
         raise RuntimeError(f"{command[0]} ended before it listened:\n{said}")
@@ -103,12 +103,12 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 
 Fault = Callable[[str, str], str]
 """(method, path with query) → "" (pass on), "lose" (apply, then close), "cut" (half of the body),
-"flip" (one bit of it), "whole" (the range that was asked for is ignored), or a status."""
+"flip" (one bit of it), "whole" (the requested range is ignored), or a status."""
 
 
 @contextmanager
 def faulty_proxy(upstream: str, fault: Fault) -> Generator[str]:
-    """An HTTP proxy before `upstream` that does to each request what `fault` says. Yields its URL."""
+    """An HTTP proxy for `upstream` that applies a fault to each request. Yields its URL."""
     target = urlsplit(upstream)
 
     class Handler(BaseHTTPRequestHandler):
@@ -166,6 +166,6 @@ def faulty_proxy(upstream: str, fault: Fault) -> Generator[str]:
 
 @contextmanager
 def silent_server() -> Generator[str]:
-    """Takes connections and never says a word."""
+    """Accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

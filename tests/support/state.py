@@ -49,7 +49,7 @@ def shard_of(parts: list[tuple[str, torch.Tensor, tuple[int, ...]]], tree: Any =
 
 
 def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5, chunk_bytes: int = CHUNK_BYTES) -> Path:
-    """The shards as a committed checkpoint of a tier at `root`; its folder."""
+    """Writes the shards as a committed checkpoint of the tier at `root`. Returns its folder."""
     checkpoint = checkpoint_id(run, step, 1)
     names = [f"rank-{rank:05d}-of-{len(raws):05d}.safetensors" for rank in range(len(raws))]
     files = [entry_of(raw, name, chunk_bytes) for name, raw in zip(names, raws, strict=True)]

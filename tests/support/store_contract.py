@@ -1,4 +1,4 @@
-"""The contract of every store. The test file of a store subclasses StoreContract and provides the `store` fixture."""
+"""The tests that every store must pass: the test file of a store subclasses StoreContract and has a fixture `store`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.format.manifest import FileEntry, file_entry
 from tierd.tiers.store import Store
 
 CHUNK_BYTES = 16 << 20
-SIZES = [0, 1, 4095, 4096, (16 << 20) + 1, (64 << 20) + 12345]
+SIZES = [(0, 0), (0, 1), (0, 4095), (0, 4096), (1, 1), (4, 12345)]  # (chunks, bytes after them)
 KEY = "run/000000000001-g0001/rank-00000-of-00001.safetensors"
 HOSTILE_KEYS = [
     "",
@@ -42,14 +42,14 @@ def content(size_bytes: int) -> bytes:
 
 
 def entry_of(data: bytes, name: str = KEY.rpartition("/")[2], chunk_bytes: int = CHUNK_BYTES) -> FileEntry:
-    """The expected entry, computed without a store."""
+    """The entry, computed without a store."""
     ranges = checksum.chunk_ranges(len(data), chunk_bytes)
     chunks = [checksum.crc64nvme(data[offset : offset + length]) for offset, length in ranges]
     return file_entry(name, len(data), chunk_bytes, chunks)
 
 
 class BytesSource:
-    """Bytes in memory as a source that only the event loop can read."""
+    """Bytes that arrive in pieces."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -59,7 +59,7 @@ class BytesSource:
 
 
 class FailingSource(BytesSource):
-    """Raises Corrupt after the first piece, as a truncated file does."""
+    """Ends early, as a truncated file does."""
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         if offset > 0:
@@ -74,43 +74,57 @@ async def read_whole(store: Store, key: str, size_bytes: int) -> bytes:
 
 
 class StoreContract:
-    """`is_atomic`: exactly one of several concurrent writers with `if_absent` wins."""
+    """`is_atomic`: of several writers with `if_absent` at the same instant, exactly one wins.
+
+    Chunks are as small as a part of S3 may be; the directory and one strict S3 server get them in the size of a piece.
+    """
 
     is_atomic = False
+    chunk_bytes = 5 << 20
 
-    @pytest.mark.parametrize("size_bytes", SIZES)
+    def size_bytes(self, size: tuple[int, int]) -> int:
+        chunks, more = size
+        return chunks * self.chunk_bytes + more
+
+    def entry_of(self, data: bytes) -> FileEntry:
+        return entry_of(data, chunk_bytes=self.chunk_bytes)
+
+    @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("from_memory", [True, False], ids=["memory", "source"])
-    async def test_read_returns_the_bytes_that_were_put(self, store: Store, size_bytes: int, from_memory: bool) -> None:
+    async def test_bytes_are_read_back_as_they_were_written(
+        self, store: Store, size: tuple[int, int], from_memory: bool
+    ) -> None:
+        size_bytes = self.size_bytes(size)
         data = content(size_bytes)
         told: list[int] = []
         entry = await store.put(
             KEY,
             memoryview(data) if from_memory else BytesSource(data),
             size_bytes=size_bytes,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=self.chunk_bytes,
             progress=told.append,
         )
-        assert entry == entry_of(data)
+        assert entry == self.entry_of(data)
         assert sum(told) == size_bytes
         assert await read_whole(store, KEY, size_bytes) == data
         assert [(one.key, one.size_bytes) for one in await store.list()] == [(KEY, size_bytes)]
 
-    async def test_any_chunk_size_is_accepted(self, store: Store) -> None:
-        data = content((16 << 20) + 1)
-        odd = entry_of(data, chunk_bytes=(5 << 20) + 4097)
+    async def test_chunks_of_any_size_are_accepted(self, store: Store) -> None:
+        data = content(self.chunk_bytes + 1)
+        odd = entry_of(data, chunk_bytes=self.chunk_bytes // 3 + 4097)
         assert await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=odd.chunk_bytes) == odd
         assert await read_whole(store, KEY, len(data)) == data
 
-    async def test_second_put_is_harmless(self, store: Store) -> None:
-        data = content((16 << 20) + 1)
-        expect = entry_of(data)
+    async def test_put_twice_is_harmless(self, store: Store) -> None:
+        data = content(self.chunk_bytes + 1)
+        expect = self.entry_of(data)
         for _ in range(2):
             told: list[int] = []
             found = await store.put(
                 KEY,
                 BytesSource(data),
                 size_bytes=len(data),
-                chunk_bytes=CHUNK_BYTES,
+                chunk_bytes=self.chunk_bytes,
                 expect=expect,
                 progress=told.append,
             )
@@ -118,52 +132,63 @@ class StoreContract:
             assert sum(told) == len(data)
         assert await read_whole(store, KEY, len(data)) == data
 
-    @pytest.mark.parametrize("size_bytes", [0, 4096, (16 << 20) + 1])
-    async def test_stored_checksum_is_that_of_the_object(self, store: Store, size_bytes: int) -> None:
+    @pytest.mark.parametrize("size", [(0, 0), (0, 4096), (1, 1)])
+    async def test_checksum_that_the_store_keeps_is_that_of_the_object(
+        self, store: Store, size: tuple[int, int]
+    ) -> None:
+        size_bytes = self.size_bytes(size)
         data = content(size_bytes)
-        await store.put(KEY, memoryview(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
-        assert await store.stored_checksum(KEY) in (None, entry_of(data).crc64nvme)
+        await store.put(KEY, memoryview(data), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes)
+        assert await store.stored_checksum(KEY) in (None, self.entry_of(data).crc64nvme)
         with pytest.raises(NotFound):
             await store.stored_checksum("run/absent")
 
-    @pytest.mark.parametrize("size_bytes", [4096, (16 << 20) + 1])
-    async def test_damaged_object_stays_until_a_whole_one_replaces_it(self, store: Store, size_bytes: int) -> None:
+    @pytest.mark.parametrize("size", [(0, 4096), (1, 1)])
+    async def test_a_damaged_object_stays_until_a_whole_one_takes_its_place(
+        self, store: Store, size: tuple[int, int]
+    ) -> None:
+        size_bytes = self.size_bytes(size)
         data = content(size_bytes)
         damaged = bytearray(data)
         damaged[-1] ^= 1
-        await store.put(KEY, memoryview(damaged), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
-        expect = entry_of(data)
+        await store.put(KEY, memoryview(damaged), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes)
+        expect = self.entry_of(data)
         with pytest.raises(Corrupt):
             await store.put(
                 KEY,
                 BytesSource(bytes(damaged)),
                 size_bytes=size_bytes,
-                chunk_bytes=CHUNK_BYTES,
+                chunk_bytes=self.chunk_bytes,
                 expect=expect,
                 replace=True,
             )
         assert await read_whole(store, KEY, size_bytes) == damaged
         await store.put(
-            KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=expect, replace=True
+            KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes, expect=expect, replace=True
         )
         assert await read_whole(store, KEY, size_bytes) == data
         assert [one.key for one in await store.list()] == [KEY]
 
-    @pytest.mark.parametrize("size_bytes", [1, 4096, (16 << 20) + 1])
-    async def test_one_flipped_bit_is_corrupt_and_nothing_becomes_visible(self, store: Store, size_bytes: int) -> None:
+    @pytest.mark.parametrize("size", [(0, 1), (0, 4096), (1, 1)])
+    async def test_a_flipped_bit_is_corrupt_and_leaves_no_object(self, store: Store, size: tuple[int, int]) -> None:
+        size_bytes = self.size_bytes(size)
         data = content(size_bytes)
         damaged = bytearray(data)
         damaged[-1] ^= 1
-        with pytest.raises(Corrupt, match=f"chunk {(size_bytes - 1) // CHUNK_BYTES} of"):
+        with pytest.raises(Corrupt, match=f"chunk {(size_bytes - 1) // self.chunk_bytes} of"):
             await store.put(
-                KEY, BytesSource(bytes(damaged)), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES, expect=entry_of(data)
+                KEY,
+                BytesSource(bytes(damaged)),
+                size_bytes=size_bytes,
+                chunk_bytes=self.chunk_bytes,
+                expect=self.entry_of(data),
             )
         assert await store.list() == []
 
-    async def test_source_that_ends_early_leaves_nothing(self, store: Store) -> None:
-        data = content((64 << 20) + 12345)
+    async def test_a_source_that_ends_early_leaves_nothing(self, store: Store) -> None:
+        data = content(2 * self.chunk_bytes + 12345)
         with pytest.raises(Corrupt, match="ends early"):
-            await store.put(KEY, FailingSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+            await store.put(KEY, FailingSource(data), size_bytes=len(data), chunk_bytes=self.chunk_bytes)
         assert await store.list() == []
 
     async def test_cancelled_put_leaves_nothing(self, store: Store) -> None:
@@ -174,8 +199,8 @@ class StoreContract:
                 begun.set()
                 await asyncio.Event().wait()
 
-        size_bytes = (64 << 20) + 12345
-        put = asyncio.ensure_future(store.put(KEY, Endless(), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES))
+        size_bytes = 2 * self.chunk_bytes + 12345
+        put = asyncio.ensure_future(store.put(KEY, Endless(), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes))
         await begun.wait()
         put.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -184,11 +209,11 @@ class StoreContract:
 
     async def test_short_buffer_is_refused(self, store: Store) -> None:
         with pytest.raises(BadRequest):
-            await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=CHUNK_BYTES)
+            await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=self.chunk_bytes)
 
     async def test_any_range_can_be_read(self, store: Store) -> None:
-        data = content((16 << 20) + 1)
-        await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+        data = content(self.chunk_bytes + 1)
+        await store.put(KEY, memoryview(data), size_bytes=len(data), chunk_bytes=self.chunk_bytes)
         for offset, length in [(0, 1), (1, 4096), (4095, 3), (len(data) - 1, 1), (7, 0), (5, len(data) - 5)]:
             buffer = bytearray(length)
             await store.read(KEY, offset, memoryview(buffer))
@@ -223,9 +248,9 @@ class StoreContract:
         assert not await store.put_bytes("run/x", b"second", if_absent=True)
         assert await store.get_bytes("run/x", size_max=10) == b"first"
 
-    async def test_one_of_many_concurrent_writers_wins(self, store: Store) -> None:
+    async def test_exactly_one_of_many_writers_wins(self, store: Store) -> None:
         if not self.is_atomic:
-            pytest.skip("this server has no conditional writes")
+            pytest.skip("this server does not decide between simultaneous writers")
         answers = await asyncio.gather(
             *(store.put_bytes("run/x", b"%d" % index, if_absent=True) for index in range(32))
         )
@@ -241,7 +266,7 @@ class StoreContract:
             assert sorted(one.key for one in found) == [key for key in keys if key.startswith(prefix)]
             assert all(one.size_bytes == len(one.key) for one in found)
 
-    async def test_delete_removes_objects_and_ignores_absent_ones(self, store: Store) -> None:
+    async def test_deleted_objects_are_gone_and_absent_ones_are_ignored(self, store: Store) -> None:
         keys = [f"run/a/{index}" for index in range(5)]
         for key in keys:
             await store.put_bytes(key, b"x")
@@ -253,9 +278,9 @@ class StoreContract:
         assert await store.list() == []
 
     @pytest.mark.parametrize("key", HOSTILE_KEYS)
-    async def test_hostile_key_is_refused_everywhere(self, store: Store, key: str) -> None:
+    async def test_a_hostile_key_is_refused_by_every_operation(self, store: Store, key: str) -> None:
         for attempt in (
-            store.put(key, memoryview(b""), size_bytes=0, chunk_bytes=CHUNK_BYTES),
+            store.put(key, memoryview(b""), size_bytes=0, chunk_bytes=self.chunk_bytes),
             store.put_bytes(key, b""),
             store.get_bytes(key, size_max=10),
             store.read(key, 0, memoryview(bytearray(1))),

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.runs import Daemon, Trainer, Training, together
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, together
 
-BATCH_ROWS = 12  # shared out evenly among 1, 2, 3 or 4 ranks
+BATCH_ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 
 Bits = dict[str, tuple[str, tuple[int, ...], bytes]]
 

@@ -26,6 +26,7 @@ async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
 
 class TestContract(StoreContract):
     is_atomic = True
+    chunk_bytes = CHUNK_BYTES
 
 
 def mounted(kind: str, options: str, at: Path) -> Iterator[Path]:

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from tests.support.cli import make_checkpoint
-from tests.support.daemon import serving, wait_until
+from tests.support.daemon import serving
 from tests.support.damage import flip
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.waiting import wait_until
 from tierd.config import DrillConfig
 from tierd.workers import driller
 from tierd.workers.driller import Driller
@@ -134,7 +135,7 @@ def test_the_daemon_drills_at_its_interval(tmp_path: Path) -> None:
     more = '[[cold]]\nname = "cold"\nurl = "file://cold"\n[drill]\ninterval_s = 0.2\n[health]\nexamine = false'
     with serving(tmp_path, more=more) as daemon:
         name = 'tierd_drill_newest_step_proven{run="gpt",tier="%s"}'
-        wait_until(lambda: all(name % tier in daemon.get("/metrics")[1].decode() for tier in ("hot", "cold")))
+        wait_until(lambda: all(name % tier in daemon.request("/metrics")[1].decode() for tier in ("hot", "cold")))
         assert daemon.metric(name % "cold") == 100
         assert daemon.status()["failures"] == []
-        assert daemon.checkpoints("gpt", "hot") == [100]
+        assert daemon.steps("hot", "gpt") == [100]

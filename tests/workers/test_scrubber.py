@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from tests.support.bucket import bucket_server
-from tests.support.daemon import serving, wait_until
+from tests.support.daemon import serving
 from tests.support.damage import cut, flip, lose, rot
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
+from tests.support.waiting import wait_until
 from tierd.config import LimitsConfig, ScrubConfig
 from tierd.decisions import HaltReason, deletions, halted
 from tierd.errors import TierUnreachable
@@ -272,6 +273,6 @@ def test_the_daemon_repairs_damage_and_reports_it(tmp_path: Path) -> None:
         for tier in ("hot", "cold"):
             wait_until(lambda tier=tier: daemon.metric(f'tierd_repaired_files_total{{tier="{tier}"}}') == 1, tier)
         wait_until(lambda: daemon.status()["halted"] == [], "the replicas to count again")
-        assert daemon.checkpoints("gpt", "hot") == daemon.checkpoints("gpt", "cold") == [100]
+        assert daemon.steps("hot", "gpt") == daemon.steps("cold", "gpt") == [100]
         assert {failure["stage"] for failure in daemon.status()["failures"]} == {"scrub"}
         assert daemon.metric('tierd_damaged_checkpoints{tier="hot"}') == 0

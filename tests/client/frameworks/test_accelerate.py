@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.daemon import Daemon
 from tests.support.forks import Done, Forks
-from tests.support.runs import Daemon
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.runs import Daemon, Trainer, Training, together
+from tests.support.daemon import Daemon
 from tests.support.state import assert_same
+from tests.support.trainer import Trainer, Training, together
 from tierd.errors import BadConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

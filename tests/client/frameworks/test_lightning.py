@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.support.runs import Daemon, Trainer, Training, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning suggests how to make the small training faster

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.daemon import Daemon
 from tests.support.forks import Forks
-from tests.support.runs import Daemon, Trainer
+from tests.support.trainer import Trainer
 
 EVERY_3 = {"every_steps": 3}
 

@@ -15,8 +15,8 @@ from tierd_client import BadConfig, Corrupt, DocumentLoader, Mismatch
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.datasets import noisy, write_documents
-from tests.support.runs import Trainer, Training
 from tests.support.state import Files, Loader, restore, small_net, stage
+from tests.support.trainer import Trainer, Training
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # torch's workers, from Python 3.12 on

@@ -14,8 +14,9 @@ from tierd_client.restore.replica import Replica, RestoreRequest, restore_replic
 from tierd_client.session import DaemonSession
 
 from tests.support.cli import make_manifest
-from tests.support.peer import DEADLINE_S, Peer
 from tests.support.state import entry_of, stage
+from tests.support.waiting import DEADLINE_S
+from tests.support.wire_peer import DaemonPeer as Peer
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import Manifest, file_entry

@@ -27,7 +27,9 @@ from tierd_client import (
 )
 from tierd_client.restore.resume import ResumePolicy, parse_resume
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, refusals, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, refusals, together
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +216,7 @@ def test_scratch_refuses_checkpoints_in_a_cold_tier_and_fetches_nothing(tmp_path
 
 def test_scratch_refuses_when_a_tier_cannot_be_listed(tmp_path: Path) -> None:
     """The daemon knows that the run was started before, but cannot list the cold tier."""
-    limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
+    limits = "cold_list_interval_s = 0.1\n"
     with Daemon(tmp_path, more=limits) as daemon, started(daemon, "run"):
         with started(daemon, "other") as other:
             other.take(1)
@@ -235,7 +237,7 @@ def test_new_run_starts_with_an_unreachable_tier_only_with_scratch_in_the_enviro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints that the unreachable tier turns out to hold belong to an older timeline."""
-    limits = "[limits]\ncold_list_interval_s = 0.1\nretry_min_s = 0.05\n"
+    limits = "cold_list_interval_s = 0.1\n"
     with Daemon(tmp_path / "first", more=limits) as daemon, started(daemon, "run") as start:
         start.take(7)
         wait_until(lambda: daemon.steps("cold") == [7], "the copy")

@@ -24,7 +24,8 @@ from tierd_client.snapshot.guards import DEFERRED_BYTES_MIN
 from tierd_client.snapshot.staging import Staging
 from torch.optim import optimizer
 
-from tests.support.runs import DEADLINE_S, Daemon, wait_until
+from tests.support.daemon import Daemon
+from tests.support.waiting import DEADLINE_S, wait_until
 
 WIDTH = 128  # a weight of 64 KiB: large enough to be copied later
 

@@ -13,8 +13,9 @@ from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.slot_states import PooledSlotState as State
 
 from tests.support.gpu import DEVICE, Runtime
-from tests.support.peer import DEADLINE_S, Peer, welcome
-from tests.support.runs import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.wire_peer import DaemonPeer as Peer
+from tests.support.wire_peer import welcome
 from tierd.format import wire
 
 SIZE = 1 << 20

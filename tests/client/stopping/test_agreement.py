@@ -16,7 +16,9 @@ from tierd_client.ranks import Ranks
 from tierd_client.stopping import agreement as module
 from tierd_client.stopping.agreement import Agreement, RequestKind
 
-from tests.support.runs import DEADLINE_S, Daemon, Trainer, Training, joined, together, wait_until
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import wait_until
 from tierd.format import wire
 
 FOREVER = 1_000_000
@@ -258,7 +260,7 @@ def test_rank_that_dies_in_a_round_delays_no_other(daemon: Daemon) -> None:
     with ranks(daemon, 3) as trainers:
         trainers[2].apply(_die_in_a_round)
         trainers[0].signal(signal.SIGTERM)
-        trainers[2]._process.join(DEADLINE_S)
+        trainers[2].wait_exit()
         for step in range(1, 20):
             assert together(trainers[:2], "apply", _due, step) == [(False, False)] * 2
 
