@@ -28,6 +28,7 @@ PYTHON = (sys.executable, "-P", "-m")
 TRAINER = "tierd_client.examples.train_gpt"
 RUN = Run("demo")
 DEADLINE_S = 600.0  # for each wait
+PACE = 0.2  # delay of a paced step, as a share of the time in which the daemon starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,12 @@ class Scale:
     trainer_dies: int
     daemon_dies: int
     disk_dies: int
-    step_delay_s: float = 0.0  # slows a small model down, because `tierd ls` takes longer to start than its steps take
+    is_paced: bool = False
+    """Slow the steps of a small model down: a process must start within few of them, on a busy machine too."""
 
 
 FULL = Scale(steps=80, every=5, model="default", trainer_dies=18, daemon_dies=38, disk_dies=63)
-FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, step_delay_s=0.05)
+FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, is_paced=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class _Demo:
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_")}
         self._trainer: subprocess.Popen[bytes] | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
+        self._step_delay_s = 0.0
 
     def run(self) -> int:
         scale = self._scale
@@ -122,7 +125,10 @@ class _Demo:
             raise self._trainer_failed("the undisturbed training")
 
         say(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
+        began = time.monotonic()
         self._start_daemon()
+        if scale.is_paced:
+            self._step_delay_s = (time.monotonic() - began) * PACE
         self._start_trainer()
         recoveries = [self._lose_trainer(), self._lose_daemon(), self._lose_disk()]
 
@@ -152,7 +158,7 @@ class _Demo:
 
     def _lose_daemon(self) -> Recovery:
         self._wait_step(self._scale.daemon_dies)
-        trainer, daemon = self._running(self._trainer), self._running(self._daemon)
+        daemon = self._running(self._daemon)
         say(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
         began = time.monotonic()
         daemon.kill()
@@ -161,9 +167,8 @@ class _Demo:
         # Train past a snapshot, so that one is staged while there is no daemon.
         self._wait_step(died_at + self._scale.every + 1)
         self._start_daemon()
-        self._wait(lambda: self._newest("hot") > died_at, "the daemon to persist the staged snapshot")
-        if not self._is_running(trainer):
-            raise TierdError("run the demo: the trainer stopped when the daemon died", hint=f"see {self._log}")
+        what = "the daemon to persist the staged snapshot"
+        self._wait(lambda: self._newest("hot") > died_at, what, needs_trainer=True)
         return Recovery(
             "daemon SIGKILLed", "hot", self._newest("hot"), 0, time.monotonic() - began, "trainer never stopped"
         )
@@ -172,7 +177,8 @@ class _Demo:
         self._wait_step(self._scale.disk_dies)
         # Replication of the last snapshot takes about a second here.
         wanted = self._scale.disk_dies // self._scale.every * self._scale.every
-        self._wait(lambda: self._newest("cold") >= wanted, f"step {wanted} to reach the cold tier")
+        what = f"step {wanted} to reach the cold tier"
+        self._wait(lambda: self._newest("cold") >= wanted, what, needs_trainer=True)
         say(f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left")
         began = time.monotonic()
         for process in (self._running(self._trainer), self._running(self._daemon)):
@@ -209,7 +215,7 @@ class _Demo:
 
     def _start_trainer(self) -> None:
         self._log.write_bytes(b"")
-        delay_s = str(self._scale.step_delay_s)
+        delay_s = f"{self._step_delay_s:.3f}"
         self._trainer = self._train(self._losses, "--socket", str(self._socket), "--step-delay-s", delay_s)
 
     def _start_daemon(self) -> None:
