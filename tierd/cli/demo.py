@@ -120,19 +120,16 @@ class _Demo:
         say(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
         self._trainer = self._train(undisturbed, "--no-tierd")
-        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training")
+        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training", needs_trainer=False)
         if self._trainer.returncode:
             raise self._trainer_failed("the undisturbed training")
 
         say(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
-        began = time.monotonic()
         self._start_daemon()
-        if scale.is_paced:
-            self._step_delay_s = (time.monotonic() - began) * PACE
         self._start_trainer()
         recoveries = [self._lose_trainer(), self._lose_daemon(), self._lose_disk()]
 
-        self._wait(lambda: not self._is_running(self._trainer), "the training to end")
+        self._wait(lambda: not self._is_running(self._trainer), "the training to end", needs_trainer=False)
         self._table(recoveries)
         return self._compare(undisturbed)
 
@@ -158,7 +155,7 @@ class _Demo:
 
     def _lose_daemon(self) -> Recovery:
         self._wait_step(self._scale.daemon_dies)
-        daemon = self._running(self._daemon)
+        trainer, daemon = self._running(self._trainer), self._running(self._daemon)
         say(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
         began = time.monotonic()
         daemon.kill()
@@ -167,8 +164,9 @@ class _Demo:
         # Train past a snapshot, so that one is staged while there is no daemon.
         self._wait_step(died_at + self._scale.every + 1)
         self._start_daemon()
-        what = "the daemon to persist the staged snapshot"
-        self._wait(lambda: self._newest("hot") > died_at, what, needs_trainer=True)
+        self._wait(lambda: self._newest("hot") > died_at, "the daemon to persist the staged snapshot")
+        if not self._is_running(trainer):
+            raise TierdError("run the demo: the trainer stopped when the daemon died", hint=f"see {self._log}")
         return Recovery(
             "daemon SIGKILLed", "hot", self._newest("hot"), 0, time.monotonic() - began, "trainer never stopped"
         )
@@ -177,8 +175,7 @@ class _Demo:
         self._wait_step(self._scale.disk_dies)
         # Replication of the last snapshot takes about a second here.
         wanted = self._scale.disk_dies // self._scale.every * self._scale.every
-        what = f"step {wanted} to reach the cold tier"
-        self._wait(lambda: self._newest("cold") >= wanted, what, needs_trainer=True)
+        self._wait(lambda: self._newest("cold") >= wanted, f"step {wanted} to reach the cold tier")
         say(f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left")
         began = time.monotonic()
         for process in (self._running(self._trainer), self._running(self._daemon)):
@@ -219,9 +216,12 @@ class _Demo:
         self._trainer = self._train(self._losses, "--socket", str(self._socket), "--step-delay-s", delay_s)
 
     def _start_daemon(self) -> None:
+        began = time.monotonic()
         with (self._root / "daemon.log").open("ab") as log:
             self._daemon = self._start([*PYTHON, "tierd", "--config", str(self._config), "serve"], log)
-        self._wait(self._socket.is_socket, "the daemon to listen")
+        self._wait(self._socket.is_socket, "the daemon to listen", needs_trainer=False)
+        if self._scale.is_paced and not self._step_delay_s:
+            self._step_delay_s = (time.monotonic() - began) * PACE
 
     def _tierd(self, *arguments: str) -> str:
         command = [*PYTHON, "tierd", "--config", str(self._config), *arguments]
@@ -260,7 +260,7 @@ class _Demo:
         return self._newest_row(tier)["step"]
 
     def _wait_step(self, step: int) -> None:
-        self._wait(lambda: self._last_step() >= step, f"step {step}", needs_trainer=True)
+        self._wait(lambda: self._last_step() >= step, f"step {step}")
 
     def _wait_resumed(self) -> tuple[int, str]:
         """(step, tier) that the trainer resumed from, from its log."""
@@ -269,11 +269,11 @@ class _Demo:
             lines = self._log.read_text(errors="replace").splitlines()
             return next((line.split() for line in lines if line.startswith("resumed at step ")), [])
 
-        self._wait(lambda: bool(resumed()), "the trainer to resume", needs_trainer=True)
+        self._wait(lambda: bool(resumed()), "the trainer to resume")
         words = resumed()
         return int(words[3]), words[5]
 
-    def _wait(self, is_so: Callable[[], bool], what: str, *, needs_trainer: bool = False) -> None:
+    def _wait(self, is_so: Callable[[], bool], what: str, *, needs_trainer: bool = True) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         while not is_so():
             if needs_trainer and not self._is_running(self._trainer):
