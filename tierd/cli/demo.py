@@ -30,6 +30,7 @@ PYTHON = (sys.executable, "-P", "-m")
 TRAINER = "tierd_client.examples.train_gpt"
 RUN = Run("demo")
 DEADLINE_S = 600.0  # for each wait
+PACE = 0.2  # delay of a paced step, as a share of the time in which the daemon starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class Scale:
     trainer_dies: int
     daemon_dies: int
     disk_dies: int
-    step_delay_s: float = 0.0  # slows a small model down, because `tierd ls` takes longer to start than its steps take
+    is_paced: bool = False
+    """Slow the steps of a small model down: a process must start within few of them, on a busy machine too."""
 
 
 FULL = Scale(steps=80, every=5, model="default", trainer_dies=18, daemon_dies=38, disk_dies=63)
-FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, step_delay_s=0.05)
+FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, is_paced=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class _Demo:
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_")}
         self._trainer: subprocess.Popen[bytes] | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
+        self._step_delay_s = 0.0
 
     def run(self) -> int:
         scale = self._scale
@@ -130,7 +133,7 @@ class _Demo:
         print_note(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
         self._trainer = self._train(undisturbed, "--no-tierd")
-        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training")
+        self._wait(lambda: not self._is_running(self._trainer), "the undisturbed training", needs_trainer=False)
         if self._trainer.returncode:
             raise self._trainer_failed("the undisturbed training")
 
@@ -139,7 +142,7 @@ class _Demo:
         self._start_trainer()
         recoveries = [self._lose_trainer(), self._lose_daemon(), self._lose_disk()]
 
-        self._wait(lambda: not self._is_running(self._trainer), "the training to end")
+        self._wait(lambda: not self._is_running(self._trainer), "the training to end", needs_trainer=False)
         self._table(recoveries)
         return self._compare(undisturbed)
 
@@ -224,13 +227,16 @@ class _Demo:
 
     def _start_trainer(self) -> None:
         self._log.write_bytes(b"")
-        delay_s = str(self._scale.step_delay_s)
+        delay_s = f"{self._step_delay_s:.3f}"
         self._trainer = self._train(self._losses, "--socket", str(self._socket), "--step-delay-s", delay_s)
 
     def _start_daemon(self) -> None:
+        began = time.monotonic()
         with (self._root / "daemon.log").open("ab") as log:
             self._daemon = self._start([*PYTHON, "tierd", "--config", str(self._config), "serve"], log)
-        self._wait(self._socket.is_socket, "the daemon to listen")
+        self._wait(self._socket.is_socket, "the daemon to listen", needs_trainer=False)
+        if self._scale.is_paced and not self._step_delay_s:
+            self._step_delay_s = (time.monotonic() - began) * PACE
 
     def _tierd(self, *arguments: str) -> str:
         command = [*PYTHON, "tierd", "--config", str(self._config), *arguments]
@@ -269,7 +275,7 @@ class _Demo:
         return self._newest_row(tier)["step"]
 
     def _wait_step(self, step: int) -> None:
-        self._wait(lambda: self._last_step() >= step, f"step {step}", needs_trainer=True)
+        self._wait(lambda: self._last_step() >= step, f"step {step}")
 
     def _wait_resumed(self) -> tuple[int, str]:
         """(step, tier) that the trainer resumed from, from its log."""
@@ -278,11 +284,11 @@ class _Demo:
             lines = self._log.read_text(errors="replace").splitlines()
             return next((line.split() for line in lines if line.startswith("resumed at step ")), [])
 
-        self._wait(lambda: bool(resumed()), "the trainer to resume", needs_trainer=True)
+        self._wait(lambda: bool(resumed()), "the trainer to resume")
         words = resumed()
         return int(words[3]), words[5]
 
-    def _wait(self, is_so: Callable[[], bool], what: str, *, needs_trainer: bool = False) -> None:
+    def _wait(self, is_so: Callable[[], bool], what: str, *, needs_trainer: bool = True) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         while not is_so():
             if needs_trainer and not self._is_running(self._trainer):

@@ -18,9 +18,7 @@ from tierd.errors import Corrupt, Full
 from tierd.format import wire
 from tierd_client.session import TEXT_CHARS_MAX, DaemonSession
 from tierd_client.snapshot.slot import Slot
-from tierd_client.snapshot.slot_states import PooledSlotEvent as Event
-from tierd_client.snapshot.slot_states import PooledSlotState as State
-from tierd_client.snapshot.slot_states import next_state
+from tierd_client.snapshot.slot_states import PooledSlotEvent, PooledSlotState, next_state
 
 log = logging.getLogger("tierd_client")
 
@@ -35,15 +33,15 @@ class _PooledSlot:
     it; `sent_s`: when. `reported_refusal`: why it is not page-locked, as last reported."""
 
     slot: Slot
-    state: State = State.FREE
+    state: PooledSlotState = PooledSlotState.FREE
     offered_bytes: int = 0
     sealed: wire.Sealed | None = None
     sent_s: float = 0.0
     reported_refusal: str = ""
 
-    def on(self, event: Event) -> None:
+    def on(self, event: PooledSlotEvent) -> None:
         self.state = next_state(self.state, event)
-        if self.state is State.FREE:
+        if self.state is PooledSlotState.FREE:
             self.sealed = None
 
     @property
@@ -66,7 +64,7 @@ class SlotPool:
             except (Corrupt, Full, OSError) as error:
                 log.warning("tierd: adopt slot %d: %s; a new slot replaces it", kept.slot, error)
                 continue
-            state = State.FREE if kept.is_free else State.INHERITED
+            state = PooledSlotState.FREE if kept.is_free else PooledSlotState.INHERITED
             self._slots[kept.slot] = _PooledSlot(slot, state, offered_bytes=kept.capacity_bytes)
 
     def __len__(self) -> int:
@@ -89,8 +87,8 @@ class SlotPool:
         with self._changed:
             while True:
                 for index, pooled in self._slots.items():
-                    if pooled.state is State.FREE:
-                        pooled.on(Event.TAKE)
+                    if pooled.state is PooledSlotState.FREE:
+                        pooled.on(PooledSlotEvent.TAKE)
                         if not pooled.is_offered:
                             self._offer(index)
                         self._session.send(wire.Filling(slot=index, step=step))
@@ -117,7 +115,7 @@ class SlotPool:
         with self._session.lock:
             pooled = self._slots[sealed.slot]
             pooled.sealed = sealed
-            pooled.on(Event.SEAL)
+            pooled.on(PooledSlotEvent.SEAL)
             self._send(pooled, sealed)
 
     def abandon(self, index: int, lost: wire.Lost) -> None:
@@ -133,9 +131,9 @@ class SlotPool:
         no other snapshot can be in progress, except the one that is being copied into slot `keep`."""
         with self._changed:
             for index, pooled in self._slots.items():
-                if pooled.state is State.FILLING and index != keep:
+                if pooled.state is PooledSlotState.FILLING and index != keep:
                     self._abandon(index)
-                elif pooled.state is State.SEALED and pooled.sealed is not None:
+                elif pooled.state is PooledSlotState.SEALED and pooled.sealed is not None:
                     self._send(pooled, msgspec.structs.replace(pooled.sealed, resent=True))
             self._changed.notify_all()
 
@@ -143,7 +141,11 @@ class SlotPool:
         """How long the daemon has not acknowledged a snapshot that was sent to it; 0 when it has answered all."""
         now_s = time.monotonic()
         with self._session.lock:
-            waiting = [pooled for pooled in self._slots.values() if pooled.state in (State.SENT, State.RESENT)]
+            waiting = [
+                pooled
+                for pooled in self._slots.values()
+                if pooled.state in (PooledSlotState.SENT, PooledSlotState.RESENT)
+            ]
             return max((now_s - pooled.sent_s for pooled in waiting), default=0.0)
 
     def wait_safe(self, timeout_s: float) -> bool:
@@ -169,14 +171,16 @@ class SlotPool:
         """A daemon is back, perhaps a new process: offer the slots, and send their snapshots again, oldest first."""
         has_keeper = self._session.welcome.boot == self._keeper
         for index, pooled in self._slots.items():
-            pooled.on(Event.REATTACH)
-            if pooled.state is State.FILLING:
+            pooled.on(PooledSlotEvent.REATTACH)
+            if pooled.state is PooledSlotState.FILLING:
                 pooled.offered_bytes = 0  # it may be growing at this moment: `seal` offers it
                 continue
             self._offer(index)
-            if pooled.state is State.INHERITED and not has_keeper:
-                pooled.on(Event.KEEPER_GONE)
-        sent = [pooled for pooled in self._slots.values() if pooled.state in (State.SENT, State.RESENT)]
+            if pooled.state is PooledSlotState.INHERITED and not has_keeper:
+                pooled.on(PooledSlotEvent.KEEPER_GONE)
+        sent = [
+            pooled for pooled in self._slots.values() if pooled.state in (PooledSlotState.SENT, PooledSlotState.RESENT)
+        ]
         for sealed in sorted((pooled.sealed for pooled in sent if pooled.sealed), key=lambda sealed: sealed.step):
             self._session.send(msgspec.structs.replace(sealed, resent=True))
             self._slots[sealed.slot].sent_s = time.monotonic()
@@ -190,15 +194,15 @@ class SlotPool:
                 case wire.Accepted():
                     pooled = self._slots.get(message.slot)
                     if pooled is not None and pooled.sealed is not None and pooled.sealed.step == message.step:
-                        pooled.on(Event.ACCEPT)
+                        pooled.on(PooledSlotEvent.ACCEPT)
                 case wire.Released():
                     pooled = self._slots.get(message.slot)
                     if pooled is not None:
-                        pooled.on(Event.RELEASE)
+                        pooled.on(PooledSlotEvent.RELEASE)
                 case wire.Persisted() if message.generation == self._session.welcome.generation:
                     for pooled in self._slots.values():
                         if pooled.sealed is not None and pooled.sealed.step == message.step:
-                            pooled.on(Event.PERSIST)
+                            pooled.on(PooledSlotEvent.PERSIST)
                     while self._lost and self._lost[0].step < message.step:
                         self._lost.popleft()  # no rank keeps a shard that is older than a whole checkpoint
                 case _:
@@ -209,7 +213,7 @@ class SlotPool:
 
     def _abandon(self, index: int) -> None:
         pooled = self._slots[index]
-        pooled.on(Event.ABANDON)
+        pooled.on(PooledSlotEvent.ABANDON)
         if pooled.is_offered:
             self._session.send(wire.Abandon(slot=index))
         else:
@@ -227,10 +231,10 @@ class SlotPool:
             self._session.send(wire.Filling(slot=sealed.slot, step=sealed.step))
         self._session.send(sealed)
         pooled.sent_s = time.monotonic()
-        pooled.on(Event.SEND)
+        pooled.on(PooledSlotEvent.SEND)
 
     def _are_safe(self) -> bool:
-        unsafe = {State.SEALED, State.SENT}
+        unsafe = {PooledSlotState.SEALED, PooledSlotState.SENT}
         if not self._session.is_there():
-            unsafe.add(State.ACCEPTED)
+            unsafe.add(PooledSlotState.ACCEPTED)
         return not any(pooled.state in unsafe for pooled in self._slots.values())
