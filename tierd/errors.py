@@ -25,6 +25,7 @@ class TierdError(Exception):
 
     @property
     def kind(self) -> str:
+        """The name of this kind of error on the wire, in metrics and in logs."""
         return _kind(type(self))
 
 
