@@ -78,7 +78,7 @@ def test_stopped_by_sigterm_and_by_its_walltime_it_exits_with_zero_and_resumes_o
     assert state_of(daemon) == ("stopped", "a signal")
 
     # Nine seconds from now, of which more than five are the reserve.
-    with example.start(SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
+    with example.start(delay_s=0.05, SLURM_JOB_END_TIME=f"{time.time() + 9:.0f}") as process:
         process.wait_line(f"resumed at step {first} ")
         assert process.end() == 0, process.stderr
     second = example.last_step

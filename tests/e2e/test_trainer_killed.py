@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tierd_client.snapshot.copying import Copier
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer, Training
@@ -42,38 +44,41 @@ def test_trainer_killed_after_a_snapshot_resumes_there_from_memory(daemon: Daemo
         assert losses + second.train(4) == expected
 
 
-def is_stopped_half_way(trainer: Trainer, daemon: Daemon) -> bool:
-    """Stops the trainer while it fills a slot. False if it has filled the slot before."""
-    while trainer.is_busy:
-        if daemon.status()["slots"]["filling"]:
-            trainer.signal(signal.SIGSTOP)
-            if daemon.status()["slots"]["filling"]:
-                return True
-            trainer.signal(signal.SIGCONT)
-    return False
+def stop_when_half_is_copied(training: Training) -> None:
+    """From now on the process stops itself in the middle of staging. Runs in the trainer."""
+    copy = Copier.copy
+
+    def copy_half(self: Copier, to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], **more: Any) -> None:
+        copy(self, to[::2], from_[::2], **more)
+        signal.raise_signal(signal.SIGSTOP)
+
+    Copier.copy = copy_half
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_trainer_killed_while_staging_restores_the_previous_snapshot(daemon: Daemon) -> None:
-    with Trainer(width=400_000) as first:  # 150 MB of state, so that staging takes long enough
+    with Trainer() as first:
         first.connect(daemon.socket)
-        for step in range(1, 100, 2):
-            first.train(1)
-            first.durable()
-            durable = step, first.digest()
-            first.train(1)
-            first.begin("snapshot")
-            if is_stopped_half_way(first, daemon):
-                break
-            first.end()  # too late: try again with the next snapshot
+        first.train(1)
+        first.durable()
+        digest = first.digest()
+        first.apply(stop_when_half_is_copied)
+        first.train(1)
+        first.begin("snapshot")
+        wait_until(lambda: is_stopped(first.pid), "the trainer to stop in the middle of staging")
+        wait_until(lambda: daemon.status()["slots"]["filling"], "the slot to be filling")
         first.kill()
     wait_until(lambda: not daemon.status()["slots"]["filling"], "the daemon to notice the kill")
 
-    with Trainer(width=400_000, seed=2) as second:
+    with Trainer(seed=2) as second:
         second.connect(daemon.socket)
         found = second.restore()
 
-        assert found.tier == "memory"
-        assert (found.step, second.digest()) == durable
+        assert (found.step, found.tier) == (1, "memory")
+        assert second.digest() == digest
 
 
 def load_with_workers(training: Training) -> list[int]:
