@@ -30,17 +30,17 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
 async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
     """Enter a listing that was begun at `moment`."""
     manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
-    found = {one: (manifest, listing.milestones(one)) for one, manifest in manifests.items()}
+    found = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
-    diagnoses = {one: diagnosis for one in found if (diagnosis := listing.diagnosis(one)) is not None}
+    diagnoses = {c: diagnosis for c in found if (diagnosis := listing.diagnosis(c)) is not None}
     catalog.saw_tier(
         tier.name,
         found,
         unreadable,
         since=moment,
         diagnoses=diagnoses,
-        fingerprints={one: listing.fingerprints[one] for one in found},
+        fingerprints={c: listing.fingerprints[c] for c in found},
         partial=listing.partial,
         newer_format=newer_format,
     )
@@ -63,8 +63,8 @@ async def _manifests(
         else:
             unread.append(checkpoint)
     if tier.cache is not None and len(unread) > BATCH:
-        found |= await tier.cache.read({one: listing.fingerprints[one] for one in unread})
-        unread = [one for one in unread if one not in found]
+        found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
+        unread = [c for c in unread if c not in found]
     for batch in _batches(unread, listing):
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
@@ -76,11 +76,11 @@ async def _manifests(
     if tier.cache is not None and len(unread) > BATCH:
         await tier.cache.write(found, listing.fingerprints)
     for checkpoint, manifest in list(found.items()):
-        why = _why_another(catalog.get(checkpoint), tier, manifest)
-        if _why_not_whole(manifest, listing.files[checkpoint]):
+        why = _conflict(catalog.get(checkpoint), tier, manifest)
+        if _missing(manifest, listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
-            why = why or _why_not_whole(manifest, listing.files[checkpoint])
+            why = why or _missing(manifest, listing.files[checkpoint])
         if layout.MANIFEST not in listing.files[checkpoint]:
             del found[checkpoint]
         elif why:
@@ -102,17 +102,20 @@ def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list
         yield batch
 
 
-def _why_not_whole(manifest: Manifest, files: dict[str, int]) -> str:
+def _missing(manifest: Manifest, files: dict[str, int]) -> str:
+    """Which file of the manifest is missing or has another size; empty if none."""
     for entry in manifest.files:
         if files.get(entry.name) != entry.size_bytes:
             return f"{entry.name} is missing or has another size"
     return ""
 
 
-def _why_another(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
-    if known is None or known.manifest is manifest or not known.tiers - {tier.name} or known.manifest == manifest:
+def _conflict(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
+    """Whether another tier has a different manifest of this checkpoint, as text; empty if not."""
+    others = known.tiers - {tier.name} if known else frozenset()
+    if known is None or not others or known.manifest is manifest or known.manifest == manifest:
         return ""
-    return f"its manifest says something else than the one in {', '.join(sorted(known.tiers - {tier.name}))}"
+    return f"its manifest differs from the one in {', '.join(sorted(others))}"
 
 
 async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:

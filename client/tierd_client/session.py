@@ -201,7 +201,7 @@ class DaemonSession:
                 question.answer.set_exception(from_kind(message.kind, message.message, message.hint))
             elif isinstance(message, wire.FoundReplica):
                 for why in message.passed_over:
-                    log.error("tierd: a newer replica could not be used: %s", why)
+                    log.error("tierd: a replica was passed over: %s", why)
                 question.answer.set_result((message, descriptors))
 
     def _check_fenced(self, message: wire.ToClient) -> None:

@@ -325,7 +325,7 @@ def test_unreadable_manifest_is_passed_over_and_reported(
 
     with Lab(own_daemon, "run") as lab:
         assert lab.restore() == ((3, 1, "cold") if tiers == ["hot"] else (2, 1, "hot"))
-        assert ("a newer replica could not be used" in caplog.text) == (len(tiers) == 2), "logged as an error"
+        assert "a replica was passed over" in caplog.text
         assert any("unreadable_manifest" in reason for reason in own_daemon.status()["halted"])
         lab.durable(4)
 

@@ -81,7 +81,8 @@ def test_daemon_killed_halfway_through_an_upload_continues_it(tmp_path: Path, ke
         assert served.objects[object_key(manifest, layout.MANIFEST)].content == manifest.encode()
         done = sum(one.operation == "upload_part" and one.status == 200 for one in served.seen)
         assert done == PARTS, "no finished part is sent twice"
-        assert served.received_bytes() <= 1.1 * SIZE_BYTES
+        in_flight_bytes = 4 * CHUNK_BYTES  # limits.parts_in_flight: those are lost with the daemon
+        assert served.received_bytes() <= SIZE_BYTES + in_flight_bytes + CHUNK_BYTES // 10
         assert served.uploads == {}
 
 
