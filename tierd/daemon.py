@@ -118,28 +118,9 @@ class _Daemon:
         }
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
-        restorer = Restorer(
-            self._memory,
-            context.catalog,
-            context.hot,
-            hot_store,
-            context.cold,
-            [self._listers[name].has_listed for name in context.cold],
-            metrics=self._metrics,
-            incidents=context.incidents,
-            judge=self._judge,
-        )
-        self._door = TrainerDoor(context, restorer, spawn=self._spawn)
-        self._operator = Operator(
-            config,
-            context.catalog,
-            self._memory,
-            context.tiers,
-            context.incidents,
-            self._metrics,
-            now=context.now,
-            pid=os.getpid(),
-        )
+        first_listings = [self._listers[name].has_listed for name in context.cold]
+        self._door = TrainerDoor(context, Restorer(context, first_listings, self._judge), spawn=self._spawn)
+        self._operator = Operator(context, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name that wakes it; the kind comes first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     async with rooms_at(tmp_path) as rooms:
-        operator = Operator(
-            rooms.config,
-            rooms.catalog,
-            rooms.memory,
-            rooms.tiers,
-            rooms.incidents,
-            rooms.metrics,
-            now=lambda: NOW,
-            pid=42,
-        )
+        operator = Operator(replace(rooms.context, now=lambda: NOW), pid=42)
         async with TestClient(TestServer(operator.app())) as client:
             yield House(rooms, operator, client)
 

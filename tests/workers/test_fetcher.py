@@ -35,9 +35,7 @@ class Asked:
                 Path(store.store.url.removeprefix("file://")), self.raws, run=RUN, chunk_bytes=CHUNK_BYTES
             )
         self.header_chunks = (len(self.raws[0]) - 4 * ELEMENTS) // CHUNK_BYTES
-        self.fetcher = Fetcher(
-            rooms.catalog, rooms.hot, rooms.hot_store, metrics=rooms.metrics, incidents=rooms.incidents
-        )
+        self.fetcher = Fetcher(rooms.context)
 
     @property
     def entry(self) -> Entry:
@@ -149,13 +147,7 @@ async def test_part_deleted_meanwhile_is_fetched_again(asked: Asked) -> None:
 async def test_next_daemon_continues_with_the_chunks_that_verify(asked: Asked) -> None:
     await asked.bring([[20, 21], [30]])
     _flip(asked.arriving()[0], 20)
-    asked.fetcher = Fetcher(
-        asked.rooms.catalog,
-        asked.rooms.hot,
-        asked.rooms.hot_store,
-        metrics=asked.rooms.metrics,
-        incidents=asked.rooms.incidents,
-    )
+    asked.fetcher = Fetcher(asked.rooms.context)
     await asked.bring(NOTHING)
     await asked.bring([[20, 21], [30]])
     assert asked.given_bytes() == asked.headers_bytes + 4 * CHUNK_BYTES
@@ -219,11 +211,7 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     async def nobody_knows(checkpoint: object) -> bool | None:
         return None
 
-    rooms = asked.rooms
-    worker = Restorer(
-        rooms.memory, rooms.catalog, rooms.hot, rooms.hot_store, rooms.cold, [],
-        metrics=rooms.metrics, incidents=rooms.incidents, judge=nobody_knows,
-    )  # fmt: skip
+    worker = Restorer(asked.rooms.context, [], nobody_knows)
 
     async def find(tier: str, exclude: list[str], chunks: list[list[int]]) -> tuple[str, bool]:
         packed = [wire.pack_indexes(some) for some in chunks]
@@ -238,7 +226,7 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     assert await find("auto", [], NOTHING) == ("cold", True)
     with pytest.raises(Corrupt):
         await find("cold", [], [[20, 25], [30]])
-    assert rooms.count("tierd_verify_failures_total", tier="cold") == 1
+    assert asked.rooms.count("tierd_verify_failures_total", tier="cold") == 1
     exclude = [f"{asked.entry.id.name}@cold"]
     assert await find("auto", exclude, NOTHING) == ("dr", True)
     assert await find("dr", exclude, [[20, 25], [30]]) == ("dr", True)

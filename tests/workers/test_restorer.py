@@ -49,17 +49,7 @@ def restorer(rooms: Rooms, listings: list[asyncio.Event] | None = None, judge: J
     async def nobody_knows(checkpoint: CheckpointId) -> bool | None:
         return None
 
-    return Restorer(
-        rooms.memory,
-        rooms.catalog,
-        rooms.hot,
-        rooms.hot_store,
-        rooms.cold,
-        listings or [],
-        metrics=rooms.metrics,
-        incidents=rooms.incidents,
-        judge=judge or nobody_knows,
-    )
+    return Restorer(rooms.context, listings or [], judge or nobody_knows)
 
 
 async def ask(rooms: Rooms, worker: Restorer | None = None, **fields: Any) -> tuple[str, Manifest, list[bytes]]:

@@ -9,26 +9,22 @@ from __future__ import annotations
 import html
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
 import tierd
-from tierd.catalog import Catalog
-from tierd.config import Config
+from tierd.context import DaemonContext
 from tierd.decisions import halted, waiting
 from tierd.errors import TierdError
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import Manifest
-from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot_states import SlotState
-from tierd.memory.tier import MemoryTier
-from tierd.metrics import HALT_REASONS, Metrics
+from tierd.metrics import HALT_REASONS
 from tierd.report import (
     CheckpointReport,
     FailureReport,
@@ -42,29 +38,17 @@ from tierd.report import (
     run_report,
     tier_report,
 )
-from tierd.tiers.tier import Tier
 
 
 class Operator:
-    def __init__(
-        self,
-        config: Config,
-        catalog: Catalog,
-        memory: MemoryTier,
-        tiers: Mapping[str, Tier],
-        incidents: Incidents,
-        metrics: Metrics,
-        *,
-        now: Callable[[], datetime],
-        pid: int,
-    ) -> None:
-        self._config = config
-        self._catalog = catalog
-        self._memory = memory
-        self._tiers = tiers
-        self._incidents = incidents
-        self._metrics = metrics
-        self._now = now
+    def __init__(self, context: DaemonContext, *, pid: int) -> None:
+        self._config = context.config
+        self._catalog = context.catalog
+        self._memory = context.memory
+        self._tiers = context.tiers
+        self._incidents = context.incidents
+        self._metrics = context.metrics
+        self._now = context.now
         self._pid = pid
         self._began_s = time.monotonic()
         self.is_ready = False

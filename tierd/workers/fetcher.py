@@ -13,14 +13,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierd.catalog import Catalog, Entry
+from tierd.catalog import Entry
+from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
-from tierd.incidents import Incidents
-from tierd.metrics import Metrics
-from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
 
@@ -40,14 +38,12 @@ class _PartialFetch:
 
 
 class Fetcher:
-    def __init__(
-        self, catalog: Catalog, hot: Tier, hot_store: DirectoryStore, *, metrics: Metrics, incidents: Incidents
-    ) -> None:
-        self._catalog = catalog
-        self._hot = hot
-        self._hot_store = hot_store
-        self._metrics = metrics
-        self._incidents = incidents
+    def __init__(self, context: DaemonContext) -> None:
+        self._catalog = context.catalog
+        self._hot = context.hot
+        self._hot_store = context.hot_store
+        self._metrics = context.metrics
+        self._incidents = context.incidents
         # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
         self._locks: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
         self._parts: dict[Run, _PartialFetch] = {}  # the last of each run

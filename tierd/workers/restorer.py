@@ -12,19 +12,15 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog import Catalog
+from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
-from tierd.incidents import Incidents
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select
 from tierd.memory.slot import snapshot_entry
-from tierd.memory.tier import MemoryTier, SnapshotSet
-from tierd.metrics import Metrics
-from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier
+from tierd.memory.tier import SnapshotSet
 from tierd.workers.fetcher import Fetcher, OnProgress
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
@@ -47,27 +43,17 @@ class Handover:
 
 
 class Restorer:
-    def __init__(
-        self,
-        memory: MemoryTier,
-        catalog: Catalog,
-        hot: Tier,
-        hot_store: DirectoryStore,
-        cold: Mapping[str, Tier],
-        first_listings: Sequence[asyncio.Event],
-        *,
-        metrics: Metrics,
-        incidents: Incidents,
-        judge: Judge,
-    ) -> None:
-        self._memory = memory
-        self._catalog = catalog
-        self._hot = hot
-        self._cold = cold
-        self._fetcher = Fetcher(catalog, hot, hot_store, metrics=metrics, incidents=incidents)
+    """`first_listings`: set when each cold tier was listed once."""
+
+    def __init__(self, context: DaemonContext, first_listings: Sequence[asyncio.Event], judge: Judge) -> None:
+        self._memory = context.memory
+        self._catalog = context.catalog
+        self._hot = context.hot
+        self._cold = context.cold
+        self._metrics = context.metrics
+        self._incidents = context.incidents
+        self._fetcher = Fetcher(context)
         self._first_listings = first_listings
-        self._metrics = metrics
-        self._incidents = incidents
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
