@@ -52,9 +52,9 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
 
 
 def found_at(option: str | None) -> str:
-    """The file that `load` reads, as a sentence. Raises BadConfig when a named file does not exist."""
+    """The file that `load` reads, for messages. Raises BadConfig when a named file does not exist."""
     path = find_file(option, os.environ, Path.cwd())
-    return str(path) if path else "the built-in defaults, with everything under ./.tierd"
+    return str(path) if path else "the built-in config (everything under ./.tierd)"
 
 
 def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
@@ -219,7 +219,7 @@ def _check_storage_classes(cold: ColdConfig, policy: ColdPolicy, where: str) -> 
 
 
 def _check_apart(config: Config, where: str) -> None:
-    """Two tiers in cold place would make cold replica look like two."""
+    """Raises BadConfig if two tiers share a place: one replica would be counted twice."""
     directories = {"hot": config.hot_path}
     buckets: dict[tuple[str, str], str] = {}
     for cold in config.cold:

@@ -1,4 +1,4 @@
-"""What the workers and doors of one daemon share: its config, tiers, catalog, metrics and clocks, and whom to notify.
+"""What the workers and sockets of one daemon share: its config, tiers, catalog, metrics and clocks, and whom to notify.
 
 The daemon builds it once. Clocks are injected, so that tests decide what time it is.
 """
@@ -52,7 +52,7 @@ class Notifier(Protocol):
         ...
 
     def relist(self, tier: str) -> None:
-        """What is known of the tier may be wrong: list it again."""
+        """The catalog may be wrong about the tier: list it again."""
         ...
 
     def run_forgotten(self, run: Run) -> None:

@@ -56,7 +56,7 @@ from tierd.workers.worker import Wake, Worker, run_forever
 
 log = logging.getLogger("tierd")
 
-DRAIN_LOOK_S = 1.0
+DRAIN_POLL_S = 1.0
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
@@ -123,7 +123,7 @@ class _Daemon:
         self._operator = Operator(context, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
-        """By the name that wakes it; the kind comes first."""
+        """By the name that `_wake` takes: the kind, then the tier where there is one per tier."""
         context, config = self._context, self._config
         workers: dict[str, Worker] = {"persist": Persister(context), "reap": Reaper(context)}
         if config.health.examine:
@@ -196,8 +196,8 @@ class _Daemon:
                 f"listen on {self._config.daemon.listen}: {error.strerror}",
                 hint="set daemon.listen to a free port; port 0 takes any",
             ) from error
-        found_host, found_port = runner.addresses[0][:2]
-        return f"{found_host}:{found_port}"
+        bound_host, bound_port = runner.addresses[0][:2]
+        return f"{bound_host}:{bound_port}"
 
     async def _drain(self) -> list[CheckpointId]:
         """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most. Returns those that
@@ -206,9 +206,9 @@ class _Daemon:
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
-            self._wake("persist")  # the last chance: no backoff
-            await self._persist_ended.wait(DRAIN_LOOK_S)
-        return [one.id for one in self._memory.pending()]
+            self._wake("persist")  # without backoff: there is little time left
+            await self._persist_ended.wait(DRAIN_POLL_S)
+        return [snapshot_set.id for snapshot_set in self._memory.pending()]
 
     def _notify_systemd(self, state: str) -> None:
         """sd_notify(3): one datagram, if systemd started us."""
@@ -315,7 +315,7 @@ class _Daemon:
     def run_forgotten(self, run: Run) -> None:
         self._door.forget(run)
 
-    # ── for the doors ──
+    # ── for the trainers' socket ──
 
     async def _judge(self, checkpoint: CheckpointId) -> bool | None:
         health = self._config.health
@@ -331,7 +331,7 @@ class _Daemon:
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:
-    """Everything durable is done, and the rest may be killed at any instant: no pending request to an unreachable
+    """Exits after `seconds`, whatever still runs. All durable work is done, and no pending request to an unreachable
     region may keep the process alive."""
     timer = threading.Timer(seconds, os._exit, [exit_code])
     timer.daemon = True

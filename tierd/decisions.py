@@ -74,7 +74,7 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
     unreadable = catalog.tiers[tier].unreadable
     planned = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
-    copies = [one.checkpoint for one in planned if one.action is Action.REPLICATE and one.tier == tier]
+    copies = [each.checkpoint for each in planned if each.action is Action.REPLICATE and each.tier == tier]
     return [checkpoint for checkpoint in copies if checkpoint not in unreadable]
 
 
@@ -96,7 +96,7 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
 
 
 def _known_parts(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointView], dict[str, bool], bool]]:
-    """(its checkpoints, whether each cold tier's part of it is known, whether hot's is) of every run, by name."""
+    """For each run, by name: (its checkpoints, whether each cold tier is known for it, whether hot is)."""
     unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
     views: dict[Run, list[CheckpointView]] = {}
     for view in catalog.views():

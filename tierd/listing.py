@@ -30,17 +30,17 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
 async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
     """Enter a listing that was begun at `moment`."""
     manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
-    found = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
+    listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
-    diagnoses = {c: diagnosis for c in found if (diagnosis := listing.diagnosis(c)) is not None}
+    diagnoses = {c: diagnosis for c in listed if (diagnosis := listing.diagnosis(c)) is not None}
     catalog.saw_tier(
         tier.name,
-        found,
+        listed,
         unreadable,
         since=moment,
         diagnoses=diagnoses,
-        fingerprints={c: listing.fingerprints[c] for c in found},
+        fingerprints={c: listing.fingerprints[c] for c in listed},
         partial=listing.partial,
         newer_format=newer_format,
     )
@@ -49,7 +49,7 @@ async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> 
 async def _manifests(
     catalog: Catalog, tier: Tier, listing: Listing
 ) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId]]:
-    """(manifests, why not, which a later tierd wrote) of the committed. A manifest is read where this tier lists it for
+    """Of the committed: (manifests, errors of the others, those in a newer format). Read where this tier lists one for
     the first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
     found: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}

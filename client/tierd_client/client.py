@@ -62,11 +62,11 @@ class Client:
         self._parent: CheckpointRef | None = None
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
-        atexit.register(self._close_at_exit)  # a script that just ends still hands its last snapshot over
+        atexit.register(self._close_at_exit)  # also for a script that ends without close()
 
     @property
     def generation(self) -> int:
-        """The generation of this start of the trainer. It grows with each start, and fences the ones before."""
+        """The generation of this start of the trainer. It increases with each start and fences earlier ones."""
         return self._generation.number
 
     @property
@@ -140,18 +140,18 @@ class Client:
         return self._restored(restore_replica(self._generation.session, self._ranks, request, read), began)
 
     def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
-        """As `read`, where `read` changes nothing: the run goes on as before. For integrations."""
+        """As `read`, for a callback that changes no state: the generation is kept. For integrations."""
         self._ranks.run_on_all(self._generation.check_open)
         restore_replica(self._generation.session, self._ranks, request, read)
 
     def _begin_restore(self) -> float:
-        """The time at which it began."""
+        """Prepares for a restore. Returns the monotonic time at its start, in seconds."""
         began = time.monotonic()
         self._step_times.skip_step()
         self._ranks.run_on_all(self._generation.check_open)
         self._snapshotter.overlap.finish()
         if self._snapshotter.last_step is not None:
-            self._generation.renew()  # going back in time is a new timeline
+            self._generation.renew()  # a restore after a snapshot starts a new generation
         return began
 
     def _restored(self, replica: Replica, began: float) -> Found:

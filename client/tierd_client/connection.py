@@ -16,7 +16,7 @@ from tierd_client.stopping.deadline import find_deadline
 from tierd_client.stopping.requests import Meaning, StopRequests, signals_of
 
 DEFAULT_SOCKET = ".tierd/tierd.sock"  # as in the daemon's built-in config
-SLOTS_MIN, SLOTS_MAX = 2, 16  # one slot holds the newest snapshot while another is filled; the daemon allows no more
+SLOTS_MIN, SLOTS_MAX = 2, 16  # as in tierd.format.wire
 
 
 def connect(

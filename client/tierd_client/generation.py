@@ -1,6 +1,6 @@
 """The generation that this rank trains in, with what belongs to it: the session, the slots and the settings.
 
-Rank 0 claims a new generation, which fences the one before; the other ranks join it. Going back in time begins another.
+Rank 0 claims a new generation, which fences the one before; the other ranks join it. A later restore begins another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("tierd_client")
 
 CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
 RENEW_TIMEOUT_S = 10.0
-SILENCE_S = 10.0  # a daemon that has not acknowledged a snapshot for longer hangs
+SILENCE_S = 10.0  # a daemon that acknowledges no snapshot for longer counts as hung
 
 
 class Generation:
@@ -50,7 +50,7 @@ class Generation:
         return self.session.welcome.generation
 
     def join(self, *listeners: Listener) -> None:
-        """All ranks. `listeners` hear every message of the daemon, in this order, after the slot pool."""
+        """All ranks. `listeners` receive every message of the daemon, in this order, after the slot pool."""
         self._listeners = listeners
         first = self._ranks.run_on_all(lambda: self._open(None) if self._ranks.rank == 0 else None)
         number = self._ranks.broadcast(msgspec.json.encode(first.welcome.generation) if first is not None else None)
@@ -71,7 +71,7 @@ class Generation:
         pool.wait_safe(RENEW_TIMEOUT_S)
         session.has_successor = True
         try:
-            self._ranks.raise_on_all(None)  # all are ready to be fenced
+            self._ranks.raise_on_all(None)  # a barrier: all ranks are here before rank 0 fences the old generation
             self.join(*self._listeners)
         finally:
             session.has_successor = self.session is not session
@@ -93,11 +93,11 @@ class Generation:
             raise self.session.ended_by
 
     def why_waiting(self) -> TierdError | None:
-        """Why the daemon does not answer, or None when it is there and answers."""
+        """Why the daemon does not answer, or None when it is connected and answers."""
         if self.session.ended_by is not None:
             return self.session.ended_by
         if not self.session.is_attached:
-            return self.session.unreachable("it is gone")
+            return self.session.unreachable("it is not connected")
         if self.pool.silent_s() > SILENCE_S:
             return self.session.unreachable(f"it has not acknowledged a snapshot for more than {SILENCE_S:.0f} s")
         return None
@@ -106,7 +106,7 @@ class Generation:
         self.session.send(message)
 
     def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
-        """Tell the daemon's metrics and incidents what it cannot see itself."""
+        """Send an event of this process, for the daemon's metrics and incidents."""
         detail = detail[:TEXT_CHARS_MAX]
         self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
 

@@ -32,7 +32,7 @@ class Ranks:
         self._thread = threading.get_ident()
         self._groups = [_new_group()] if world_size > 1 else []
         self._background = _new_group(timeout=BACKGROUND_TIMEOUT) if world_size > 1 else None
-        # All exchange once: a rank that left at once would break the connections that others are still making.
+        # A barrier: if a rank left now, it would break connections that other ranks are still opening.
         self.maximum([0])
         self.background_maximum([0], lambda: False)
 
@@ -89,7 +89,7 @@ class Ranks:
 
     def background_maximum(self, values: Sequence[int], is_over: Callable[[], bool]) -> list[int]:
         """As `maximum`, for one thread that is not the training's. Raises Transient when a rank has gone, or when
-        `is_over` before all have come."""
+        `is_over()` becomes true before all ranks have joined."""
         if self._background is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -107,7 +107,7 @@ class Ranks:
         return [int(value) for value in tensor]
 
     def broadcast(self, content: bytes | None) -> bytes | None:
-        """What rank 0 gave; the others give None."""
+        """Rank 0's `content`, on every rank. The other ranks pass None."""
         if self._group is None:
             return content
         length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64)
@@ -122,7 +122,7 @@ class Ranks:
         return bytes(buffer.numpy())
 
     def gather(self, content: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """The `content` of every rank, in rank order."""
         if self._group is None:
             return [content]
         longest = self.maximum([len(content)])[0]
@@ -196,7 +196,7 @@ def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, s
     if _number(environ, "LOCAL_WORLD_SIZE", world_size) < world_size:
         raise Unsupported(
             f"connect as rank {rank} of {world_size}: the ranks span several nodes",
-            hint="this version commits the ranks of one node; run one tierd run per node, or wait for the next",
+            hint="this version supports the ranks of one node; use one run name per node",
         )
     return Ranks(rank, world_size)
 

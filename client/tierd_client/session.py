@@ -28,7 +28,7 @@ from tierd.format import wire
 
 log = logging.getLogger("tierd_client")
 
-ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer hangs
+ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
 TEXT_CHARS_MAX = 4096  # of an error or a detail in a message
@@ -77,7 +77,7 @@ class DaemonSession:
         self.hello = msgspec.structs.replace(hello, generation=self.welcome.generation)
         self.is_attached = True
         self._attached_s = self._detached_s = time.monotonic()
-        self._failures = 0  # attempts to attach in a row that came to nothing
+        self._failures = 0  # consecutive failed attempts to attach
         self._thread: threading.Thread | None = None
 
     def start(self, *listeners: Listener) -> None:
@@ -117,7 +117,7 @@ class DaemonSession:
             if self.ended_by is not None:
                 raise self.ended_by
             if not self.is_attached:
-                raise self.unreachable("it is gone")
+                raise self.unreachable("it is not connected")
             self._questions[number] = question
             self.send(find(number))
         try:
@@ -127,7 +127,7 @@ class DaemonSession:
                 except TimeoutError:
                     with self.lock:  # so that an answer comes before the cancel, or is refused after it
                         if time.monotonic() - question.heard_s > ANSWER_TIMEOUT_S and question.answer.cancel():
-                            why = f"it was asked for a checkpoint and said nothing for {ANSWER_TIMEOUT_S:.0f} s"
+                            why = f"no answer or progress for {ANSWER_TIMEOUT_S:.0f} s on a request for a checkpoint"
                             raise self.unreachable(why) from None
         finally:
             with self.lock:
@@ -153,7 +153,7 @@ class DaemonSession:
     # ── the thread that reads ──
 
     def _run(self, listeners: Sequence[Listener]) -> None:
-        """The one broad catch of the client: a listener's bug must end the session with an error that the training
+        """The client's only broad `except`: a bug in a listener must end the session with an error that the training
         thread raises, not leave it waiting for a thread that is gone."""
         try:
             while not self._closed.is_set() and self.ended_by is None:
@@ -165,7 +165,7 @@ class DaemonSession:
                 self._end(TierdError(f"talk to the daemon: {error!r}", hint="a bug in tierd: please report it"))
 
     def _listen(self, listeners: Sequence[Listener]) -> None:
-        """Until the connection ends."""
+        """Reads messages until the connection ends."""
         while self.ended_by is None:
             try:
                 raw, descriptors, is_whole = _receive(self._socket)
@@ -222,7 +222,7 @@ class DaemonSession:
                     self._end(error)
 
     def _reattach(self, listeners: Sequence[Listener]) -> None:
-        """Until the daemon is back, the session is closed, or a newer generation has taken over."""
+        """Retries until the daemon is back, the session is closed, or a newer generation has taken over."""
         with self.lock:
             self._detach()
             if self._detached_s - self._attached_s > RETRY_MAX_S:
@@ -258,7 +258,7 @@ class DaemonSession:
             return
 
     def _end(self, error: TierdError) -> None:
-        """For good. With the lock held."""
+        """Ends the session permanently. The caller holds the lock."""
         self.ended_by = error
         if not self.has_successor:
             log.error("tierd: %s", error)
@@ -270,7 +270,7 @@ class DaemonSession:
             self.is_attached, self._detached_s = False, time.monotonic()
         for question in self._questions.values():
             if not question.answer.done():
-                gone = self.unreachable("it went away while it was asked for a checkpoint")
+                gone = self.unreachable("the connection ended during a request for a checkpoint")
                 question.answer.set_exception(self.ended_by or gone)
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -305,8 +305,8 @@ def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socke
             raise BadRequest(f"greet the daemon at {path}: it answered {type(message).__name__}")
         if not is_whole or len(descriptors) != len(message.slots):
             raise BadRequest(
-                f"greet the daemon at {path}: {len(descriptors)} descriptors came of {len(message.slots)}",
-                hint="may this process open more files (ulimit -n)?",
+                f"greet the daemon at {path}: {len(descriptors)} of {len(message.slots)} descriptors arrived",
+                hint="has this process reached its limit of open files (ulimit -n)?",
             )
         on_error.pop_all()
     return sock, message, descriptors

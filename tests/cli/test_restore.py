@@ -388,4 +388,4 @@ def test_restore_killed_halfway_leaves_nothing_that_looks_complete(house: House,
     else:
         assert process.returncode == 128 + signum
         assert not list(partial.glob("**/manifest.json"))
-        assert partial.exists() == ("the same command goes on from there" in err)
+        assert partial.exists() == ("the same command continues from them" in err)

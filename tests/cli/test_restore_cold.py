@@ -123,7 +123,7 @@ def test_restore_without_any_reachable_tier_is_exit_14_and_is_continued_later(
     failed = house.tierd("restore", "--to", house.root / "restored")
     assert failed.exit_code == 14
     assert "no replica gives" in failed.stderr
-    assert "the same command goes on from there" in failed.stderr
+    assert "the same command continues from them" in failed.stderr
     assert not (house.root / "restored").exists()
     near.script = lambda operation, key: ""
     restored = house.json("restore", "--to", house.root / "restored")

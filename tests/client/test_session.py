@@ -63,7 +63,7 @@ def test_missing_descriptors_of_slots_are_refused_and_the_others_closed(peer: Pe
     before = descriptors()
     with open(os.devnull) as file:
         peer.admit(welcome(slots=kept), [file.fileno()])
-    with pytest.raises(BadRequest, match="1 descriptors came of 2") as caught:
+    with pytest.raises(BadRequest, match="1 of 2 descriptors arrived") as caught:
         opening.result(DEADLINE_S)
     assert "ulimit" in caught.value.hint
     peer.drop()
@@ -104,7 +104,7 @@ def test_descriptors_of_a_late_answer_are_closed(peer: Peer, monkeypatch: pytest
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.1)
     heard = threading.Event()
     session = peer.open(on_message=lambda message: heard.set())
-    with pytest.raises(DaemonUnreachable, match="said nothing for"):
+    with pytest.raises(DaemonUnreachable, match="no answer or progress for"):
         session.find(find)
     before = descriptors()
     with open(os.devnull) as file:

@@ -1,1 +1,1 @@
-"""The doors: the Unix socket for trainers, HTTP for people and Prometheus."""
+"""The daemon's interfaces: the Unix socket for trainers, HTTP for people and Prometheus."""

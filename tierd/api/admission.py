@@ -117,7 +117,7 @@ class Admission:
         return session, slots
 
     async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> Generation:
-        """A new generation, durably claimed: no daemon that starts later on this directory gives it again."""
+        """A new generation, durably claimed: no later daemon on this directory issues it again."""
         if rank != 0:
             raise BadRequest(
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",

@@ -100,7 +100,7 @@ class Operator:
     def _unhealthy_steps(self, run: Run) -> list[int]:
         """Oldest first. A snapshot in memory may be diagnosed before there is a marker."""
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
-        unhealthy |= {one.id for one in self._memory.complete(run) if one.diagnosis and not one.diagnosis.healthy}
+        unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
         return [checkpoint.step for checkpoint in sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)]
 
     def _in_memory(self) -> list[Manifest]:
@@ -272,6 +272,6 @@ def _render(status: StatusReport) -> str:
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(one)}" for one in heads)
+    head = "".join(f"<th>{html.escape(heading)}" for heading in heads)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
     return f"<h2>{html.escape(title)}</h2><table><tr>{head}{body or '<tr><td>none'}</table>"

@@ -218,7 +218,7 @@ class TrainerDoor:
             case wire.Answer():
                 self._requests.forward_answer(session, message)
             case _:
-                raise BadRequest(f"take {type(message).__name__} in the middle of a conversation")
+                raise BadRequest(f"take {type(message).__name__}: it may only be the first message")
 
     def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""

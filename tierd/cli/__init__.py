@@ -1,4 +1,4 @@
-"""The operator's verbs. Thin: each asks a tier, the catalog or the daemon, and says what it found."""
+"""The commands of `tierd`. Each reads from the tiers or asks the daemon, and prints the result."""
 
 from tierd.cli.app import main
 

@@ -288,9 +288,9 @@ class _Demo:
         words = resumed()
         return int(words[3]), words[5]
 
-    def _wait(self, is_so: Callable[[], bool], what: str, *, needs_trainer: bool = True) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str, *, needs_trainer: bool = True) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not is_so():
+        while not condition():
             if needs_trainer and not self._is_running(self._trainer):
                 raise self._trainer_failed(what)
             if time.monotonic() > deadline_s:

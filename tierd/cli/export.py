@@ -113,7 +113,7 @@ def _size_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size_bytes = int(match[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((match[2] or "B").upper()) if match else 0
     if size_bytes < 1:
-        raise BadConfig(f"--max-shard-size {text!r} is no size", hint="as in 500MB or 5GB")
+        raise BadConfig(f"--max-shard-size {text!r} is not a size", hint="as in 500MB or 5GB")
     return size_bytes
 
 

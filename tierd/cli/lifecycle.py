@@ -38,7 +38,7 @@ def lifecycle(
         rows = [
             [one.action, one.tier, one.run, str(one.step), str(one.generation), one.reason] for one in report.planned
         ]
-        table(["WOULD", "TIER", "RUN", "STEP", "GEN", "WHY"], rows, right=("STEP", "GEN"))
+        table(["ACTION", "TIER", "RUN", "STEP", "GEN", "WHY"], rows, right=("STEP", "GEN"))
     else:
         print_result("nothing to copy, nothing to delete")
     if is_explained and not json and report.forecast:
@@ -62,7 +62,7 @@ def _print_forecast(forecasts: list[Forecast]) -> None:
         return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     print_result("")
-    numbers = ("GIB NOW", "STEADY", "+ A MONTH", "COST A MONTH", "+ A MONTH LATER")
+    numbers = ("GIB NOW", "GIB STEADY", "GIB ADDED/MONTH", "COST/MONTH", "COST ADDED/MONTH")
     table(
         ["TIER", "RUN", "EVERY", *numbers],
         [

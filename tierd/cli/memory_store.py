@@ -39,7 +39,7 @@ class DescriptorStore:
     def __init__(self, raw: bytes, descriptors: Sequence[int], checkpoint: CheckpointId) -> None:
         self.manifest = decode(raw, where=f"{checkpoint} in memory", expect=checkpoint)
         if len(descriptors) != len(self.manifest.files):
-            raise Corrupt(f"read {checkpoint} in memory: {len(descriptors)} of {len(self.manifest.files)} files came")
+            raise Corrupt(f"read {checkpoint} in memory: {len(descriptors)} of {len(self.manifest.files)} files sent")
         self._raw = raw
         self._files = {
             layout.file_key(checkpoint, entry.name): (entry, descriptor)

@@ -65,7 +65,7 @@ def parse_query(
     elif step.isascii() and step.isdigit():
         number = int(step)
     elif step != "latest":
-        raise BadConfig(f"--step {step!r} is no step", hint="give a number, latest, or milestone:NAME")
+        raise BadConfig(f"--step {step!r} is not a step", hint="give a number, latest, or milestone:NAME")
     return CheckpointQuery(
         run=None if run is None else check_run(run),
         step=number,

@@ -204,5 +204,5 @@ def _kept_is_reported(output: AtomicOutput) -> Generator[None]:
         yield
     except BaseException:
         if output.is_worth_keeping:
-            print_note(f"tierd: what has arrived stays in {output.partial}: the same command goes on from there")
+            print_note(f"tierd: the fetched chunks stay in {output.partial}; the same command continues from them")
         raise

@@ -62,7 +62,7 @@ async def _list(settings: Settings) -> StatusReport:
 
 def _print(report: StatusReport, settings: Settings) -> None:
     if report.pid is None:
-        print_result("no daemon: nothing takes snapshots here; what follows was read from the tiers just now\n")
+        print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now\n")
     else:
         up = f", up {duration(report.uptime_s)}" if report.uptime_s is not None else ""
         ready = "ready" if report.is_ready else "not ready yet"

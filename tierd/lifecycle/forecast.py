@@ -1,7 +1,7 @@
 """Forecasts what the lifecycle of a run will hold in each tier, and what that costs, if the run continues at its pace.
 
 Pure: sizes, times and steps come from manifests; the policy itself judges checkpoints that do not exist yet. The rules
-that forget level off at some size; those that keep forever (every n-th, every n steps, milestones) grow each month.
+that drop some reach a limit; those that keep forever (every n-th, every n steps, milestones) grow each month.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
 
 
 def _check_formats(newer: Sequence[UnreadableReplica]) -> None:
-    """To go back behind work that a later tierd saved is for a person to decide."""
+    """Only a person may choose a checkpoint older than one that a later tierd wrote."""
     for one in newer:
         if one.is_newer_format:
             raise NewerFormat(
@@ -163,7 +163,7 @@ def _refusal(
     errors: Sequence[TierdError],
     failed: Mapping[tuple[CheckpointId, str], TierdError | None],
 ) -> TierdError:
-    """Why nothing can be restored. NotFound, on which a trainer starts fresh, only if nothing was there and failed."""
+    """The error to raise. NotFound, after which a trainer starts fresh, only if nothing exists and nothing failed."""
     gravest = [*errors, *(error for error in failed.values() if error is not None)]
     for (checkpoint, tier), error in failed.items():
         if error is None:
@@ -185,7 +185,7 @@ def _refusal(
 
 
 def _gravity(error: TierdError) -> int:
-    """Smaller is graver: damage outweighs any number of replicas that are out of reach."""
+    """Smaller is graver: one damaged replica counts more than any number of unreachable ones."""
     for gravity, kind in enumerate((Corrupt, NewerFormat, TierUnreachable)):
         if isinstance(error, kind):
             return gravity

@@ -1,7 +1,7 @@
 """The body of a request, read piece by piece while it is sent: a part of 64 MiB takes 4 MiB of memory.
 
 Each piece is checksummed, and the last one is sent only when the checksums are those of the manifest. So damaged bytes
-never arrive as a whole part, also on a server that checks nothing.
+never become a part, even on a server that verifies nothing.
 """
 
 from __future__ import annotations

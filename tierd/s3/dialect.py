@@ -47,7 +47,7 @@ class Dialect:
         return Extra.CHECKSUMS in self.refused | omitted
 
     def to_omit(self, error: BaseException | None, arguments: dict[str, Any], omitted: Extras) -> Extras:
-        """What to omit next of a request that was refused without `omitted`; none where that is not the cause."""
+        """What to omit in the next attempt, after a refusal without `omitted`; empty if that is not the cause."""
         code = code_of(error)
         if code not in _REFUSALS:
             return NO_EXTRAS

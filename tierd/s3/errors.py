@@ -25,7 +25,7 @@ class Trouble(Enum):
     THROTTLED = "retry after a pause, with fewer requests at once"
     CORRUPT = "retry: the bytes were altered on their way"
     CREDENTIALS = "retry with credentials that are read again"
-    AWAY = "no server: try again later"
+    UNREACHABLE = "no connection to the server: try again later"
     MISCONFIGURED = "report it, and try again later: someone must correct the configuration"
     REFUSED = "an answer to this very request: the caller decides"
 
@@ -86,7 +86,7 @@ _ROWS: dict[Trouble, list[tuple[str, str, str]]] = {
         ("SSLError", "no trusted TLS connection", "check endpoint_url, ca_bundle and AWS_CA_BUNDLE"),
         ("ParamValidationError", "", ""),
     ],
-    Trouble.AWAY: [
+    Trouble.UNREACHABLE: [
         ("EndpointConnectionError", "no connection", _NETWORK),
         ("ConnectTimeoutError", "no connection within the deadline", _NETWORK),
         ("ProxyConnectionError", "no connection to the proxy", f"check HTTPS_PROXY; {_AGAIN}"),

@@ -281,7 +281,7 @@ class BucketProbe:
     async def _configured(self, operation: str, check: str, absent: set[str]) -> Answer | None:
         """A part of the bucket's configuration; empty where there is none, None where it cannot be read."""
         try:
-            return await self._requests.request(operation, f"look at {check}")
+            return await self._requests.request(operation, f"read the bucket's {check} configuration")
         except TierdError as error:
             code = code_of(error.__cause__)
             if code in absent:

@@ -25,7 +25,7 @@ from tierd.tiers.store import check_key
 ATTEMPTS = 3
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 20.0  # pauses between attempts; the maximum also where the server asks for more
 SLOWEST_BYTES_PER_S = 64 << 10  # below this rate a request counts as stopped
-_FINAL = {Trouble.AWAY, Trouble.MISCONFIGURED, Trouble.REFUSED}  # another attempt at once would not help
+_FINAL = {Trouble.UNREACHABLE, Trouble.MISCONFIGURED, Trouble.REFUSED}  # another attempt at once would not help
 _ENCRYPTED = {"put_object", "create_multipart_upload"}
 
 NEEDED_ACTIONS = {

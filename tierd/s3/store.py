@@ -172,7 +172,7 @@ class S3Store:
         return StoredSource(self, key)
 
     async def stored_checksum(self, key: str) -> str | None:
-        return whole_checksum(await self._existing(key, self.requests.action("look at", key)))
+        return whole_checksum(await self._existing(key, self.requests.action("read the checksum of", key)))
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         action = f"list {self.url} in {self.requests.name}"
@@ -234,7 +234,7 @@ class S3Store:
         check every chunk."""
         head = await self._head(key, action)
         if head is None:
-            raise TierUnreachable(f"{action}: written, and gone again", hint="does someone else delete there?")
+            raise TierUnreachable(f"{action}: it was deleted after the upload", hint="find out what else deletes there")
         if head["ContentLength"] != entry.size_bytes:
             raise Corrupt(f"{action}: {head['ContentLength']} bytes arrived of {entry.size_bytes}")
         if whole_checksum(head) not in (None, entry.crc64nvme):

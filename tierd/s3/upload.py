@@ -270,7 +270,7 @@ class Upload:
             elif _is_md5(part):
                 is_same = _etag(part) == (await self._md5(offset, length)).hex()
                 if not is_same:
-                    break  # the server may encrypt, and then no ETag is an MD5: do not read the rest for nothing
+                    break  # the server may encrypt, so that no ETag is an MD5: reading the rest would be useless
             else:
                 break
             if is_same:

@@ -1,4 +1,4 @@
-"""The chunk checksums of a file whose pieces arrive in any order, compared with what its manifest entry promises.
+"""The chunk checksums of a file whose pieces arrive in any order, compared with those of its manifest entry.
 
 Pieces need not fit the chunks: the checksum of a chunk is combined from those of its pieces, and a piece that spans
 chunks is summed in parts. No byte is read twice.

@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 
-from tierd.format.shard import ALIGN_BYTES  # O_DIRECT wants offset, length and address so; all block sizes divide it
+from tierd.format.shard import ALIGN_BYTES  # what O_DIRECT needs of offset, length and address
 
 
 def round_up(length: int) -> int:

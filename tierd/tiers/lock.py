@@ -22,7 +22,7 @@ _DESCRIPTION_BYTES_MAX = 4096
 class Lock:
     """The lock of a directory, which is made where missing. Held until `release`, or the death of this process.
 
-    `holder`: describes us, beside the process id and the node. Raises LockHeld, naming the holder, when another process
+    `holder`: describes this process, besides its id and node. Raises LockHeld, naming the holder, when another process
     has the lock; TierUnreachable when it cannot be taken.
     """
 

@@ -139,7 +139,7 @@ class Tier(ReadableTier):
         # It exists: another writer made it, or we did and the response was lost, or this daemon was killed.
         if not await self.is_committed(manifest, raw=content):
             raise TierUnreachable(
-                f"commit {manifest.id} in {self.name}: the manifest was there, and is gone",
+                f"commit {manifest.id} in {self.name}: the manifest existed and was deleted meanwhile",
                 hint="someone is deleting it; the commit is tried again",
             )
 

@@ -169,4 +169,4 @@ def translated(action: str, *, missing: type[TierdError] = NotFound) -> Generato
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "the daemon's user must own the directory, and it must be mounted for writing"
             raise TierUnreachable(message, hint=hint) from error
-        raise TierUnreachable(message, hint="look at the disk: dmesg, mount, df") from error
+        raise TierUnreachable(message, hint="check the disk: dmesg, mount, df") from error

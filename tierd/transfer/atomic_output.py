@@ -19,7 +19,7 @@ from typing import Any
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
 
-_MARK = ".tierd-restore"  # tells our leftover from someone else's folder of the same name
+_MARK = ".tierd-restore"  # marks a folder as made by tierd
 _MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
 
 
@@ -127,7 +127,7 @@ def _claimed(output: AtomicOutput) -> Generator[None, Any]:
             raise LockHeld(f"write into {partial}: another process is writing there", hint="wait for it, or stop it")
         entries = os.listdir(partial)
         if entries and _MARK not in entries:
-            raise TargetNotEmpty(f"write through {partial}: it is not tierd's", hint="move it out of the way")
+            raise TargetNotEmpty(f"write into {partial}: tierd did not make it", hint="move or delete it")
         try:
             (partial / _MARK).touch()
             yield

@@ -1,8 +1,8 @@
 """Repairs a damaged replica, file by file, from the replicas of other tiers.
 
 A good file replaces a bad one in one step, and only after every chunk of it was compared with the manifest. Nothing is
-deleted first: when the repair is killed, or finds no good file, the replica stays as it was. So does a file that no
-other replica can prove.
+deleted first: when the repair is killed, or finds no good file, the replica stays as it was. A file for which no
+replica has the right bytes stays too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verifies that a replica is what its manifest says: by reading every byte, or by the checksums that the store keeps.
 
-Changes nothing. A replica that is deleted meanwhile is no finding, and neither is a tier that cannot be reached.
+Changes nothing. A replica that is deleted meanwhile is not a problem; an unreachable tier raises TierUnreachable.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What moves bytes: each worker is one arrow of the picture. Asks lifecycle, uses tiers, records in the catalog."""
+"""The workers, which copy, verify and delete checkpoints. The decisions come from lifecycle."""

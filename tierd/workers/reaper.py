@@ -1,7 +1,7 @@
-"""Deletes what the lifecycle gives up: evicts from one tier, expires from the last. Manifest first.
+"""Deletes replicas that the lifecycle does not keep: evicts one of several, expires the last. Manifest first.
 
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
-tier cannot be listed, nothing of the run is deleted there. Also gives back the slots of runs whose trainers are gone.
+tier cannot be listed, nothing of the run is deleted there. Also frees the slots of runs whose trainers have left.
 """
 
 from __future__ import annotations

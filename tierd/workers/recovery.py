@@ -38,7 +38,7 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
 
 
 async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:
-    """Delete what a failed copy has left, unless it is committed: it may be what fills the disk."""
+    """Delete the files of a failed copy, unless it is committed: they may fill the disk."""
     files = await files_of(tier, checkpoint)
     if layout.MANIFEST not in files:
         await tier.store.delete([layout.file_key(checkpoint, name) for name in files])

@@ -51,7 +51,7 @@ class Wake:
 async def run_forever(
     worker: Worker, wake: Wake, limits: LimitsConfig, on_error: Callable[[str, Exception], None]
 ) -> None:
-    """Run passes until cancelled. Backoff protects the other side, so only an urgent worker may be woken during it."""
+    """Run passes until cancelled. Backoff protects the server, so only an urgent worker may be woken during it."""
     failures = 0
     while True:
         is_well = False

@@ -28,7 +28,7 @@ from tierd_client.snapshot.slot import is_sealed, map_to_read
 from tierd_client.state.tensors import CapturedTensor, as_bytes, contiguous_strides, overlap
 
 WORKERS = 4
-BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; smaller blocks make Python's share visible
+BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; smaller blocks add Python overhead
 
 _HINT = "the restore goes on from another replica; see docs/RUNBOOK.md#corrupt-chunk"
 

@@ -1,6 +1,6 @@
 """A replica as a trainer reads it: the manifest and the open files of one checkpoint in one tier.
 
-Rank 0 chooses a replica and all ranks read the same one. When it is damaged, all ranks together try the next one.
+The daemon selects a replica for rank 0, and all ranks read that one. If it is damaged, all ranks try the next one.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
             if replica is not None and not replica.fetch_failed:
                 _report_corrupt(session, replica, error)
         except (NotFound, TierUnreachable) as error:
-            skip_error = error  # this rank cannot reach what rank 0 has just seen
+            skip_error = error  # this rank cannot read the replica that rank 0 has opened
         except TierdError as error:
             final_error = error
         ranks.raise_on_all(final_error)

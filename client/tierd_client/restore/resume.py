@@ -132,9 +132,7 @@ def _restore_directory(path: str, ranks: Ranks, read: ReadReplica, *, allow_unhe
 
     def restore() -> Replica:
         if _read_manifest(path) != first_manifest:
-            raise Mismatch(
-                f"restore {path}: it holds another checkpoint here than on rank 0", hint="is it a shared disk?"
-            )
+            raise Mismatch(f"restore {path}: it holds another checkpoint here than on rank 0", hint="use a shared disk")
         with open_directory(path) as replica:
             try:
                 read(replica)

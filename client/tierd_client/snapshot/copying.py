@@ -28,7 +28,7 @@ Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Copier:
-    """Keeps its threads."""
+    """A pool of copy threads that all snapshots use."""
 
     def __init__(self) -> None:
         # More threads than torch may use: those that are not scheduled do not delay the rest.

@@ -44,7 +44,7 @@ class Guard:
 
 
 class Watch:
-    """Tensors as they are now: (name, live tensor, the part of it that is copied)."""
+    """Records version counters now. `tensors`: (name, live tensor, the part of it that is copied)."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         # A DTensor counts its own changes, its local part counts those that bypass it, an alias may count for itself.
@@ -58,7 +58,7 @@ class Watch:
 
 
 def _changes(aliases: Iterable[torch.Tensor]) -> int:
-    return sum(tensor._version for tensor in aliases)  # each only grows
+    return sum(tensor._version for tensor in aliases)  # counters only increase: an equal sum means no change
 
 
 def deferrable(captured: Captured, optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:

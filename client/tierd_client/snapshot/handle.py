@@ -67,7 +67,7 @@ class Shot:
                 reason = self._owner.why_waiting() if self._owner is not None else None
                 raise reason or self._retried_error or self._late(tier, timeout_s)
             if self._owner is not None:
-                self._owner.ask(self)  # also the first time: a daemon does not slow down what a trainer waits for
+                self._owner.ask(self)  # at once: the daemon lifts its write limit while a trainer waits
             with self._changed:
                 self._changed.wait_for(
                     lambda: tier in self._tiers or self._final_error is not None, min(ASK_INTERVAL_S, left_s)

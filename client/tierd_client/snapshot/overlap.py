@@ -1,6 +1,6 @@
-"""The snapshot that is copied while training goes on: at most one, and the training thread ends it.
+"""The snapshot that is copied while training continues. There is at most one; the training thread seals it.
 
-In an optimizer step, in `poll` or in `finish` it is sealed. If something changed a tensor that was still being copied,
+It is sealed in an optimizer step, in `poll` or in `finish`. If something changed a tensor that was still being copied,
 the snapshot fails on every rank with Torn, and the next one copies that tensor before snapshot() returns.
 """
 
@@ -44,7 +44,7 @@ class Overlap:
         self._lock = threading.RLock()  # backward may step optimizers on threads of its own
         self._guard: Guard | None = None
         self._guarded: list[torch.optim.Optimizer] = []
-        self._torn_names: set[str] = set()  # of tensors that were changed during a copy: they are no more deferred
+        self._torn_names: set[str] = set()  # of tensors that were changed during a copy: no longer deferred
         self._has_warned = False
 
     def deferrable(self, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:

@@ -243,5 +243,5 @@ def _round_up(size_bytes: int) -> int:
 def _full(capacity_bytes: int, error: OSError) -> Full:
     return Full(
         f"allocate a slot of {capacity_bytes} bytes of shared memory: {errno.errorcode.get(error.errno or 0, error)}",
-        hint="is the memory limit of the container at least slots_per_rank times the state size, per rank, higher?",
+        hint="raise the container's memory limit by slots_per_rank times the state size, for each rank",
     )

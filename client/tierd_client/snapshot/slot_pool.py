@@ -1,7 +1,7 @@
 """This rank's slots, with the state of each: free, being filled, or holding a snapshot.
 
 A daemon that comes back, or another one in its place, is offered all slots and sent again what it may have lost.
-The training thread fills slots, the session's thread hears when they are free again; the session's lock guards both.
+The training thread fills slots, and messages on the session's thread free them; the session's lock guards both.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logging.getLogger("tierd_client")
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 LOST_MAX = 16  # the most slots that a rank can have
-ABSENCE_S = 3.0  # wait so long for a daemon that restarts, and no longer
+ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
 
 
 @dataclass(slots=True)
 class _PooledSlot:
-    """`offered_bytes`: the capacity that the daemon knows. `sealed`: what was sent, or is to be, about the snapshot in
+    """`offered_bytes`: the capacity that the daemon knows. `sealed`: the message, sent or not, about the snapshot in
     it; `sent_s`: when. `reported_refusal`: why it is not page-locked, as last reported."""
 
     slot: Slot
@@ -50,7 +50,7 @@ class _PooledSlot:
 
 
 class SlotPool:
-    """Starts with the slots that the daemon kept from the process before us: their pages are faulted in."""
+    """Starts with the slots that the daemon kept from this rank's previous process: their pages are faulted in."""
 
     def __init__(self, session: DaemonSession) -> None:
         self._session = session
@@ -227,7 +227,7 @@ class SlotPool:
     def _send(self, pooled: _PooledSlot, sealed: wire.Sealed) -> None:
         if not pooled.is_offered:
             self._offer(sealed.slot)
-            # The daemon takes a slot that it has just been given as free.
+            # The daemon assumes that a newly attached slot is free.
             self._session.send(wire.Filling(slot=sealed.slot, step=sealed.step))
         self._session.send(sealed)
         pooled.sent_s = time.monotonic()

@@ -20,7 +20,7 @@ class PooledSlotState(Enum):
     ACCEPTED = "accepted"  # the snapshot outlives this process as long as the daemon runs
     PERSISTED = "persisted"  # the checkpoint is durable; the daemon keeps the slot until a newer snapshot is whole
     RESENT = "resent"  # durable, and sent again to a daemon that came back and has not answered
-    INHERITED = "inherited"  # the newest snapshot of the process before us, kept by the daemon until ours is whole
+    INHERITED = "inherited"  # the daemon keeps the previous process's snapshot until a newer set is complete
 
 
 class PooledSlotEvent(Enum):
@@ -30,7 +30,7 @@ class PooledSlotEvent(Enum):
     SEND = "send"
     ACCEPT = "accept"
     PERSIST = "persist"
-    RELEASE = "release"  # the daemon needs the slot no more
+    RELEASE = "release"  # the daemon no longer needs the slot
     REATTACH = "reattach"  # a daemon is back, and is sent everything again
     KEEPER_GONE = "keeper_gone"  # the daemon that is back is another process than the one that kept the slot
 
@@ -42,7 +42,7 @@ TRANSITIONS: dict[tuple[PooledSlotState, PooledSlotEvent], PooledSlotState] = {
     (_S.FILLING, _E.ABANDON): _S.FREE,
     (_S.FILLING, _E.SEAL): _S.SEALED,
     (_S.SEALED, _E.SEND): _S.SENT,
-    # SEALED too: an interrupt may come between the sending and its record.
+    # SEALED too: an interrupt may come after the message is sent and before SENT is recorded.
     **{(state, _E.ACCEPT): _S.ACCEPTED for state in (_S.SEALED, _S.SENT, _S.ACCEPTED)},
     **{(state, _E.ACCEPT): _S.PERSISTED for state in (_S.PERSISTED, _S.RESENT)},
     **{(state, _E.PERSIST): _S.PERSISTED for state in (_S.SEALED, _S.SENT, _S.ACCEPTED, _S.PERSISTED, _S.RESENT)},

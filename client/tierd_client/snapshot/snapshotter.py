@@ -38,7 +38,7 @@ VERSIONS = {"tierd": tierd.__version__, "torch": str(torch.__version__), "python
 
 
 class Snapshotter:
-    """Also owns the handles of its snapshots: it tells them what the daemon says (a Listener of the session)."""
+    """Also keeps the handles of its snapshots, and passes the daemon's messages to them as a Listener."""
 
     def __init__(self, generation: Generation, ranks: Ranks, step_times: StepTimes) -> None:
         self.overlap = Overlap(generation)
@@ -188,7 +188,7 @@ class Snapshotter:
         generation.pool.report_unpinned(index, step)
         return staging
 
-    # ── a handle that is waited for ──
+    # ── called by the handles ──
 
     def before_wait(self, shot: Shot) -> None:
         self._step_times.skip_step()
@@ -216,7 +216,7 @@ class Snapshotter:
             shot.reached(message.tier if isinstance(message, wire.Replicated) else "hot")
 
     def on_attach(self) -> None:
-        """Nothing to send again: a handle that is waited for asks by itself."""
+        """Does nothing: a handle that is being waited for repeats its own request."""
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

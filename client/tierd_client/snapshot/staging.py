@@ -129,8 +129,8 @@ class Stager:
 
 
 class Staging:
-    """One snapshot on its way into its slot. All methods run on the training thread, and one that an interrupt broke
-    off may be called again."""
+    """One snapshot being copied into its slot. All methods run on the training thread; a call that an interrupt ended
+    may be repeated."""
 
     def __init__(
         self,

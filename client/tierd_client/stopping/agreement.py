@@ -1,9 +1,9 @@
 """The ranks agree on the step at which a request (stop, take a snapshot) takes effect, the same on all ranks.
 
-Without requests a step costs a lock. A rank with a request has the daemon call all ranks to a round, in which a thread
+Without requests a step takes a lock. A rank with a request has the daemon call all ranks to a round, in which a thread
 of each takes part while training goes on. First all exchange their requests; a rank that was never called makes no
-training wait. Only then does each rank hold its training back from passing its next step, and the maximum of these
-steps is where all act. From there on a round needs only the ranks, no daemon.
+training wait. After that, each rank keeps its training from passing its next step, and all act at the maximum of
+these steps. From there on a round needs only the ranks, no daemon.
 """
 
 from __future__ import annotations

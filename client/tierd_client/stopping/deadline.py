@@ -53,7 +53,7 @@ def _epoch_s(name: str, text: str) -> float:
 
 
 def _iso_s(name: str, text: str) -> float:
-    """NaN when it is no moment."""
+    """Seconds since the epoch; NaN when `text` is not ISO 8601."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -93,7 +93,7 @@ class Pace:
         self._persists_s.append(seconds)
 
     def reserve_s(self, total_s: float) -> float:
-        """`total_s`: the time that there was at the start."""
+        """`total_s`: the time from the start to the deadline."""
         unmeasured_s = max(0.0, min(UNMEASURED_S, total_s / 10))
         # Copies, since other threads append to the deques.
         return reserve_s(

@@ -56,7 +56,7 @@ def wait_last_snapshot(step: int | None, shot: Shot | None, timeout_s: float) ->
     except TierdError as error:
         late = Transient(
             f"stop at step {step}: the last snapshot was not durable {timeout_s:.0f} s after the loop: {error.message}",
-            hint="a daemon that has it goes on: see `tierd status`; snapshot.stop_grace_s is how long to wait",
+            hint="a running daemon still persists it: see `tierd status`; snapshot.stop_grace_s sets the wait",
         )
         log.error("tierd: %s", late)
         raise late from error

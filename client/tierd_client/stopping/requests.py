@@ -53,7 +53,7 @@ class StopRequests:
         stop_file: str | None,
     ) -> None:
         self.reason = ""
-        """Why the ranks stop at the last step; empty while they go on."""
+        """Why the run stops; empty while it continues."""
         self.pace = Pace()
         self._ranks = ranks
         self._daemon = daemon
