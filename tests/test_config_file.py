@@ -156,6 +156,12 @@ def test_a_wrong_value_in_the_environment_is_refused_with_the_name_of_the_variab
     assert f"${name}={value!r}" in refusal(tmp_path, "", **{name: value})
 
 
+def test_a_large_finite_number_means_never_and_inf_is_refused(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "[snapshot]\nevery_s = 1e300\n").snapshot.every_s == 1e300
+    assert "snapshot.every_s is inf" in refusal(tmp_path, "[snapshot]\nevery_s = inf\n")
+    assert "snapshot.every_s is nan" in refusal(tmp_path, "[snapshot]\nevery_s = nan\n")
+
+
 def test_the_environment_does_not_hide_an_error_in_the_file(tmp_path: Path) -> None:
     assert "hot is" in refusal(tmp_path, 'hot = "x"', TIERD_HOT_PATH="/y")
     assert "lifecycle is 3" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")

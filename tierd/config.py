@@ -5,6 +5,7 @@ config_file.py reads it from a TOML file and the environment. It never holds sec
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,9 +16,9 @@ from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
 ARCHIVED = ("GLACIER", "DEEP_ARCHIVE")  # a GET fails until a restore was requested, which takes hours
 
-# The upper bound excludes inf, and leaves 31 years, or a pebibyte per second.
-Number = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+# The upper bound only excludes inf.
+Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]

@@ -151,8 +151,8 @@ def _check_formats(newer: Sequence[UnreadableReplica]) -> None:
     for one in newer:
         if one.is_newer_format:
             raise NewerFormat(
-                f"restore {one.id}: a later tierd wrote it: {one.reason}",
-                hint="upgrade tierd, or name an older step to go back on purpose: resume=<step>, --step <step>",
+                f"select {one.id}: a later tierd wrote it: {one.reason}",
+                hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",
             )
 
 
