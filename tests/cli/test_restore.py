@@ -131,7 +131,7 @@ def test_chunk_damaged_in_every_replica_is_exit_12_and_the_good_chunks_are_kept_
 
     assert result.exit_code == 12
     assert "no replica gives 8.19 kB of 40 kB: read" in result.stderr
-    assert f"stays in {target}.partial" in result.stderr
+    assert f"stay in {target}.partial" in result.stderr
     assert result.stdout == ""
     assert not target.exists()
     assert house.tierd("ls", f"{target}.partial").stdout.splitlines()[1:] == []

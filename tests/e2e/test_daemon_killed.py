@@ -127,7 +127,7 @@ def test_restarted_daemon_receives_in_order_the_snapshots_staged_while_it_was_de
         trainer.snapshot()
     for _ in range(3):  # no slot is free, and none can become free
         trainer.train(1)
-        with pytest.raises(DaemonUnreachable, match="is gone"):
+        with pytest.raises(DaemonUnreachable, match="is not connected"):
             trainer.snapshot()
 
     daemon.start()

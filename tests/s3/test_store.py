@@ -129,7 +129,11 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
             nonlocal filling, most
             filling += 1
             most = max(most, filling)
-            await asyncio.sleep(0)
+            for _ in range(100):  # until another part is in flight, or for a second
+                await asyncio.sleep(0.01 if most < 2 else 0)
+                most = max(most, filling)
+                if most >= 2:
+                    break
             await super().fill(offset, buffer)
             filling -= 1
 

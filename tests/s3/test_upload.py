@@ -372,7 +372,7 @@ async def test_object_missing_after_an_answer_without_proof_is_unreachable() -> 
     with bucket_server(part_bytes_min=1024, keeps_checksums=False) as served:
         served.script = lambda operation, key: "NoSuchKey" if operation == "head_object" else ""
         store = store_at(served)
-        with pytest.raises(TierUnreachable, match="gone again"):
+        with pytest.raises(TierUnreachable, match="deleted after the upload"):
             await put_small(store)
         await store.close()
 
