@@ -45,6 +45,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def frozen_heap() -> None:
+    """Exempts the objects of earlier tests from garbage collection, for a module in which every test collects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """pytest-xdist sends reports as UTF-8, but the log of a test may hold a file name that is no text."""

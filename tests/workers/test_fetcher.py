@@ -78,7 +78,7 @@ def _flip(path: Path, index: int) -> None:
 
 
 @pytest.fixture
-async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
+async def asked(tmp_path: Path, frozen_heap: None) -> AsyncIterator[Asked]:
     gc.collect()  # close descriptors that earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:

@@ -37,7 +37,7 @@ SHARD = layout.shard_name(Rank(1), 2)
 
 
 @pytest.fixture
-async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+async def rooms(tmp_path: Path, frozen_heap: None) -> AsyncIterator[Rooms]:
     gc.collect()
     before = open_below(tmp_path)
     async with rooms_at(tmp_path, cold=("cold", "dr")) as found:
