@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import itertools
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,11 +25,12 @@ from tierd.errors import (
     NotFound,
     TierdError,
     TierUnreachable,
+    Transient,
     Unhealthy,
 )
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import FileEntry, Manifest
 from tierd.memory.slot_states import SlotEvent
 from tierd.workers import restorer as restorer_module
 from tierd.workers.restorer import Handover, Judge, Restorer, close_all
@@ -496,6 +498,28 @@ async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Roo
     list(rooms.memory.release(RUN))
     assert (await asking)[1].step == 8
     assert "replaced it while it was read" in rooms.incidents.recent()[0]["message"]
+
+
+async def test_find_ends_when_every_snapshot_is_replaced_while_it_is_read(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that snapshots faster than memory is read must not keep an operator's restore in a loop."""
+    real, steps = restorer_module.snapshot_entry, itertools.count(8)
+
+    def replaced_while_read(view: memoryview, name: str) -> FileEntry:
+        entry = real(view, name)
+        (older,) = rooms.memory.complete(RUN)
+        older.failures = 1
+        rooms.seal(next(steps), [b"newer"])
+        list(rooms.memory.release(RUN))
+        return entry
+
+    rooms.seal(7, [b"first"])
+    await rooms.look()
+    monkeypatch.setattr(restorer_module, "snapshot_entry", replaced_while_read)
+    with pytest.raises(Transient, match="replaced it while it was read"):
+        async with asyncio.timeout(30):
+            await ask(rooms, tier="memory")
 
 
 async def test_memory_given_back_during_a_find_is_a_typed_error(rooms: Rooms) -> None:

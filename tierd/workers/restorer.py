@@ -24,6 +24,7 @@ from tierd.memory.tier import SnapshotSet
 from tierd.workers.fetcher import Fetcher, OnProgress
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
+MEMORY_ATTEMPTS_MAX = 3  # snapshots that a find reads in memory and that a newer one replaces meanwhile
 FIRST_LISTING_TIMEOUT_S = 30.0  # how long an answer waits for the first listing of the cold tiers
 
 Judge = Callable[[CheckpointId], Awaitable[bool | None]]
@@ -92,6 +93,9 @@ class Restorer:
                 handover = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
             except TierdError as error:
                 failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
+                replaced = [name for _, name in failed if name == MEMORY]
+                if tier == MEMORY and isinstance(error, Transient) and len(replaced) >= MEMORY_ATTEMPTS_MAX:
+                    raise  # a trainer that snapshots faster than memory is read would keep this loop busy
                 continue
             await self._fetcher.sweep(run)
             passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
