@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from tierd.errors import BadConfig
+from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 from tierd_client.client import Client
 from tierd_client.generation import Generation
 from tierd_client.ranks import find_ranks
@@ -16,7 +17,6 @@ from tierd_client.stopping.deadline import find_deadline
 from tierd_client.stopping.requests import Meaning, StopRequests, signals_of
 
 DEFAULT_SOCKET = ".tierd/tierd.sock"  # as in the daemon's built-in config
-SLOTS_MIN, SLOTS_MAX = 2, 16  # as in tierd.format.wire
 
 
 def connect(

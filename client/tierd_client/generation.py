@@ -17,7 +17,7 @@ import tierd
 from tierd.errors import BadRequest, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import TEXT_CHARS_MAX, DaemonSession, Listener
+from tierd_client.session import DaemonSession, Listener
 from tierd_client.snapshot.slot_pool import SlotPool
 
 log = logging.getLogger("tierd_client")
@@ -107,7 +107,7 @@ class Generation:
 
     def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
         """Send an event of this process, for the daemon's metrics and incidents."""
-        detail = detail[:TEXT_CHARS_MAX]
+        detail = detail[: wire.TEXT_CHARS_MAX]
         self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
 
     @property

@@ -31,7 +31,6 @@ log = logging.getLogger("tierd_client")
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
-TEXT_CHARS_MAX = 4096  # of an error or a detail in a message
 
 
 class Sender(Protocol):

@@ -29,7 +29,6 @@ from tierd.workers.restorer import Restorer, close_all
 
 log = logging.getLogger("tierd")
 
-TEXT_MAX = 4096  # characters of a trainer's message that are passed on: they must fit one packet
 ACCEPT_PAUSE_S = 0.2  # before accepting again when there are no descriptors left
 HURRY_S = 10.0  # a trainer that waits for its snapshot asks every two seconds
 
@@ -229,7 +228,7 @@ class TrainerDoor:
         if is_known:
             return
         self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
-        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, lost.message[:TEXT_MAX])
+        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, lost.message[: wire.TEXT_CHARS_MAX])
         self.send(
             run,
             wire.Failed(
@@ -237,8 +236,8 @@ class TrainerDoor:
                 generation=generation,
                 stage="stage",
                 kind=lost.kind,
-                message=f"rank {rank}: {lost.message[:TEXT_MAX]}",
-                hint=lost.hint[:TEXT_MAX],
+                message=f"rank {rank}: {lost.message[: wire.TEXT_CHARS_MAX]}",
+                hint=lost.hint[: wire.TEXT_CHARS_MAX],
                 is_final=True,
             ),
         )

@@ -107,6 +107,8 @@ _KNOWN = {
     for codes, meaning, hint in rows
     for code in codes.split()
 }
+# Servers that do not support DeleteObjects, or that require an MD5 with it, which boto3 no longer sends.
+BATCH_REFUSED = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 

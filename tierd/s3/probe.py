@@ -22,7 +22,7 @@ from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.s3.client import Answer
 from tierd.s3.dialect import Extra
-from tierd.s3.errors import Trouble, code_of, trouble_of
+from tierd.s3.errors import BATCH_REFUSED, Trouble, code_of, trouble_of
 from tierd.s3.requests import ACTIONS, S3Requests
 from tierd.s3.upload import abort_upload, unfinished_uploads, whole_checksum
 from tierd.tiers.probe import Advice, Severity
@@ -34,7 +34,6 @@ LEFT_OVER_S = 3600.0  # objects of an earlier probe, which was killed, are remov
 CLEAR_TIMEOUT_S = 30.0
 SKEW_WARNED_S = 60.0  # S3 refuses a clock that is 15 minutes off
 _DENIED = {"AccessDenied", "AllAccessDisabled", "403"}
-_BATCH_REFUSED = {"NotImplemented", "501", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed"}
 
 
 def endpoint_advice(cold: ColdConfig) -> list[Advice]:
@@ -198,7 +197,7 @@ class BucketProbe:
         try:
             await self._requests.request("delete_objects", "delete several", Delete=batch)
         except TierdError as error:
-            if code_of(error.__cause__) not in _BATCH_REFUSED:
+            if code_of(error.__cause__) not in BATCH_REFUSED:
                 self._add_refusal("delete_objects", "delete", error)
                 return
         if await self._request("delete_object", "delete", Key=key) is not None:

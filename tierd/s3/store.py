@@ -16,7 +16,7 @@ from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreacha
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.client import Answer
-from tierd.s3.errors import code_of, retention
+from tierd.s3.errors import BATCH_REFUSED, code_of, retention
 from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
@@ -26,8 +26,6 @@ from tierd.tiers.store import MemorySource, Progress, Source, StoredObject, Stor
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
 ABORTS_MAX = 100  # unfinished uploads aborted in one call
-# Servers that do not support DeleteObjects, or that require an MD5 with it, which boto3 no longer sends.
-_BATCH_REFUSED = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
 
 
 class S3Store:
@@ -261,7 +259,7 @@ class S3Store:
             batch = {"Objects": objects, "Quiet": True}
             is_refused = bool((await self.requests.request("delete_objects", action, Delete=batch)).get("Errors"))
         except TierUnreachable as error:
-            if code_of(error.__cause__) not in _BATCH_REFUSED:
+            if code_of(error.__cause__) not in BATCH_REFUSED:
                 raise
             is_refused = True
         if is_refused:  # one by one, so that the error names its key

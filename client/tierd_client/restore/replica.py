@@ -29,8 +29,6 @@ from tierd_client.state.training_state import State, parse_tree
 
 log = logging.getLogger("tierd_client")
 
-DETAIL_CHARS_MAX = 4096  # of an error that is reported to the daemon in one message
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
@@ -186,7 +184,7 @@ def _share_choice(ranks: Ranks, replica: Replica | None) -> tuple[CheckpointId, 
 
 def _report_corrupt(session: DaemonSession, replica: Replica, error: Corrupt) -> None:
     log.error("tierd: %s; trying the next replica", error.message)
-    step, detail = replica.manifest.step, error.message[:DETAIL_CHARS_MAX]
+    step, detail = replica.manifest.step, error.message[: wire.TEXT_CHARS_MAX]
     session.send(wire.Report(outcome="corrupt", step=step, tier=replica.tier, seconds=0.0, detail=detail))
 
 

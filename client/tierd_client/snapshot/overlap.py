@@ -18,7 +18,6 @@ import torch
 from tierd.errors import TierdError, Torn
 from tierd.format import wire
 from tierd_client.generation import Generation
-from tierd_client.session import TEXT_CHARS_MAX
 from tierd_client.snapshot.guards import Guard, deferrable, is_guarded
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.staging import Staging
@@ -133,6 +132,6 @@ class Overlap:
             pool.seal(msgspec.structs.replace(sealed, stall_s=shot.stall_s + shot.guard_wait_s))
             return
         log.error("tierd: %s", error)
-        message = error.message[:TEXT_CHARS_MAX]
+        message = error.message[: wire.TEXT_CHARS_MAX]
         pool.abandon(sealed.slot, wire.Lost(step=shot.step, kind=error.kind, message=message, hint=error.hint))
         shot.failed(error, is_final=True)

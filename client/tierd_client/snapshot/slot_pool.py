@@ -16,14 +16,13 @@ import msgspec
 
 from tierd.errors import Corrupt, Full
 from tierd.format import wire
-from tierd_client.session import TEXT_CHARS_MAX, DaemonSession
+from tierd_client.session import DaemonSession
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.slot_states import PooledSlotEvent, PooledSlotState, next_state
 
 log = logging.getLogger("tierd_client")
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
-LOST_MAX = 16  # the most slots that a rank can have
 ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
 
 
@@ -56,7 +55,7 @@ class SlotPool:
         self._session = session
         self._changed = threading.Condition(session.lock)
         self._slots: dict[int, _PooledSlot] = {}
-        self._lost: deque[wire.Lost] = deque(maxlen=LOST_MAX)
+        self._lost: deque[wire.Lost] = deque(maxlen=wire.SLOTS_MAX)
         self._keeper = session.welcome.boot  # the daemon process that keeps INHERITED slots
         for kept, descriptor in zip(session.welcome.slots, session.kept_descriptors, strict=True):
             try:
@@ -107,7 +106,7 @@ class SlotPool:
         pooled = self._slots[index]
         if pooled.reported_refusal != pooled.slot.refusal:
             pooled.reported_refusal = pooled.slot.refusal
-            detail = pooled.slot.refusal[:TEXT_CHARS_MAX]
+            detail = pooled.slot.refusal[: wire.TEXT_CHARS_MAX]
             self._session.send(wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=detail))
 
     def seal(self, sealed: wire.Sealed) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from tierd.errors import BadConfig, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import TEXT_CHARS_MAX, Sender
+from tierd_client.session import Sender
 from tierd_client.stopping.agreement import Agreement, RequestKind
 from tierd_client.stopping.deadline import Deadline, Pace
 
@@ -157,7 +157,7 @@ class StopRequests:
     def _answer(self, request: wire.Requested, step: int, error: TierdError | None = None) -> None:
         answer = wire.Answer(request=request.request, step=step)
         if error is not None:
-            message = error.message[:TEXT_CHARS_MAX]
+            message = error.message[: wire.TEXT_CHARS_MAX]
             answer = msgspec.structs.replace(answer, kind=error.kind, message=message, hint=error.hint)
         self._daemon.send(answer)
 
