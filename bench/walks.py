@@ -7,7 +7,7 @@ functions in the order in which they were first entered, minus the files. Fewer 
 records its own calls (`sys.setprofile`), the daemon too; the threads of a process are recorded together, in the order
 of time.
 
-    python bench/walks.py [--json FILE]
+    python bench/walks.py [--json FILE] [--functions FOLDER]
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def program(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]
         return subprocess.Popen([*command, *arguments], stderr=log, stdout=log)
 
 
-def measure(folder: Path) -> dict[str, dict[str, int]]:
+def measure(folder: Path) -> dict[str, list[Call]]:
     import tierd_client
     import torch
 
@@ -178,7 +178,7 @@ def measure(folder: Path) -> dict[str, dict[str, int]]:
         if restore.wait(DEADLINE_S) != 0:
             raise SystemExit((folder / "restore.log").read_text())
         walks["tierd restore --tier cold"] = [tuple(call) for call in json.loads((folder / "restore.json").read_text())]
-    return {walk: summary(calls) for walk, calls in walks.items()}
+    return walks
 
 
 def main() -> None:
@@ -187,12 +187,18 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path)
+    parser.add_argument("--functions", metavar="FOLDER", type=Path, help="write the functions of each walk there")
     options = parser.parse_args()
     os.environ.update(KEYS)
     with tempfile.TemporaryDirectory(prefix="tierd-walks-", dir="/tmp") as folder:
-        measured = measure(Path(folder))
+        walks = measure(Path(folder))
+    measured = {walk: summary(calls) for walk, calls in walks.items()}
     for walk, counts in measured.items():
         print(f"{walk:45} functions {counts['functions']:4}  files {counts['files']:3}  returns {counts['returns']:4}")
+        if options.functions:
+            options.functions.mkdir(parents=True, exist_ok=True)
+            lines = (f"{file}  {function}\n" for _, file, function in sorted(walks[walk]))
+            (options.functions / f"{walk.replace(' ', '_').replace('/', '_')}.txt").write_text("".join(lines))
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
 
