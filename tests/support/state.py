@@ -128,8 +128,7 @@ def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
     shards = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
     plan = state.plan_restore(tree, index_tensors(shards))
-    ReadPlan(files, plan.destinations.values()).run()
-    plan.finish()
+    plan.run(lambda tensors: ReadPlan(files, tensors).run())
 
 
 @dataclass

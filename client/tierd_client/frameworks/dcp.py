@@ -320,8 +320,7 @@ def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPla
         else:
             _plan_region(restore, f"{number}", item, planner)
     restore.check()
-    replica.read(files, restore.destinations.values())
-    restore.finish()
+    restore.run(partial(replica.read, files))
 
 
 def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPlanner) -> None:
@@ -337,7 +336,7 @@ def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPl
         restore.on_finish(partial(target.detach().copy_, destination))
     region = capture_tensor(name, destination)
     begin = tuple(map(sum, zip(offsets, item.storage_offsets, strict=True)))
-    restore.destinations[key] = msgspec.structs.replace(region, saved_offsets=begin)
+    restore.add_destination(key, msgspec.structs.replace(region, saved_offsets=begin))
     restore.on_finish(partial(planner.commit_tensor, item, target))
 
 

@@ -130,8 +130,7 @@ class Replica:
                     "; new ranks get random numbers of their own" if world_size > saved_world_size else "",
                 )
         plan = state.plan_restore(tree, available, rank_local)
-        self.read(files, plan.destinations.values())
-        plan.finish()
+        plan.run(partial(self.read, files))
 
     def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
         """The state tree that `rank` saved."""

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
 
 from tierd_client.state.encoding import Json
-from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.restore_plan import Available, ReadTensors, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
-from tierd_client.state.tensors import DTYPES, CapturedTensor, as_bytes, capture_tensor
+from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
 
 logger = logging.getLogger(__name__)
-
-ReadTensors = Callable[[Iterable[CapturedTensor]], object]
-"""Fills the given tensors with the checkpoint's bytes."""
 
 _Split = tuple[str, str]
 """What precedes and what follows the rank's suffix in a tensor's name."""

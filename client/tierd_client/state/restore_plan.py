@@ -1,29 +1,41 @@
 """The plan of a restore: which stored tensor is read into which live one, and what is installed afterwards.
 
 It is complete before a byte changes: all differences between checkpoint and state are collected, then raised as one
-Mismatch. The stored bytes are read into `destinations`, then `finish` installs the rest. Until `finish` returns, the
-live state is half old and half new: after an error the restore must be repeated from another replica before training
-continues.
+Mismatch. `run` then reads the stored bytes into `destinations` and installs the rest. While it does, the live state is
+half old and half new: after an error the restore must be repeated from another replica before training continues.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from tierd.errors import Mismatch
 from tierd.format.shard import TensorEntry
 from tierd_client.state import encoding
-from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe, is_dtensor, spanned_shape
+from tierd_client.state.memory_ranges import MemoryRanges, can_hold
+from tierd_client.state.tensors import (
+    DTYPES,
+    CapturedTensor,
+    capture_tensor,
+    describe,
+    is_dtensor,
+    local_part,
+    spanned_shape,
+)
 
 DIFFERENCES_SHOWN = 20
 
 
 Available = Mapping[str, Sequence[TensorEntry]]
 """The tensors of all shards by name, with one entry for each stored part."""
+
+ReadTensors = Callable[[Iterable[CapturedTensor]], object]
+"""Fills the given tensors with the checkpoint's bytes."""
 
 
 class RestorePlan:
@@ -33,6 +45,7 @@ class RestorePlan:
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
         self._accelerator = accelerator
+        self._memory = MemoryRanges()
         self._used: set[str] = set()
         self._differences: list[str] = []
         self._installs: list[Callable[[], object]] = []
@@ -53,7 +66,12 @@ class RestorePlan:
             live = describe(destination.dtype, destination.global_shape)
             self.add_difference(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {live}")
             return
-        self.destinations[name] = destination
+        self.add_destination(name, destination)
+
+    def add_destination(self, key: str, tensor: CapturedTensor) -> None:
+        """Reads the stored bytes of `tensor.name` into it. `key` is unique among the destinations."""
+        self.destinations[key] = tensor
+        self._memory.add(tensor)
 
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
         """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
@@ -79,12 +97,15 @@ class RestorePlan:
     ) -> Any:
         """Decodes `value`. Its tensors are those of `live` where name, shape and dtype agree, else made by `new`.
 
-        `is_strict`: a live tensor that does not agree is a difference. Raises Corrupt when `value` is not an encoding.
+        A live tensor that shares memory with another destination is replaced by a new one like it. `is_strict`: a live
+        tensor that does not agree is a difference. Raises Corrupt when `value` is not an encoding.
         """
 
         def allocate(name: str, device: str) -> torch.Tensor:
             tensor = (live or {}).get(name)
             if tensor is not None and (is_strict or self._fits(name, tensor)):
+                if self._memory.holds(local_part(tensor)):
+                    tensor = torch.empty_like(tensor, requires_grad=False)
                 self.read_into(name, tensor)
                 return tensor
             if new is not None:
@@ -117,18 +138,35 @@ class RestorePlan:
         count = len(self._differences)
         if not count:
             return
+        places = "1 place" if count == 1 else f"{count} places"
         shown = "\n  ".join(self._differences[:DIFFERENCES_SHOWN])
         more = f"\n  … and {count - DIFFERENCES_SHOWN} more" if count > DIFFERENCES_SHOWN else ""
         raise Mismatch(
-            f"restore: the checkpoint differs from the state in {count} places; nothing was changed\n  {shown}{more}",
+            f"restore: the checkpoint differs from the state in {places}; nothing was changed\n  {shown}{more}",
             hint="build the model and the optimizer as they were when the checkpoint was taken",
         )
 
-    def finish(self) -> None:
-        """Installs everything but tensor bytes: optimizer state, schedulers, loaders, values, and last the RNG."""
+    def run(self, read: ReadTensors) -> None:
+        """Reads all tensor bytes, then installs the rest: optimizer state, schedulers, loaders, values, last the RNG.
+
+        Raises Mismatch, with nothing changed, when tensors that share memory have different values in the checkpoint.
+        """
+        self._check_shared_memory(read)
+        read(self.destinations.values())
         with torch.no_grad():
             for install in self._installs:
                 install()
+
+    def _check_shared_memory(self, read: ReadTensors) -> None:
+        shared = list(self._memory.shared())
+        stored = [[_on_cpu(tensor) for tensor in tensors] for tensors in shared]
+        if shared:
+            read(tensor for tensors in stored for tensor in tensors)
+        for tensors, values in zip(shared, stored, strict=True):
+            if not can_hold(tensors, [value.tensor for value in values]):
+                names = " and ".join(tensor.name for tensor in tensors)
+                self.add_difference(f"{names} share memory, but the checkpoint has different values for them")
+        self.check()
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         stored = self._find_stored(name)
@@ -159,3 +197,8 @@ class RestorePlan:
                 self.add_difference(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
         return entries[0].dtype, shape
+
+
+def _on_cpu(tensor: CapturedTensor) -> CapturedTensor:
+    """A new contiguous tensor on the CPU for the same stored bytes."""
+    return msgspec.structs.replace(tensor, tensor=torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="cpu"))

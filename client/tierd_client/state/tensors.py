@@ -92,6 +92,8 @@ def capture_tensor(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) 
         if is_dtensor(tensor):
             return _capture_dtensor(name, tensor, is_buffer=is_buffer)
         dtype = _dtype_name(name, tensor)
+    if not tensor.is_contiguous():
+        _check_separate_elements(name, tensor)
     shape = tuple(tensor.shape)
     local = tensor.detach() if tensor.requires_grad else tensor
     return CapturedTensor(name, local, dtype, shape, (0,) * len(shape), shape, False, is_buffer)
@@ -201,6 +203,19 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in DTYPE_NAMES:
         raise Unsupported(f"capture {name}: safetensors has no dtype for {tensor.dtype}")
     return DTYPE_NAMES[tensor.dtype]
+
+
+def _check_separate_elements(name: str, tensor: torch.Tensor) -> None:
+    """Raises Unsupported for an expanded or overlapping tensor: a restore could not write its elements one by one."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise Unsupported(
+                f"capture {name}: several elements share one memory location "
+                f"(shape {list(tensor.shape)}, strides {list(tensor.stride())})",
+                hint="store tensor.contiguous() there instead",
+            )
+        extent += (size - 1) * stride
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

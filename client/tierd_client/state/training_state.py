@@ -190,7 +190,9 @@ class TrainingState:
         plan = RestorePlan(available, self._accelerator())
         live = self._sections()
         sections = live | self._values_only_in(saved)
-        for name, section in sections.items():
+        # Modules first: a value that shares their memory then gets a tensor of its own.
+        modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
+        for name, section in (modules | sections).items():
             if name not in saved:
                 logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
             elif saved[name].kind != section.kind:
