@@ -22,6 +22,7 @@ from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kin
 T = TypeVar("T")
 
 BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
+CPU = torch.device("cpu")  # named in every tensor, because a program can set another default device
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
 
@@ -55,22 +56,22 @@ class Ranks:
         """What `work` returns here, once it has succeeded on every rank. Else all raise as `raise_on_all` does, so that
         no rank waits alone in the next exchange."""
         result: T | None = None
-        error: TierdError | None = None
+        error: Exception | None = None
         try:
             result = work()
-        except TierdError as raised:
+        except Exception as raised:  # of any kind: the state is the user's, with code of its own
             if self._group is None:
                 raise
             error = raised
         self.raise_on_all(error)
         return cast("T", result)
 
-    def raise_on_all(self, error: TierdError | None) -> None:
+    def raise_on_all(self, error: Exception | None) -> None:
         """Returns on all ranks when none has an error. Else every rank raises: its own error, or that of the lowest
-        rank that has one."""
+        rank that has one, as a TierdError."""
         if not self.maximum([error is not None])[0]:
             return
-        errors = self.gather(b"" if error is None else msgspec.json.encode((error.kind, error.message, error.hint)))
+        errors = self.gather(b"" if error is None else _encode_error(error))
         if error is not None:
             raise error
         for rank, raw in enumerate(errors):
@@ -82,7 +83,7 @@ class Ranks:
         """The maximum over the ranks, element by element."""
         if self._group is None:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device=CPU)
         with _exchanging():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor]
@@ -92,7 +93,7 @@ class Ranks:
         `is_over()` becomes true before all ranks have joined."""
         if self._background is None:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device=CPU)
         pause_s = POLL_MIN_S
         with _exchanging():
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._background, async_op=True)
@@ -110,12 +111,12 @@ class Ranks:
         """Rank 0's `content`, on every rank. The other ranks pass None."""
         if self._group is None:
             return content
-        length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64)
+        length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64, device=CPU)
         with _exchanging():
             dist.broadcast(length, 0, group=self._group)
             if int(length) < 0:
                 return None
-            buffer = torch.empty(int(length), dtype=torch.uint8)
+            buffer = torch.empty(int(length), dtype=torch.uint8, device=CPU)
             if self.rank == 0 and content:
                 buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
             dist.broadcast(buffer, 0, group=self._group)
@@ -127,7 +128,7 @@ class Ranks:
             return [content]
         longest = self.maximum([len(content)])[0]
         # One shape for all: the length, then the content padded to the longest.
-        padded = torch.zeros(8 + longest, dtype=torch.uint8)
+        padded = torch.zeros(8 + longest, dtype=torch.uint8, device=CPU)
         framed = len(content).to_bytes(8, "little") + content
         padded[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
@@ -147,6 +148,12 @@ class Ranks:
         """A rank that waits in `background_maximum` for this one gets Transient."""
         group, self._background = self._background, None
         _destroy(group)
+
+
+def _encode_error(error: Exception) -> bytes:
+    if isinstance(error, TierdError):
+        return msgspec.json.encode((error.kind, error.message, error.hint))
+    return msgspec.json.encode(("", f"{type(error).__qualname__}: {error}", ""))
 
 
 def _new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -316,7 +316,7 @@ def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPla
     for number, item in enumerate(plan.items):
         if item.type == LoadItemType.BYTE_IO:
             value = restore.decode(contents.objects[item.storage_index.fqn])
-            restore.on_finish(_setter(planner, item.dest_index.fqn, value))
+            restore.on_finish(item.dest_index.fqn, _setter(planner, item.dest_index.fqn, value))
         else:
             _plan_region(restore, f"{number}", item, planner)
     restore.check()
@@ -333,11 +333,11 @@ def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPl
     destination = target.detach()
     if destination.dtype != stored_dtype:
         destination = torch.empty(tuple(item.lengths), dtype=stored_dtype)
-        restore.on_finish(partial(target.detach().copy_, destination))
+        restore.on_finish(name, partial(target.detach().copy_, destination))
     region = capture_tensor(name, destination)
     begin = tuple(map(sum, zip(offsets, item.storage_offsets, strict=True)))
     restore.add_destination(key, msgspec.structs.replace(region, saved_offsets=begin))
-    restore.on_finish(partial(planner.commit_tensor, item, target))
+    restore.on_finish(name, partial(planner.commit_tensor, item, target))
 
 
 def _setter(planner: LoadPlanner, name: str, value: object) -> Callable[[], None]:

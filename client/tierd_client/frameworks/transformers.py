@@ -274,7 +274,9 @@ class _SavedProgress(TrainingState):
     def is_stepped(self) -> bool:
         return False  # no snapshot is taken of this state
 
-    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan:
+    def plan_restore(
+        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+    ) -> RestorePlan:
         plan = RestorePlan(available, torch.device("cpu"))
         section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
         if not isinstance(section, dict) or "value" not in section:

@@ -61,7 +61,7 @@ class SourceFile:
     def _read_shard(self) -> Shard:
         header = bytearray()
         header_bytes = 0
-        scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         for index in range(len(self.entry.chunks)):
             for offset, block in self.read_chunk(index, scratch):
                 content = block.numpy().data
@@ -162,7 +162,7 @@ class ReadPlan:
                 return 0
             try:
                 if not hasattr(scratch, "buffer"):
-                    scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+                    scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
                 for offset, block in read.file.read_chunk(read.index, scratch.buffer):
                     read.copy(offset, block)
             except BaseException:
@@ -253,7 +253,7 @@ class _StridedSink(_Sink):
     def write(self, at: int, block: torch.Tensor, begin: int, length: int) -> None:
         with self._lock:
             if self._buffer is None:
-                self._buffer = torch.empty(self.end - self.begin, dtype=torch.uint8)
+                self._buffer = torch.empty(self.end - self.begin, dtype=torch.uint8, device="cpu")
             buffer = self._buffer
         ctypes.memmove(buffer.data_ptr() + at, block.data_ptr() + begin, length)
         with self._lock:

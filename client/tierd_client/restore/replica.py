@@ -155,7 +155,7 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
         replica = ranks.run_on_all(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
         chosen, tier = _share_choice(ranks, replica)
         skip_error: TierdError | None = None
-        final_error: TierdError | None = None
+        final_error: Exception | None = None
         try:
             replica = replica or _find(session, RestoreRequest.exactly(chosen, tier), excluded)
             with replica:
@@ -166,7 +166,7 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
                 _report_corrupt(session, replica, error)
         except (NotFound, TierUnreachable) as error:
             skip_error = error  # this rank cannot read the replica that rank 0 has opened
-        except TierdError as error:
+        except Exception as error:  # of any kind: the state's own load_state_dict was called
             final_error = error
         ranks.raise_on_all(final_error)
         is_skipped = ranks.maximum([skip_error is not None])[0]

@@ -131,7 +131,7 @@ class Slot:
         _open.discard(self)
         self._end_prefault()
         self._unpin()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         os.close(self.fd)
         self.fd = -1
 

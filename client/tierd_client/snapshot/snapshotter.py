@@ -27,7 +27,7 @@ from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
-from tierd_client.state.ownership import HeldTensor, assign_owners
+from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
 
@@ -51,6 +51,7 @@ class Snapshotter:
         self._prepared: int | None = None  # the generation whose slots were made
         self._owned: set[str] | None = None
         self._owned_sizes: list[tuple[str, int]] | None = None
+        self._comparison = ReplicaComparison([[]], 0)
 
     @property
     def last_step(self) -> int | None:
@@ -139,13 +140,20 @@ class Snapshotter:
 
     def _divide(self, captured: Captured) -> None:
         """Decide which rank writes a tensor that several ranks have. Only when the tensors of some rank changed."""
-        sizes = captured.sizes() if self._ranks.world_size > 1 else None
-        if self._ranks.maximum([sizes != self._owned_sizes])[0]:
-            tensors = captured.held_tensors() if sizes is not None else []
-            gathered = self._ranks.gather(msgspec.json.encode(tensors))
+        if self._ranks.world_size == 1:
+            return
+        sizes = captured.sizes()
+        has_changed = sizes != self._owned_sizes
+        samples = self._comparison.samples(None if has_changed else captured.tensors)
+        some_changed, *maxima = self._ranks.maximum([has_changed, *samples])
+        if some_changed:
+            gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
             self._owned = assign_owners(by_rank)[self._ranks.rank]
             self._owned_sizes = sizes
+            self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
+        else:
+            self._comparison.check(maxima)
 
     def _take_slot(self, captured: Captured, step: int) -> int:
         self._make_slots(captured)

@@ -55,13 +55,15 @@ class DictState:
         sections = {key: ValueSection(self.values, key, key) for key in self.values}
         return capture_sections(sections, self._per_rank, rank, world_size)
 
-    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan:
+    def plan_restore(
+        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+    ) -> RestorePlan:
         """How a checkpoint with the state tree `tree` and the tensors `available` is restored into `values`.
 
         As `TrainingState.plan_restore`. Keys that only `values` has stay as they are, with a warning.
         """
         saved = parse_tree(tree)
-        plan = RestorePlan(available, self._accelerator)
+        plan = RestorePlan(available, self._accelerator, is_dry=is_dry)
         for key, section_tree in saved.items():
             section = ValueSection(self.values, key, key)
             if section_tree.kind != section.kind:

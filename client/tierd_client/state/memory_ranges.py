@@ -76,7 +76,7 @@ def can_hold(tensors: Sequence[CapturedTensor], values: Sequence[torch.Tensor]) 
     ranges = [_addresses(tensor.tensor) for tensor in tensors]
     base = min(begin for begin, _ in ranges) // ALIGN_BYTES * ALIGN_BYTES
     length = max(end for _, end in ranges) - base
-    memory = torch.zeros(-(-length // ALIGN_BYTES) * ALIGN_BYTES, dtype=torch.uint8)
+    memory = torch.zeros(-(-length // ALIGN_BYTES) * ALIGN_BYTES, dtype=torch.uint8, device="cpu")
     views: list[torch.Tensor] = []
     for (begin, _), tensor, value in zip(ranges, tensors, values, strict=True):
         offset = (begin - base) // value.element_size()

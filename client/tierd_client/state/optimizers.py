@@ -141,7 +141,7 @@ class _OptimizerRestore:
             for name, entries in saved.state.items()
             if name in by_name
         }
-        self.plan.on_finish(lambda: self._install(groups, state))
+        self.plan.on_finish(self.prefix, lambda: self._install(groups, state))
 
     def _is_same_kind(self, saved: OptimizerTree) -> bool:
         """Whether the groups have the same parameters, and the hyperparameters are those of one kind of optimizer."""

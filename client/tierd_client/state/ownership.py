@@ -1,6 +1,7 @@
-"""Decides which rank writes a tensor that several ranks hold. A pure function: every rank gets the same answer.
+"""Decides which rank writes a tensor that several ranks hold, and checks that these ranks hold the same values.
 
-Each key is written by exactly one rank that holds it, and the bytes are spread evenly.
+`assign_owners` is a pure function: every rank gets the same answer. Each key is written by exactly one rank that holds
+it, and the bytes are spread evenly.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ from collections.abc import Sequence
 import msgspec
 
 from tierd.errors import Unsupported
+from tierd_client.state.tensors import CapturedTensor, sample_of
+
+COMPARED_PER_SNAPSHOT = 8
+ABSENT = -(1 << 62)
+"""In place of a sample that this rank cannot take: below every sample."""
+
+HINT = "a tensor that differs between ranks must be a DTensor, or belong to extra"
 
 
 class HeldTensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -40,7 +48,7 @@ def assign_owners(held: Sequence[Sequence[HeldTensor]]) -> list[set[str]]:
                 raise Unsupported(
                     f"assign {tensor.key} to a rank: ranks {holders[tensor.key][0]} and {rank} hold different tensors"
                     + (sizes if tensor.size_bytes != known.size_bytes else ""),
-                    hint="a tensor that differs between ranks must be a DTensor, or belong to extra",
+                    hint=HINT,
                 )
     owned: list[set[str]] = [set() for _ in held]
     load_bytes = [0] * len(held)
@@ -55,3 +63,44 @@ def assign_owners(held: Sequence[Sequence[HeldTensor]]) -> list[set[str]]:
         owned[rank].add(key)
         load_bytes[rank] += first[key].size_bytes
     return owned
+
+
+class ReplicaComparison:
+    """Compares a few of the tensors that several ranks hold at each snapshot, the next ones at the next snapshot.
+
+    The ranks exchange `samples()` by the element-wise maximum and give the result to `check`.
+    """
+
+    def __init__(self, held: Sequence[Sequence[HeldTensor]], rank: int) -> None:
+        """`held`: the tensors of all ranks, as for `assign_owners`."""
+        positions = [{tensor.key: index for index, tensor in enumerate(tensors)} for tensors in held]
+        compared = {tensor.key for tensors in held for tensor in tensors if tensor.sample is not None}
+        self._keys = sorted(key for key in compared if sum(key in held_by for held_by in positions) > 1)
+        self._position = positions[rank]  # of this rank's tensors, in the order of capture
+        self._next = 0
+        self._chosen: list[str] = []
+
+    def samples(self, tensors: Sequence[CapturedTensor] | None) -> list[int]:
+        """Two numbers for each tensor that is compared now. `tensors`: this rank's; None when they have changed."""
+        count = min(COMPARED_PER_SNAPSHOT, len(self._keys))
+        self._chosen = [self._keys[(self._next + index) % len(self._keys)] for index in range(count)]
+        self._next += count
+        values: list[int] = []
+        for key in self._chosen:
+            position = self._position.get(key)
+            if tensors is None or position is None:
+                values += [ABSENT, ABSENT]
+            else:
+                sample = sample_of(tensors[position].tensor) >> 2
+                values += [sample, -sample]
+        return values
+
+    def check(self, maxima: Sequence[int]) -> None:
+        """Raises Unsupported, on all ranks, when ranks hold different values of a tensor."""
+        for key, highest, lowest in zip(self._chosen, maxima[::2], maxima[1::2], strict=True):
+            if highest != -lowest and highest != ABSENT:
+                raise Unsupported(
+                    f"compare {key} between the ranks: they held the same values at an earlier snapshot, "
+                    "now they hold different ones",
+                    hint="average or broadcast it before the snapshot; " + HINT,
+                )

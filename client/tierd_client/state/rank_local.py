@@ -104,7 +104,7 @@ class RankLocal:
     def _read_bytes(
         self, layout: Mapping[_Split, tuple[str, tuple[int, ...]]], suffix: str
     ) -> dict[_Split, torch.Tensor]:
-        tensors = {split: torch.empty(shape, dtype=DTYPES[dtype]) for split, (dtype, shape) in layout.items()}
+        tensors = {split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape) in layout.items()}
         self._read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
         return {split: as_bytes(tensor) for split, tensor in tensors.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tierd.errors import Mismatch
+from tierd.errors import Mismatch, TierdError
 from tierd.format.shard import TensorEntry
 from tierd_client.state import encoding
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
@@ -41,14 +41,16 @@ ReadTensors = Callable[[Iterable[CapturedTensor]], object]
 class RestorePlan:
     """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name."""
 
-    def __init__(self, available: Available, accelerator: torch.device) -> None:
+    def __init__(self, available: Available, accelerator: torch.device, *, is_dry: bool = False) -> None:
+        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator."""
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
         self._accelerator = accelerator
+        self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
         self._differences: list[str] = []
-        self._installs: list[Callable[[], object]] = []
+        self._installs: list[tuple[str, Callable[[], object]]] = []
 
     # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
 
@@ -78,14 +80,20 @@ class RestorePlan:
         equal."""
         stored = self._find_stored(name)
         if stored is None:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         dtype, shape = DTYPES[stored[0]], stored[1]
+        if self._is_dry:
+            return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
         if like is not None and tuple(like.shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
         self.read_into(name, tensor)
         return tensor
+
+    def new_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor of the same kind, to read into. A dry plan needs none."""
+        return tensor if self._is_dry else torch.empty_like(tensor, requires_grad=False)
 
     def decode(
         self,
@@ -105,7 +113,7 @@ class RestorePlan:
             tensor = (live or {}).get(name)
             if tensor is not None and (is_strict or self._fits(name, tensor)):
                 if self._memory.holds(local_part(tensor)):
-                    tensor = torch.empty_like(tensor, requires_grad=False)
+                    tensor = self.new_like(tensor)
                 self.read_into(name, tensor)
                 return tensor
             if new is not None:
@@ -127,9 +135,10 @@ class RestorePlan:
             if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
                 self.add_difference(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
 
-    def on_finish(self, install: Callable[[], object]) -> None:
-        """Calls `install` in `finish`, after all bytes were read, in the order of these calls."""
-        self._installs.append(install)
+    def on_finish(self, name: str, install: Callable[[], object]) -> None:
+        """Calls `install` in `run`, after all bytes were read, in the order of these calls. `name`: of what it
+        restores."""
+        self._installs.append((name, install))
 
     # ── for the restore ───────────────────────────────────────────────────────────────────────────────────
 
@@ -150,12 +159,21 @@ class RestorePlan:
         """Reads all tensor bytes, then installs the rest: optimizer state, schedulers, loaders, values, last the RNG.
 
         Raises Mismatch, with nothing changed, when tensors that share memory have different values in the checkpoint.
+        Raises TierdError, with the state half restored, when an object refuses its state.
         """
         self._check_shared_memory(read)
         read(self.destinations.values())
         with torch.no_grad():
-            for install in self._installs:
-                install()
+            for name, install in self._installs:
+                try:
+                    install()
+                except TierdError:
+                    raise
+                except Exception as error:  # of any kind: load_state_dict is the user's code
+                    raise TierdError(
+                        f"restore {name}: its load_state_dict raised {type(error).__qualname__}: {error}",
+                        hint="the state is half restored: do not train with it; build it anew and restore again",
+                    ) from error
 
     def _check_shared_memory(self, read: ReadTensors) -> None:
         shared = list(self._memory.shared())

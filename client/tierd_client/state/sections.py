@@ -7,7 +7,7 @@ what is installed afterwards; it changes nothing. Optimizers have a file of thei
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import msgspec
 import torch
 
+from tierd.errors import Mismatch
 from tierd_client.state import rng
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.restore_plan import RestorePlan
@@ -38,6 +39,8 @@ class SectionTree(msgspec.Struct):
     kind: str
     suffix: str
     value: Json
+    is_part: bool = False
+    """Other ranks hold tensors of this section that this rank lacks, as with pipeline stages."""
 
 
 class Section(Protocol):
@@ -88,18 +91,48 @@ class ModuleSection:
             elif _storage(value) in storages:
                 plan.read_into(name, value)
             else:
-                to_load[raw_name] = torch.empty_like(value)
+                to_load[raw_name] = plan.new_like(value)
                 plan.read_into(name, to_load[raw_name])
         for name in set(saved) - set(names.values()):
             plan.add_difference(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
-        plan.check_all_used(f"{self.prefix}.", suffix)
+        for raw_name in _ignored_entries(self.module, to_load):
+            plan.add_difference(f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it")
         if to_load:
-            plan.on_finish(partial(self.module.load_state_dict, to_load, strict=False))
+            plan.on_finish(self.prefix, partial(self._load, to_load))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        unexpected = self.module.load_state_dict(state, strict=False).unexpected_keys
+        if unexpected:
+            raise Mismatch(
+                f"restore {self.prefix}: load_state_dict ignored {', '.join(unexpected)}",
+                hint="the state is half restored; the module must load every entry that its state_dict returns",
+            )
 
 
 def _is_object(raw_name: str, value: object) -> bool:
     """Whether the entry is not a tensor, or is extra state: only set_extra_state knows how to restore that."""
     return raw_name == "_extra_state" or raw_name.endswith("._extra_state") or not isinstance(value, torch.Tensor)
+
+
+def _ignored_entries(module: torch.nn.Module, entries: Collection[str]) -> list[str]:
+    """Those of the `entries` of its state dict that no parameter, buffer or code of a submodule takes on loading."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    modules = dict(module.named_modules(remove_duplicate=False))
+
+    def has_own_code(owner: torch.nn.Module | None) -> bool:
+        return owner is not None and (
+            type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # pyright: ignore[reportPrivateUsage]
+            or type(owner).load_state_dict is not torch.nn.Module.load_state_dict
+            or bool(owner._load_state_dict_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+        )
+
+    def is_taken(entry: str) -> bool:
+        parents = entry.split(".")[:-1]
+        paths = [".".join(parents[:depth]) for depth in range(len(parents) + 1)]
+        return entry in names or any(has_own_code(modules.get(path)) for path in paths)
+
+    return [name for name in entries if not name.endswith("_extra_state") and not is_taken(name)]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -124,7 +157,7 @@ class StatefulSection:
             return
         if state and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
             logger.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
-        plan.on_finish(lambda: self._load(state))
+        plan.on_finish(self.prefix, lambda: self._load(state))
 
     def _load(self, state: Any) -> None:
         self.owner.load_state_dict(state)
@@ -138,7 +171,7 @@ class StatefulSection:
         load_state_dicts: Any = getattr(self.owner, "load_state_dicts", None)
         if not callable(load_state_dicts):
             return False
-        plan.on_finish(partial(load_state_dicts, [plan.decode(state) for state in saved]))
+        plan.on_finish(self.prefix, partial(load_state_dicts, [plan.decode(state) for state in saved]))
         return True
 
 
@@ -156,7 +189,7 @@ class ValueSection:
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         value = plan.decode(saved, live=_live_tensors(self.holder.get(self.key), self.prefix, suffix))
-        plan.on_finish(partial(self.holder.__setitem__, self.key, value))
+        plan.on_finish(self.prefix, partial(self.holder.__setitem__, self.key, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +210,7 @@ class TensorsSection:
             plan.add_difference(f"{self.prefix}.{key}: not in the checkpoint")
         for key in value.keys() - self.tensors.keys():
             plan.add_difference(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
-        plan.on_finish(partial(self.tensors.update, value))
+        plan.on_finish(self.prefix, partial(self.tensors.update, value))
 
 
 def _live_tensors(value: object, prefix: str, suffix: str) -> dict[str, torch.Tensor]:
@@ -203,7 +236,7 @@ class RngSection:
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
-        plan.on_finish(lambda: rng.restore(state, self.devices()))
+        plan.on_finish("rng", lambda: rng.restore(state, self.devices()))
 
     def plan_seed(self, seed: bytes, plan: RestorePlan) -> None:
-        plan.on_finish(partial(rng.seed_all, seed))
+        plan.on_finish("rng", partial(rng.seed_all, seed))

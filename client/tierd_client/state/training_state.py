@@ -72,8 +72,8 @@ class Captured:
 
 
 def _must_be_equal(tensor: CapturedTensor) -> bool:
-    """Whether all ranks must hold the same values: true for the model's plain parameters."""
-    return tensor.name.startswith("model.") and not tensor.is_buffer and not tensor.is_distributed
+    """Whether all ranks must hold the same values: true for plain parameters of the model, and their moments."""
+    return tensor.name.startswith(("model.", "optimizer.")) and not tensor.is_buffer and not tensor.is_distributed
 
 
 def architecture_hash(captured: Captured) -> str:
@@ -97,7 +97,9 @@ class State(Capturable, Protocol):
 
     @property
     def is_stepped(self) -> bool: ...
-    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan: ...
+    def plan_restore(
+        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+    ) -> RestorePlan: ...
 
 
 def capture_sections(
@@ -179,15 +181,16 @@ class TrainingState:
         sections = self._sections()
         return capture_sections(sections, list(filter(_is_per_rank, sections)), rank, world_size)
 
-    def plan_restore(self, tree: Json, available: Available, rank_local: RankLocal | None = None) -> RestorePlan:
+    def plan_restore(
+        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+    ) -> RestorePlan:
         """How a checkpoint with the state tree `tree` and the tensors `available` is restored into the live objects.
 
         `tree` is this rank's. When another number of ranks saved the checkpoint, it is any rank's and `rank_local` is
-        given. Changes nothing: the caller reads the stored bytes into the plan's `destinations`, then calls `finish`.
-        Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
+        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
         """
         saved = parse_tree(tree)
-        plan = RestorePlan(available, self._accelerator())
+        plan = RestorePlan(available, self._accelerator(), is_dry=is_dry)
         live = self._sections()
         sections = live | self._values_only_in(saved)
         # Modules first: a value that shares their memory then gets a tensor of its own.
@@ -201,6 +204,9 @@ class TrainingState:
                 rank_local.plan(name, section, plan, is_required=name in live)
             else:
                 section.plan(saved[name].value, saved[name].suffix, plan)
+        for name in modules.keys() & saved.keys():
+            if not saved[name].is_part:
+                plan.check_all_used(f"{name}.", saved[name].suffix)
         if not saved.keys() & sections.keys():
             plan.add_difference(
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
