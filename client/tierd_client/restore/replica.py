@@ -14,6 +14,7 @@ from types import TracebackType
 
 import msgspec
 
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, Rank
@@ -72,8 +73,8 @@ class Replica:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        close_all(self.descriptors)
+        self.descriptors.clear()
 
     def files(self) -> list[SourceFile]:
         """Its shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
@@ -216,7 +217,6 @@ def _find(
                 f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors of {len(found.files)}"
             )
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
     return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))
