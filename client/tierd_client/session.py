@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,10 +30,6 @@ log = logging.getLogger("tierd_client")
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
-
-
-class Sender(Protocol):
-    def send(self, message: wire.ToDaemon) -> None: ...
 
 
 class Listener(Protocol):
@@ -107,9 +103,14 @@ class DaemonSession:
                 # The daemon is gone, or hangs with its buffer full: the thread that reads notices and reconnects.
                 self._detach()
 
-    def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.FoundReplica, list[int]]:
-        """(answer, descriptors of the manifest and then of its files; the caller closes them). `find` makes the message
-        for a request number. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
+    def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
+        """Send an event of this process, for the daemon's metrics and incidents."""
+        detail = detail[: wire.TEXT_CHARS_MAX]
+        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
+
+    def find(self, find: wire.Find) -> tuple[wire.FoundReplica, list[int]]:
+        """(answer, descriptors of the manifest and then of its files; the caller closes them). The session numbers the
+        request. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
         number, question = next(self._numbers), _Question()
         with self.lock:
             if self.ended_by is not None:
@@ -117,7 +118,7 @@ class DaemonSession:
             if not self.is_attached:
                 raise self.unreachable("it is not connected")
             self._questions[number] = question
-            self.send(find(number))
+            self.send(msgspec.structs.replace(find, request=number))
         try:
             while True:
                 try:

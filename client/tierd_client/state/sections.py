@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from tierd_client.state import rng
-from tierd_client.state.encoding import Collector, Json
+from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import clean_names, local_part
 
@@ -79,22 +79,24 @@ class ModuleSection:
         storages = {_storage(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         to_load: dict[str, Any] = {}
         for raw_name, value in state.items():
-            name = plan.stored_name(f"{self.prefix}.{names[raw_name]}", suffix)
+            name = f"{self.prefix}.{names[raw_name]}"
+            if name + suffix in plan.available:  # parts of DTensors have no suffix
+                name += suffix
             if _is_object(raw_name, value):
                 if names[raw_name] in saved:
                     to_load[raw_name] = plan.decode(saved[names[raw_name]])
                 else:
-                    plan.add_difference(f"{name}: not in the checkpoint")
+                    plan.differences.append(f"{name}: not in the checkpoint")
             elif _storage(value) in storages:
                 plan.read_into(name, value)
             else:
                 to_load[raw_name] = torch.empty_like(value)
                 plan.read_into(name, to_load[raw_name])
         for name in set(saved) - set(names.values()):
-            plan.add_difference(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
+            plan.differences.append(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
         plan.check_all_used(f"{self.prefix}.", suffix)
         if to_load:
-            plan.on_finish(partial(self.module.load_state_dict, to_load, strict=False))
+            plan.on_finish.append(partial(self.module.load_state_dict, to_load, strict=False))
 
 
 def _is_object(raw_name: str, value: object) -> bool:
@@ -124,7 +126,7 @@ class StatefulSection:
             return
         if state and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
             logger.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
-        plan.on_finish(lambda: self._load(state))
+        plan.on_finish.append(lambda: self._load(state))
 
     def _load(self, state: Any) -> None:
         self.owner.load_state_dict(state)
@@ -138,7 +140,7 @@ class StatefulSection:
         load_state_dicts: Any = getattr(self.owner, "load_state_dicts", None)
         if not callable(load_state_dicts):
             return False
-        plan.on_finish(partial(load_state_dicts, [plan.decode(state) for state in saved]))
+        plan.on_finish.append(partial(load_state_dicts, [plan.decode(state) for state in saved]))
         return True
 
 
@@ -155,8 +157,8 @@ class ValueSection:
         return into.encode(self.holder[self.key], self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        value = plan.decode(saved, live=_live_tensors(self.holder.get(self.key), self.prefix, suffix))
-        plan.on_finish(partial(self.holder.__setitem__, self.key, value))
+        value = plan.decode(saved, live=live_tensors(self.holder.get(self.key), self.prefix, suffix))
+        plan.on_finish.append(partial(self.holder.__setitem__, self.key, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +173,13 @@ class TensorsSection:
         return into.encode(self.tensors, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        live = _live_tensors(self.tensors, self.prefix, suffix)
+        live = live_tensors(self.tensors, self.prefix, suffix)
         value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
         for key in self.tensors.keys() - value.keys():
-            plan.add_difference(f"{self.prefix}.{key}: not in the checkpoint")
+            plan.differences.append(f"{self.prefix}.{key}: not in the checkpoint")
         for key in value.keys() - self.tensors.keys():
-            plan.add_difference(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
-        plan.on_finish(partial(self.tensors.update, value))
-
-
-def _live_tensors(value: object, prefix: str, suffix: str) -> dict[str, torch.Tensor]:
-    """The tensors in `value` by the names under which they would be stored."""
-    collector = Collector()
-    collector.suffix = suffix
-    collector.encode(value, prefix)
-    return collector.live
+            plan.differences.append(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
+        plan.on_finish.append(partial(self.tensors.update, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +197,4 @@ class RngSection:
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
-        plan.on_finish(lambda: rng.restore(state, self.devices()))
-
-    def plan_seed(self, seed: bytes, plan: RestorePlan) -> None:
-        plan.on_finish(partial(rng.seed_all, seed))
+        plan.on_finish.append(lambda: rng.restore(state, self.devices()))
