@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import NoReturn
 
 from tierd.errors import DaemonUnreachable, SlotsBusy
@@ -62,7 +62,8 @@ class Client:
         self._parent: CheckpointRef | None = None
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
-        atexit.register(self._close_at_exit)  # also for a script that ends without close()
+        lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
+        atexit.register(self._close, lost)  # also for a script that ends without close()
 
     @property
     def generation(self) -> int:
@@ -118,16 +119,13 @@ class Client:
         request = RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
-
-        def read(replica: Replica) -> None:
-            replica.read_into_state(state, self._ranks.rank, self._ranks.world_size)
-
+        read = partial(Replica.read_into_state, state=state, rank=self._ranks.rank, world_size=self._ranks.world_size)
         began = self._begin_restore()
         session = self._generation.session
         replica = restore_by_policy(session, self._ranks, policy, request, read, force=force)
         self._parent = None
         found = self._restored(replica, began) if replica is not None else None
-        self._prepare()
+        self._snapshotter.prepare(state)
         return found
 
     def read(self, request: RestoreRequest, read: ReadReplica) -> Found:
@@ -158,13 +156,9 @@ class Client:
         manifest = replica.manifest
         seconds = time.monotonic() - began
         self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
-        self._generation.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
+        self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)
-
-    def _prepare(self) -> None:
-        if self._state is not None:
-            self._snapshotter.prepare(self._state)
 
     # ── snapshot ──
 
@@ -174,13 +168,14 @@ class Client:
         All ranks call it after the same steps. Before the first snapshot it also makes the slots ready.
         """
         with self._step_times.outside_steps(step):
-            self._prepare()
+            if self._state is not None:
+                self._snapshotter.prepare(self._state)
             self._snapshotter.overlap.poll()
             is_requested = self._requests.at(step)
             settings = self._generation.settings
             step_s = self._step_times.report(settings.report_s)
             if step_s is not None:
-                self._generation.send(wire.Stepped(seconds=step_s))
+                self._generation.session.send(wire.Stepped(seconds=step_s))
             return is_requested or (settings.every_steps > 0 and step % settings.every_steps == 0)
 
     def snapshot(
@@ -225,7 +220,7 @@ class Client:
         self._requests.not_taken(error)
         if self._ranks.rank == 0:  # the same on all ranks: counted once
             outcome = "skipped" if isinstance(error, SlotsBusy | DaemonUnreachable) else "failed"
-            self._generation.report(outcome, step, seconds=seconds, detail=str(error))
+            self._generation.session.report(outcome, step, seconds=seconds, detail=str(error))
 
     # ── start and end ──
 
@@ -255,9 +250,7 @@ class Client:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.stop(error)
 
     def halt(self, reason: str) -> NoReturn:
@@ -270,9 +263,6 @@ class Client:
         an error."""
         self._close(wire.Goodbye(state="finished", reason=""))
 
-    def _close_at_exit(self) -> None:
-        self._close(wire.Goodbye(state="lost", reason="the script ended outside of `with client:`"))
-
     def _close(self, outcome: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
         if not self._generation.is_open:
             return
@@ -283,4 +273,4 @@ class Client:
         self._requests.close()
         self._generation.close(outcome)
         self._ranks.close()
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._close)

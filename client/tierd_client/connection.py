@@ -76,5 +76,11 @@ def connect(
         starts_anew=starts_anew(os.environ),
     )
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
-    requests = StopRequests(ranks, generation, signals=meanings, deadline=deadline, stop_file=stop_file)
+    requests = StopRequests(
+        ranks,
+        lambda message: generation.session.send(message),  # of the session at that time
+        signals=meanings,
+        deadline=deadline,
+        stop_file=stop_file,
+    )
     return Client(generation, ranks, requests, os.environ)

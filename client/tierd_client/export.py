@@ -20,16 +20,16 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
+from tierd.errors import BadRequest, NotFound, TierdError
 from tierd.format.shard import Shard
 from tierd_client.frameworks.dcp import KIND as DCP_KIND
 from tierd_client.frameworks.dcp import OBJECT, DcpTree
-from tierd_client.restore.load import ReadPlan, index_tensors, read_headers
+from tierd_client.restore.load import ReadPlan, read_headers
 from tierd_client.restore.resume import open_directory
-from tierd_client.state.optimizers import OptimizersSection, OptimizerTree
+from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.sections import ModuleSection
-from tierd_client.state.training_state import SectionTree
+from tierd_client.state.training_state import SectionTree, parse_tree
 
 CPU = torch.device("cpu")
 
@@ -43,8 +43,8 @@ def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
     """
     with open_directory(str(folder)) as replica:
         files = replica.files()
-        shards = read_headers(files)
-        plan = RestorePlan(index_tensors(shards), CPU)
+        shards, tensors = read_headers(files)
+        plan = RestorePlan(tensors, CPU)
         if prefix:
             names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
             state = {name.removeprefix(prefix): plan.read_new(name, CPU) for name in names}
@@ -58,7 +58,10 @@ def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
 
 
 def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
-    by_rank = [_sections(shard) for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))]
+    by_rank = [
+        parse_tree(shard.tierd.get("state", {}))
+        for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))
+    ]
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for sections in by_rank for name in sections):
         saved = [sections[name] for sections in by_rank if name in sections]
@@ -69,13 +72,6 @@ def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
         values = [_value(name, section, plan) for section in (saved if is_per_rank else saved[:1])]
         _set(state, name.split(".", 1), values if is_per_rank else values[0])
     return state
-
-
-def _sections(shard: Shard) -> dict[str, SectionTree]:
-    try:
-        return msgspec.convert(shard.tierd.get("state", {}), dict[str, SectionTree])
-    except msgspec.ValidationError as error:
-        raise Corrupt(f"read the state tree: {error}") from error
 
 
 def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
@@ -90,8 +86,7 @@ def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
         return tensors | objects
     if section.kind == OptimizersSection.kind:
         trees = msgspec.convert(section.value, list[OptimizerTree])
-        prefixes = [name] if len(trees) == 1 else [f"{name}.{index}" for index in range(len(trees))]
-        optimizers = [_optimizer(prefix, tree, plan) for prefix, tree in zip(prefixes, trees, strict=True)]
+        optimizers = [_optimizer(*named, plan) for named in zip(prefixes_of(name, len(trees)), trees, strict=True)]
         return optimizers[0] if len(optimizers) == 1 else optimizers
     return plan.decode(section.value)
 

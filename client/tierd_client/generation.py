@@ -28,9 +28,10 @@ SILENCE_S = 10.0  # a daemon that acknowledges no snapshot for longer counts as 
 
 
 class Generation:
-    """`join` comes first: it sets `session`, `pool` and `settings`, which are the daemon's config for snapshots with
-    `overrides` in place."""
+    """`join` comes first: it sets the attributes below. `settings`: the daemon's config for snapshots with `overrides`
+    in place."""
 
+    number: int
     session: DaemonSession
     pool: SlotPool
     settings: wire.Welcome
@@ -45,10 +46,6 @@ class Generation:
         self._pid = os.getpid()
         self._is_closed = False
 
-    @property
-    def number(self) -> int:
-        return self.session.welcome.generation
-
     def join(self, *listeners: Listener) -> None:
         """All ranks. `listeners` receive every message of the daemon, in this order, after the slot pool."""
         self._listeners = listeners
@@ -61,7 +58,7 @@ class Generation:
             on_error.callback(session.close)
             pool = SlotPool(session)
             on_error.pop_all()
-        self.session, self.pool = session, pool
+        self.session, self.pool, self.number = session, pool, session.welcome.generation
         self.settings = msgspec.structs.replace(session.welcome, **self._overrides)
         session.start(pool, *listeners)
 
@@ -101,14 +98,6 @@ class Generation:
         if self.pool.silent_s() > SILENCE_S:
             return self.session.unreachable(f"it has not acknowledged a snapshot for more than {SILENCE_S:.0f} s")
         return None
-
-    def send(self, message: wire.ToDaemon) -> None:
-        self.session.send(message)
-
-    def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
-        """Send an event of this process, for the daemon's metrics and incidents."""
-        detail = detail[: wire.TEXT_CHARS_MAX]
-        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
 
     @property
     def is_open(self) -> bool:

@@ -46,22 +46,20 @@ class Ranks:
                 dist.barrier(group=self._groups[1])  # as in __init__
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
+    def _group(self) -> dist.ProcessGroup:
         """The group of the calling thread."""
-        if not self._groups:
-            return None
         return self._groups[0] if threading.get_ident() == self._thread else self._groups[-1]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here, once it has succeeded on every rank. Else all raise as `raise_on_all` does, so that
         no rank waits alone in the next exchange."""
+        if not self._groups:
+            return work()
         result: T | None = None
         error: Exception | None = None
         try:
             result = work()
         except Exception as raised:  # of any kind: the state is the user's, with code of its own
-            if self._group is None:
-                raise
             error = raised
         self.raise_on_all(error)
         return cast("T", result)
@@ -81,7 +79,7 @@ class Ranks:
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """The maximum over the ranks, element by element."""
-        if self._group is None:
+        if not self._groups:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device=CPU)
         with _exchanging():
@@ -109,7 +107,7 @@ class Ranks:
 
     def broadcast(self, content: bytes | None) -> bytes | None:
         """Rank 0's `content`, on every rank. The other ranks pass None."""
-        if self._group is None:
+        if not self._groups:
             return content
         length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64, device=CPU)
         with _exchanging():
@@ -124,7 +122,7 @@ class Ranks:
 
     def gather(self, content: bytes) -> list[bytes]:
         """The `content` of every rank, in rank order."""
-        if self._group is None:
+        if not self._groups:
             return [content]
         longest = self.maximum([len(content)])[0]
         # One shape for all: the length, then the content padded to the longest.

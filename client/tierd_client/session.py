@@ -6,15 +6,13 @@ the session's lock held. `find` waits for an answer, and the wait is bounded.
 
 from __future__ import annotations
 
-import array
 import itertools
 import logging
-import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from tierd.backoff import backoff_s
+from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Stale, TierdError, from_kind
 from tierd.format import wire
 
@@ -31,10 +30,6 @@ log = logging.getLogger("tierd_client")
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
-
-
-class Sender(Protocol):
-    def send(self, message: wire.ToDaemon) -> None: ...
 
 
 class Listener(Protocol):
@@ -103,14 +98,19 @@ class DaemonSession:
             if not self.is_attached:
                 return
             try:
-                _send(self._socket, message, descriptors)
+                send_packet(self._socket, wire.encode(message), descriptors)
             except OSError:
                 # The daemon is gone, or hangs with its buffer full: the thread that reads notices and reconnects.
                 self._detach()
 
-    def find(self, find: Callable[[int], wire.Find]) -> tuple[wire.FoundReplica, list[int]]:
-        """(answer, descriptors of the manifest and then of its files; the caller closes them). `find` makes the message
-        for a request number. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
+    def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
+        """Send an event of this process, for the daemon's metrics and incidents."""
+        detail = detail[: wire.TEXT_CHARS_MAX]
+        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
+
+    def find(self, find: wire.Find) -> tuple[wire.FoundReplica, list[int]]:
+        """(answer, descriptors of the manifest and then of its files; the caller closes them). The session numbers the
+        request. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
         number, question = next(self._numbers), _Question()
         with self.lock:
             if self.ended_by is not None:
@@ -118,7 +118,7 @@ class DaemonSession:
             if not self.is_attached:
                 raise self.unreachable("it is not connected")
             self._questions[number] = question
-            self.send(find(number))
+            self.send(msgspec.structs.replace(find, request=number))
         try:
             while True:
                 try:
@@ -167,24 +167,24 @@ class DaemonSession:
         """Reads messages until the connection ends."""
         while self.ended_by is None:
             try:
-                raw, descriptors, is_whole = _receive(self._socket)
+                raw, descriptors, is_whole = receive_packet(self._socket)
             except ConnectionResetError:
                 continue  # reported once when the daemon died before it read all; its last messages can still be read
             except OSError:
                 return
             if not raw or not is_whole:
-                _close_all(descriptors)
+                close_all(descriptors)
                 return
             try:
                 message = wire.decode_to_client(raw)
             except BadRequest as error:
-                _close_all(descriptors)
+                close_all(descriptors)
                 log.error("tierd: %s", error)
                 continue
             if isinstance(message, wire.FoundReplica | wire.Progress | wire.Refused) and message.request:
                 self._answer(message, descriptors)
             else:
-                _close_all(descriptors)
+                close_all(descriptors)
                 self._check_fenced(message)
                 for listener in listeners:
                     listener.on_message(message)
@@ -193,7 +193,7 @@ class DaemonSession:
         with self.lock:
             question = self._questions.get(message.request)
             if question is None or question.answer.done():
-                _close_all(descriptors)  # `find` has given up
+                close_all(descriptors)  # `find` has given up
                 return
             question.heard_s = time.monotonic()
             if isinstance(message, wire.Refused):
@@ -243,7 +243,7 @@ class DaemonSession:
                 if not isinstance(error, DaemonUnreachable):
                     log.error("tierd: reconnect: %s", error)
                 continue
-            _close_all(descriptors)  # our own slots are mapped already
+            close_all(descriptors)  # our own slots are mapped already
             with self.lock:
                 if self._closed.is_set():
                     sock.close()
@@ -285,9 +285,9 @@ def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socke
         try:
             sock.settimeout(timeout_s)
             sock.connect(path)
-            _send(sock, hello, ())
-            raw, descriptors, is_whole = _receive(sock)
-            on_error.callback(_close_all, descriptors)
+            send_packet(sock, wire.encode(hello))
+            raw, descriptors, is_whole = receive_packet(sock)
+            on_error.callback(close_all, descriptors)
             if not raw:
                 raise ConnectionResetError("it closed the connection")
             sock.settimeout(None)
@@ -309,28 +309,3 @@ def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socke
             )
         on_error.pop_all()
     return sock, message, descriptors
-
-
-# socket.send_fds and recv_fds drop the flags that they are given (seen in CPython 3.11): a send would block, and a
-# received descriptor would be inherited by every program that the training starts.
-
-
-def _send(sock: socket.socket, message: wire.ToDaemon, descriptors: Sequence[int]) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    sock.sendmsg([wire.encode(message)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-
-
-def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
-    """A packet, its descriptors, and whether both are complete. (b"", [], True): the peer has closed the connection."""
-    ancillary_bytes = socket.CMSG_LEN(wire.DESCRIPTORS_MAX * array.array("i").itemsize)
-    raw, ancillary, flags, _ = sock.recvmsg(wire.MESSAGE_BYTES_MAX, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return raw, list(descriptors), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -25,8 +25,7 @@ def peer() -> Iterator[Peer]:
         yield peer
 
 
-def find(number: int) -> wire.Find:
-    return wire.Find(request=number, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+find = wire.Find(request=0, step=None, generation=None, milestone=None, tier="auto", exclude=[])
 
 
 def descriptors() -> int:

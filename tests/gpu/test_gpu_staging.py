@@ -47,7 +47,7 @@ def test_what_is_copied_later_holds_back_the_step_and_not_the_host(slot: Slot) -
         with torch.no_grad():
             model.weight.fill_(value)
         captured = state.capture(0, 1)
-        staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+        staging = stager.begin(captured, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
         staging.start()
         staging.release()
         with torch.no_grad():  # as the step would, behind the copy
@@ -75,7 +75,7 @@ def test_while_forward_backward_and_step_run_the_bytes_stay_those_of_the_snapsho
             later = deferrable(captured, training.state.optimizers)
             assert any(name.startswith("model.") for name in later)
             assert any(name.endswith(".exp_avg") for name in later)
-            staging = stager.begin(captured, None, slot, metadata(captured.tree), later)
+            staging = stager.begin(captured, slot, metadata(captured.tree), later)
             guard = Guard(staging.release)
             try:
                 staging.start()
@@ -91,7 +91,7 @@ def test_strided_tensors_are_gathered_on_the_gpu(slot: Slot) -> None:
     convolution = torch.nn.Conv2d(64, 64, 3).to(DEVICE, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     state, stager = TrainingState(model=convolution, optimizer=torch.optim.SGD(convolution.parameters())), Stager()
     captured = state.capture(0, 1)
-    staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+    staging = stager.begin(captured, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
     staging.start()
     staging.finish()
     assert torch.equal(load(bytes(slot.view[: staging.size_bytes]))["model.weight"], convolution.weight.cpu())
@@ -106,7 +106,7 @@ def test_a_model_on_two_gpus_is_one_shard(slot: Slot) -> None:
         expected = training.now()
         captured = training.state.capture(0, 1)
         later = deferrable(captured, training.state.optimizers)
-        staging = stager.begin(captured, None, slot, metadata(captured.tree), later)
+        staging = stager.begin(captured, slot, metadata(captured.tree), later)
         guard = Guard(staging.release)
         try:
             staging.start()

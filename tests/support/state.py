@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
@@ -65,20 +65,20 @@ def commit(root: Path, raws: list[bytes], *, run: str = "run", step: int = 5, ch
 def stage(state: Capturable, *, rank: int = 0, world_size: int = 1, owned: set[str] | None = None) -> bytes:
     """The shard that one rank writes."""
     captured = state.capture(rank, world_size)
+    if owned is not None:
+        captured = Captured([tensor for tensor in captured.tensors if tensor.key in owned], captured.tree)
     tierd = metadata(captured.tree, rank=rank, world_size=world_size)
     stager = Stager()
-    slot = Slot.create(stager.plan(captured, owned, tierd).size_bytes)
+    slot = Slot.create(stager.plan(captured, tierd).size_bytes)
     try:
-        return stage_into(slot, stager, captured, tierd, owned)
+        return stage_into(slot, stager, captured, tierd)
     finally:
         slot.close()
 
 
-def stage_into(
-    slot: Slot, stager: Stager, captured: Captured, metadata: dict[str, Any], owned: set[str] | None = None
-) -> bytes:
+def stage_into(slot: Slot, stager: Stager, captured: Captured, metadata: dict[str, Any]) -> bytes:
     """Copy all of it during the call. The bytes of the shard."""
-    staging = stager.begin(captured, owned, slot, metadata, {})
+    staging = stager.begin(captured, slot, metadata, {})
     staging.finish()
     return bytes(slot.view[: staging.size_bytes])
 
@@ -125,9 +125,9 @@ class Files:
 
 
 def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
-    shards = read_headers(files)
+    shards, tensors = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
-    plan = state.plan_restore(tree, index_tensors(shards))
+    plan = state.plan_restore(tree, tensors)
     plan.run(lambda tensors: ReadPlan(files, tensors).run())
 
 
@@ -232,5 +232,4 @@ def names(state: TrainingState) -> set[str]:
 
 def plan(state: TrainingState, source: SourceFile) -> None:
     """Plans the restore of the shard into the state, without reading it."""
-    shard = source.shard()
-    state.plan_restore(shard.tierd["state"], index_tensors({source.name: shard}))
+    state.plan_restore(source.shard().tierd["state"], read_headers([source])[1])

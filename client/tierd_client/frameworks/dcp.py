@@ -49,7 +49,7 @@ from torch.futures import Future
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, Unsupported
 from tierd.format.ids import CheckpointId
 from tierd_client.client import Client, Found
-from tierd_client.restore.load import index_tensors, read_headers
+from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.encoding import Collector, Json
@@ -216,8 +216,8 @@ class Contents:
 
 def contents_of(replica: Replica) -> Contents:
     """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
-    shards = read_headers(replica.files())
-    contents = Contents(replica.manifest.id, index_tensors(shards))
+    shards, tensors = read_headers(replica.files())
+    contents = Contents(replica.manifest.id, tensors)
     for name, shard in shards.items():
         section = shard.tierd.get("state", {}).get(KIND)
         if section is None:
@@ -225,7 +225,7 @@ def contents_of(replica: Replica) -> Contents:
         try:
             tree = msgspec.convert(section["value"], DcpTree)
         except (msgspec.ValidationError, TypeError, KeyError) as error:
-            raise Corrupt(f"read the state tree of {name}: {error}") from error
+            raise Corrupt(f"read the state tree of {contents.id}/{name} in {replica.tier}: {error}") from error
         contents.objects.update(tree.objects)
         contents.paths.update({name: tuple(path) for name, path in tree.paths.items()})
     return contents
@@ -312,7 +312,8 @@ class TierdReader(StorageReader):
 def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPlanner) -> None:
     """Executes DCP's plan: reads regions of tensors into the planner's tensors, and objects into its state dict."""
     files = replica.files()
-    restore = RestorePlan(index_tensors(read_headers(files)), _accelerator())
+    _, tensors = read_headers(files)
+    restore = RestorePlan(tensors, _accelerator())
     for number, item in enumerate(plan.items):
         if item.type == LoadItemType.BYTE_IO:
             value = restore.decode(contents.objects[item.storage_index.fqn])

@@ -49,28 +49,23 @@ class SourceFile:
         self._mapping = map_to_read(fd, entry.size_bytes) if is_sealed(fd) and entry.size_bytes else None
         self._verified: set[int] = set()  # chunks of the mapping, whose bytes cannot change
         self._shard: Shard | None = None
-        self._lock = threading.Lock()
 
     def shard(self) -> Shard:
         """The parsed header, from verified bytes. Raises Corrupt when it or its chunk is damaged, or NewerFormat."""
-        with self._lock:
-            if self._shard is None:
-                self._shard = self._read_shard()
-            return self._shard
-
-    def _read_shard(self) -> Shard:
-        header = bytearray()
-        header_bytes = 0
-        scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-        for index in range(len(self.entry.chunks)):
-            for offset, block in self.read_chunk(index, scratch):
-                content = block.numpy().data
-                if offset == 0:
-                    header_bytes = header_length(bytes(content[:8]), self.entry.size_bytes, where=self.name)
-                header += content[: max(0, header_bytes - offset)]
-            if len(header) == header_bytes:
-                break
-        return parse_header(memoryview(header), self.entry.size_bytes, where=self.name)
+        if self._shard is None:
+            header = bytearray()
+            header_bytes = 0
+            scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+            for index in range(len(self.entry.chunks)):
+                for offset, block in self.read_chunk(index, scratch):
+                    content = block.numpy().data
+                    if offset == 0:
+                        header_bytes = header_length(bytes(content[:8]), self.entry.size_bytes, where=self.name)
+                    header += content[: max(0, header_bytes - offset)]
+                if len(header) == header_bytes:
+                    break
+            self._shard = parse_header(memoryview(header), self.entry.size_bytes, where=self.name)
+        return self._shard
 
     def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (offset in the file, block of bytes as flat uint8). A block is valid until the next one.
@@ -110,20 +105,16 @@ class SourceFile:
         return block
 
 
-def read_headers(files: Sequence[SourceFile]) -> dict[str, Shard]:
-    """Each file's parsed header by the file's name, from verified bytes. Raises Corrupt or NewerFormat."""
+def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:
+    """(the parsed header of each file by the file's name in the manifest, the tensors of all files by name). The latter
+    are the `available` of `State.plan_restore`. From verified bytes. Raises Corrupt or NewerFormat."""
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="tierd-restore") as pool:
         shards = list(pool.map(SourceFile.shard, files))
-    return {file.name: shard for file, shard in zip(files, shards, strict=True)}
-
-
-def index_tensors(shards: Mapping[str, Shard]) -> dict[str, list[TensorEntry]]:
-    """The tensors of all shards by name: the `available` of `State.plan_restore`."""
-    tensors: dict[str, list[TensorEntry]] = {}
-    for shard in shards.values():
+    tensors: dict[str, list[TensorEntry]] = defaultdict(list)
+    for shard in shards:
         for name, entry in shard.tensors.items():
-            tensors.setdefault(name, []).append(entry)
-    return tensors
+            tensors[name].append(entry)
+    return {file.entry.name: shard for file, shard in zip(files, shards, strict=True)}, dict(tensors)
 
 
 class ReadPlan:
@@ -270,7 +261,7 @@ def _sink(entry: TensorEntry, requested: CapturedTensor) -> _Sink | None:
     if (requested.saved_offsets, requested.shape) == (entry.saved_offsets, entry.shape) and has_plain_bytes(
         requested.tensor
     ):
-        return _Sink(entry.offset, entry.offset + requested.size_bytes, requested.tensor)
+        return _Sink(entry.offset, entry.offset + requested.tensor.nbytes, requested.tensor)
     shared = overlap(requested.saved_offsets, requested.shape, entry.saved_offsets, entry.shape)
     if shared is None:
         return None

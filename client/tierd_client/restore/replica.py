@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 
 import msgspec
 
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
 from tierd_client.ranks import Ranks
-from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
@@ -32,7 +33,7 @@ log = logging.getLogger("tierd_client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """Which checkpoint to restore. By default the newest one, from the nearest tier."""
+    """Which checkpoint to restore, in the fields of wire.Find. By default the newest one, from the nearest tier."""
 
     step: int | None = None
     generation: int | None = None
@@ -52,7 +53,7 @@ class RestoreRequest:
 
 
 @dataclass(slots=True)
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """Closes its files at the end of its `with` block.
 
     `session` is set when the daemon has fetched only the headers from a cold tier: `read` then requests the chunks that
@@ -66,14 +67,9 @@ class Replica:
     excluded: Sequence[str] = ()
     fetch_failed: bool = False
 
-    def __enter__(self) -> Replica:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+    def __exit__(self, *_: object) -> None:
+        close_all(self.descriptors)
+        self.descriptors.clear()
 
     def files(self) -> list[SourceFile]:
         """Its shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
@@ -88,15 +84,14 @@ class Replica:
         Raises Corrupt, or the daemon's error when it cannot fetch those chunks.
         """
         reads = ReadPlan(files, requested)
-        self._fetch(reads.chunks)
+        if self.session is not None and any(reads.chunks):
+            self._fetch(self.session, reads.chunks)
         reads.run()
 
-    def _fetch(self, chunks: Sequence[Sequence[int]]) -> None:
-        if self.session is None or not any(chunks):
-            return
+    def _fetch(self, session: DaemonSession, chunks: Sequence[Sequence[int]]) -> None:
         try:
             request = RestoreRequest.exactly(self.manifest.id, self.tier)
-            fetched = _find(self.session, request, self.excluded, chunks)
+            fetched = _find(session, request, self.excluded, chunks)
         except TierdError as error:
             self.fetch_failed = True
             log.error("tierd: %s", error.message)
@@ -110,15 +105,13 @@ class Replica:
     def read_into_state(self, state: State, rank: int, world_size: int) -> None:
         """Restores `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
         files = self.files()
-        shards = read_headers(files)
-        available = index_tensors(shards)
-        by_name = {file.entry.name: shards[file.name] for file in files}
+        shards, available = read_headers(files)
         saved_world_size = self.manifest.world_size
         rank_local = None
         if saved_world_size == world_size:
-            tree = self._tree(by_name, rank)
+            tree = self._tree(shards, rank)
         else:
-            rank_trees = [self._tree(by_name, saved_rank) for saved_rank in range(saved_world_size)]
+            rank_trees = [self._tree(shards, saved_rank) for saved_rank in range(saved_world_size)]
             rank_local = RankLocal(list(map(parse_tree, rank_trees)), rank, available, partial(self.read, files))
             tree = rank_trees[0]
             if rank == 0:
@@ -153,7 +146,8 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
     excluded: list[str] = []
     while True:
         replica = ranks.run_on_all(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
-        chosen, tier = _share_choice(ranks, replica)
+        choice = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else None
+        chosen, tier = msgspec.json.decode(ranks.broadcast(choice) or b"", type=tuple[CheckpointId, str])
         skip_error: TierdError | None = None
         final_error: Exception | None = None
         try:
@@ -163,7 +157,8 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
         except Corrupt as error:
             skip_error = error
             if replica is not None and not replica.fetch_failed:
-                _report_corrupt(session, replica, error)
+                log.error("tierd: %s; trying the next replica", error.message)
+                session.report("corrupt", replica.manifest.step, tier=replica.tier, detail=error.message)
         except (NotFound, TierUnreachable) as error:
             skip_error = error  # this rank cannot read the replica that rank 0 has opened
         except Exception as error:  # of any kind: the state's own load_state_dict was called
@@ -175,37 +170,18 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
         excluded.append(f"{chosen.name}@{tier}")
 
 
-def _share_choice(ranks: Ranks, replica: Replica | None) -> tuple[CheckpointId, str]:
-    """The checkpoint and the tier that rank 0 has chosen, on all ranks."""
-    raw = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else None
-    return msgspec.json.decode(ranks.broadcast(raw) or b"", type=tuple[CheckpointId, str])
-
-
-def _report_corrupt(session: DaemonSession, replica: Replica, error: Corrupt) -> None:
-    log.error("tierd: %s; trying the next replica", error.message)
-    step, detail = replica.manifest.step, error.message[: wire.TEXT_CHARS_MAX]
-    session.send(wire.Report(outcome="corrupt", step=step, tier=replica.tier, seconds=0.0, detail=detail))
-
-
 def _find(
     session: DaemonSession, request: RestoreRequest, excluded: Sequence[str], chunks: Sequence[Sequence[int]] = ()
 ) -> Replica:
     """Asks the daemon for a replica. `excluded`: bad replicas, as "<checkpoint name>@<tier>". `chunks`: for each file
     the indexes of the chunks that are needed besides the headers; from a cold tier only these are fetched."""
     packed = [wire.pack_indexes(indexes) for indexes in chunks]
-
-    def message(number: int) -> wire.Find:
-        return wire.Find(
-            request=number,
-            step=request.step,
-            generation=request.generation,
-            milestone=request.milestone,
-            tier=request.tier,
-            exclude=list(excluded),
-            allow_unhealthy=request.allow_unhealthy,
-            chunks=packed if sum(map(len, packed)) <= wire.CHUNKS_BYTES_MAX else None,
-        )
-
+    message = wire.Find(
+        request=0,
+        exclude=list(excluded),
+        chunks=packed if sum(map(len, packed)) <= wire.CHUNKS_BYTES_MAX else None,
+        **asdict(request),
+    )
     answer, descriptors = session.find(message)
     try:
         with open(descriptors.pop(0), "rb") as file:
@@ -215,7 +191,6 @@ def _find(
                 f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors of {len(found.files)}"
             )
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
     return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))

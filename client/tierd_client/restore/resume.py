@@ -6,13 +6,13 @@ run, "scratch" only then or by force, "require" never. Rank 0's choice applies t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
 
 import msgspec
 
+from tierd.descriptors import open_all
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy
 from tierd.format import layout, manifest
 from tierd_client.ranks import Ranks
@@ -149,20 +149,18 @@ def open_directory(path: str) -> Replica:
     Raises NotFound when it has no manifest, Corrupt when the manifest or a file cannot be read.
     """
     found = manifest.decode(_read_manifest(path), where=f"in {path}")
-    with contextlib.ExitStack() as opened:
-        descriptors: list[int] = []
-        for entry in found.files:
-            try:
-                # O_NONBLOCK: opening a pipe must not hang. Its size then differs from the manifest's.
-                descriptors.append(os.open(f"{path}/{entry.name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-            except OSError as error:
-                raise Corrupt(
-                    f"open {entry.name} in {path}: {error.strerror}, and the manifest names it",
-                    hint="copy the checkpoint there again",
-                ) from error
-            opened.callback(os.close, descriptors[-1])
-        opened.pop_all()
-    return Replica(path, found, descriptors)
+
+    def open_file(entry: manifest.FileEntry) -> int:
+        try:
+            # O_NONBLOCK: opening a pipe must not hang. Its size then differs from the manifest's.
+            return os.open(f"{path}/{entry.name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise Corrupt(
+                f"open {entry.name} in {path}: {error.strerror}, and the manifest names it",
+                hint="copy the checkpoint there again",
+            ) from error
+
+    return Replica(path, found, open_all(map(open_file, found.files)))
 
 
 def _read_manifest(path: str) -> bytes:

@@ -73,7 +73,10 @@ def _sort(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> tuple[It
     for destination, source in zip(to, from_, strict=True):
         length = source.nbytes
         if length >= LARGE_BYTES and has_plain_bytes(source):
-            jobs += _cut(destination.data_ptr(), source.data_ptr(), length)
+            to_address, from_address = destination.data_ptr(), source.data_ptr()
+            for offset in range(0, length, PIECE_BYTES):
+                size = min(PIECE_BYTES, length - offset)
+                jobs.append(partial(ctypes.memmove, to_address + offset, from_address + offset, size))
             continue
         pairs = small if length < LARGE_BYTES else strided
         pairs[0].append(destination)
@@ -82,11 +85,6 @@ def _sort(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> tuple[It
         end = begin + TENSORS_A_CALL
         jobs.append(partial(copy_each, small[0][begin:end], small[1][begin:end]))
     return iter(jobs), strided  # a list's iterator gives each job to one thread only
-
-
-def _cut(to: int, from_: int, length: int) -> Iterator[Job]:
-    for offset in range(0, length, PIECE_BYTES):
-        yield partial(ctypes.memmove, to + offset, from_ + offset, min(PIECE_BYTES, length - offset))
 
 
 def _take(jobs: Iterator[Job]) -> None:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tierd.errors import TierdError, Transient
 
 ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that sent it: ask again
-
-
-class ShotOwner(Protocol):
-    """What took the snapshot. `ask` has the daemon report which tiers hold it, or raises why waiting is pointless."""
-
-    def before_wait(self, shot: Shot) -> None: ...
-    def ask(self, shot: Shot) -> None: ...
-    def why_waiting(self) -> TierdError | None: ...
 
 
 @dataclass(eq=False)
@@ -30,7 +22,10 @@ class Shot:
     generation: int
     stall_s: float = 0.0
     guard_wait_s: float = 0.0
-    _owner: ShotOwner | None = field(default=None, repr=False)
+    _before_wait: Callable[[Shot], object] = field(default=lambda shot: None, repr=False)
+    _ask: Callable[[Shot], object] = field(default=lambda shot: None, repr=False)
+    """Has the daemon report which tiers hold the checkpoint. Raises why waiting is pointless."""
+    _why_waiting: Callable[[], TierdError | None] = field(default=lambda: None, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
     _tiers: set[str] = field(default_factory=set, repr=False)
     _retried_error: TierdError | None = field(default=None, repr=False)
@@ -54,8 +49,7 @@ class Shot:
 
     def _wait(self, tier: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        if self._owner is not None:
-            self._owner.before_wait(self)
+        self._before_wait(self)
         while True:
             with self._changed:
                 if tier in self._tiers:
@@ -64,10 +58,8 @@ class Shot:
                     raise self._final_error
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                reason = self._owner.why_waiting() if self._owner is not None else None
-                raise reason or self._retried_error or self._late(tier, timeout_s)
-            if self._owner is not None:
-                self._owner.ask(self)  # at once: the daemon lifts its write limit while a trainer waits
+                raise self._why_waiting() or self._retried_error or self._late(tier, timeout_s)
+            self._ask(self)  # at once: the daemon lifts its write limit while a trainer waits
             with self._changed:
                 self._changed.wait_for(
                     lambda: tier in self._tiers or self._final_error is not None, min(ASK_INTERVAL_S, left_s)
@@ -79,16 +71,16 @@ class Shot:
             hint="`tierd status` shows what is queued, and what went wrong",
         )
 
-    # ── called by the owner ──
+    # ── called by the snapshotter ──
 
     def reached(self, tier: str) -> None:
-        """Called by the client: the checkpoint is committed in `tier`."""
+        """The checkpoint is committed in `tier`."""
         with self._changed:
             self._tiers.add(tier)
             self._changed.notify_all()
 
     def failed(self, error: TierdError, *, is_final: bool) -> None:
-        """Called by the client. A final error ends all waits; another one is only what a timeout then raises."""
+        """A final error ends all waits; another one is only what a timeout then raises."""
         with self._changed:
             if is_final:
                 self._final_error = error

@@ -22,6 +22,7 @@ from tierd_client.snapshot.guards import Guard, deferrable, is_guarded
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.staging import Staging
 from tierd_client.state.training_state import Captured
+from tierd_client.step_times import StepTimes
 
 log = logging.getLogger("tierd_client")
 
@@ -36,8 +37,9 @@ class _Copy:
 
 
 class Overlap:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, step_times: StepTimes) -> None:
         self._generation = generation
+        self._step_times = step_times
         self._copy: _Copy | None = None
         self._thread = 0
         self._lock = threading.RLock()  # backward may step optimizers on threads of its own
@@ -67,6 +69,7 @@ class Overlap:
         if staging.is_deferred:
             self._guard = self._guard or Guard(self._before_step)
             staging.start()
+            self._step_times.skip_step()  # the next step shares the machine with the copy
         else:
             self.finish()
 
@@ -82,8 +85,9 @@ class Overlap:
             if self._copy is not None:
                 self._seal(self._copy)
 
-    def finish_on_training_thread(self, shot: Shot) -> None:
+    def before_wait(self, shot: Shot) -> None:
         """`finish` this shot if called on the thread that took it: version counters can be compared only there."""
+        self._step_times.skip_step()
         copy = self._copy
         if copy is not None and copy.shot is shot and threading.get_ident() == self._thread:
             self.finish()

@@ -106,8 +106,7 @@ class SlotPool:
         pooled = self._slots[index]
         if pooled.reported_refusal != pooled.slot.refusal:
             pooled.reported_refusal = pooled.slot.refusal
-            detail = pooled.slot.refusal[: wire.TEXT_CHARS_MAX]
-            self._session.send(wire.Report(outcome="unpinned", step=step, tier="", seconds=0.0, detail=detail))
+            self._session.report("unpinned", step, detail=pooled.slot.refusal)
 
     def seal(self, sealed: wire.Sealed) -> None:
         """The slot holds the whole snapshot: send it to the daemon, now or when the daemon is back."""
@@ -140,12 +139,7 @@ class SlotPool:
         """How long the daemon has not acknowledged a snapshot that was sent to it; 0 when it has answered all."""
         now_s = time.monotonic()
         with self._session.lock:
-            waiting = [
-                pooled
-                for pooled in self._slots.values()
-                if pooled.state in (PooledSlotState.SENT, PooledSlotState.RESENT)
-            ]
-            return max((now_s - pooled.sent_s for pooled in waiting), default=0.0)
+            return max((now_s - pooled.sent_s for pooled in self._unanswered()), default=0.0)
 
     def wait_safe(self, timeout_s: float) -> bool:
         """Wait until every sealed snapshot is durable, or accepted by a daemon that is still running."""
@@ -177,10 +171,8 @@ class SlotPool:
             self._offer(index)
             if pooled.state is PooledSlotState.INHERITED and not has_keeper:
                 pooled.on(PooledSlotEvent.KEEPER_GONE)
-        sent = [
-            pooled for pooled in self._slots.values() if pooled.state in (PooledSlotState.SENT, PooledSlotState.RESENT)
-        ]
-        for sealed in sorted((pooled.sealed for pooled in sent if pooled.sealed), key=lambda sealed: sealed.step):
+        unanswered = (pooled.sealed for pooled in self._unanswered() if pooled.sealed)
+        for sealed in sorted(unanswered, key=lambda sealed: sealed.step):
             self._session.send(msgspec.structs.replace(sealed, resent=True))
             self._slots[sealed.slot].sent_s = time.monotonic()
         for lost in self._lost:
@@ -231,6 +223,11 @@ class SlotPool:
         self._session.send(sealed)
         pooled.sent_s = time.monotonic()
         pooled.on(PooledSlotEvent.SEND)
+
+    def _unanswered(self) -> list[_PooledSlot]:
+        """Those with a snapshot that was sent and not acknowledged."""
+        sent = (PooledSlotState.SENT, PooledSlotState.RESENT)
+        return [pooled for pooled in self._slots.values() if pooled.state in sent]
 
     def _are_safe(self) -> bool:
         unsafe = {PooledSlotState.SEALED, PooledSlotState.SENT}

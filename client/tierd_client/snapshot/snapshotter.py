@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,6 +27,7 @@ from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
+from tierd_client.state.completeness import check_restorable
 from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
@@ -41,17 +42,18 @@ class Snapshotter:
     """Also keeps the handles of its snapshots, and passes the daemon's messages to them as a Listener."""
 
     def __init__(self, generation: Generation, ranks: Ranks, step_times: StepTimes) -> None:
-        self.overlap = Overlap(generation)
+        self.overlap = Overlap(generation, step_times)
         self._generation = generation
         self._ranks = ranks
-        self._step_times = step_times
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._prepared: int | None = None  # the generation whose slots were made
-        self._owned: set[str] | None = None
+        self._owned: set[str] = set()
         self._owned_sizes: list[tuple[str, int]] | None = None
+        self._has_stages = False
         self._comparison = ReplicaComparison([[]], 0)
+        self._checked_tensors = -1
 
     @property
     def last_step(self) -> int | None:
@@ -70,8 +72,7 @@ class Snapshotter:
         self._prepared = number
         try:
             captured = self._ranks.run_on_all(lambda: state.capture(self._ranks.rank, self._ranks.world_size))
-            self._divide(captured)
-            self._make_slots(captured)
+            self._make_slots(self._own_part(captured))
         except TierdError as error:
             log.warning("tierd: make the slots ready: %s", error)
 
@@ -89,17 +90,19 @@ class Snapshotter:
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time, Unsupported for state with no safe form.
         """
         began = time.perf_counter()
-        shot = Shot(step, self._generation.number, _owner=self)
+        shot = Shot(
+            step,
+            self._generation.number,
+            _before_wait=self.overlap.before_wait,
+            _ask=self._ask,
+            _why_waiting=self._generation.why_waiting,
+        )
         self._shots[step, shot.generation] = shot
 
-        def capture() -> tuple[Captured, dict[str, float | str]]:
-            self._check(step, milestone)
-            return state.capture(self._ranks.rank, self._ranks.world_size), plain_metrics(metrics)
-
-        captured, plain = self._ranks.run_on_all(capture)
-        self._divide(captured)
-        index = self._ranks.run_on_all(lambda: self._take_slot(captured, step))
-        staging = self._ranks.run_on_all(lambda: self._stage(index, captured, step, state))
+        captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
+        own = self._own_part(captured)
+        index = self._ranks.run_on_all(lambda: self._take_slot(own, step))
+        staging = self._ranks.run_on_all(lambda: self._stage(index, own, step, state))
         self._last = shot.generation, step
         sealed = wire.Sealed(
             slot=index,
@@ -118,14 +121,16 @@ class Snapshotter:
         self.overlap.begin(shot, staging, sealed)
         if staging.is_deferred:
             shot.stall_s = time.perf_counter() - began
-            self._step_times.skip_step()  # the next step shares the machine with the copy
         return shot
 
     def clean_up(self) -> None:
         """After `take` was interrupted, or has raised."""
         self._generation.pool.reclaim(keep=self.overlap.slot)
 
-    def _check(self, step: int, milestone: str | None) -> None:
+    def _capture(
+        self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None
+    ) -> tuple[Captured, dict[str, float | str]]:
+        """The state and the metrics, after a check that this step can be taken."""
         self._generation.check_open()
         self.overlap.finish()
         self._generation.pool.reclaim()  # an interrupt may have come before `clean_up`
@@ -137,11 +142,16 @@ class Snapshotter:
             )
         if milestone is not None:
             layout.milestone_key(checkpoint, milestone)
+        captured = state.capture(self._ranks.rank, self._ranks.world_size)
+        if len(captured.tensors) != self._checked_tensors:  # the first snapshot, or tensors were added
+            check_restorable(state, captured)
+            self._checked_tensors = len(captured.tensors)
+        return captured, plain_metrics(metrics)
 
-    def _divide(self, captured: Captured) -> None:
-        """Decide which rank writes a tensor that several ranks have. Only when the tensors of some rank changed."""
+    def _own_part(self, captured: Captured) -> Captured:
+        """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
         if self._ranks.world_size == 1:
-            return
+            return captured
         sizes = captured.sizes()
         has_changed = sizes != self._owned_sizes
         samples = self._comparison.samples(None if has_changed else captured.tensors)
@@ -151,9 +161,14 @@ class Snapshotter:
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
             self._owned = assign_owners(by_rank)[self._ranks.rank]
             self._owned_sizes = sizes
+            self._has_stages = len({_model_names(tensors) for tensors in by_rank}) > 1
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
             self._comparison.check(maxima)
+        if self._has_stages:
+            captured.tree["model"]["is_part"] = True
+        owned = self._owned
+        return Captured([tensor for tensor in captured.tensors if tensor.key in owned], captured.tree)
 
     def _take_slot(self, captured: Captured, step: int) -> int:
         self._make_slots(captured)
@@ -170,7 +185,7 @@ class Snapshotter:
     def _make_slots(self, captured: Captured) -> None:
         pool, count = self._generation.pool, self._generation.settings.slots_per_rank
         if len(pool) < count:
-            plan = self._stager.plan(captured, self._owned, {"format_version": FORMAT_VERSION, "state": captured.tree})
+            plan = self._stager.plan(captured, {"format_version": FORMAT_VERSION, "state": captured.tree})
             pool.make(count, plan.size_bytes)
 
     def _stage(self, index: int, captured: Captured, step: int, state: Capturable) -> Staging:
@@ -188,7 +203,7 @@ class Snapshotter:
         if generation.settings.staging == "overlap" and isinstance(state, TrainingState):  # no other has optimizers
             deferrable = self.overlap.deferrable(captured, state.optimizers)
         try:
-            staging = self._stager.begin(captured, self._owned, generation.pool.slot(index), metadata, deferrable)
+            staging = self._stager.begin(captured, generation.pool.slot(index), metadata, deferrable)
             if not staging.is_deferred:
                 staging.finish()
         except RuntimeError as error:  # from torch: a GPU that has failed, or has no memory left
@@ -196,18 +211,9 @@ class Snapshotter:
         generation.pool.report_unpinned(index, step)
         return staging
 
-    # ── called by the handles ──
-
-    def before_wait(self, shot: Shot) -> None:
-        self._step_times.skip_step()
-        self.overlap.finish_on_training_thread(shot)
-
-    def ask(self, shot: Shot) -> None:
+    def _ask(self, shot: Shot) -> None:
         self._generation.check_open()
-        self._generation.send(wire.Ask(step=shot.step, generation=shot.generation))
-
-    def why_waiting(self) -> TierdError | None:
-        return self._generation.why_waiting()
+        self._generation.session.send(wire.Ask(step=shot.step, generation=shot.generation))
 
     # ── the session's thread ──
 
@@ -225,6 +231,11 @@ class Snapshotter:
 
     def on_attach(self) -> None:
         """Does nothing: a handle that is being waited for repeats its own request."""
+
+
+def _model_names(tensors: Sequence[HeldTensor]) -> frozenset[str]:
+    """The names of the model's tensors that a rank holds, whole or in part."""
+    return frozenset(tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

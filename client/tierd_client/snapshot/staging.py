@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from tierd.format.shard import DTYPE_BYTES, HeaderOverflow, Layout, TensorSpec, 
 from tierd_client.snapshot.copying import Copier, copy_each
 from tierd_client.snapshot.guards import Watch
 from tierd_client.snapshot.slot import Slot
-from tierd_client.state.tensors import DTYPES, CapturedTensor, contiguous_strides
+from tierd_client.state.tensors import DTYPES, contiguous_strides
 from tierd_client.state.training_state import Captured
 
 _CPU = torch.device("cpu")
@@ -43,12 +43,12 @@ class Stager:
         self._copier = Copier()
         self._streams = Streams()
 
-    def plan(self, captured: Captured, owned: Collection[str] | None, metadata: dict[str, Any]) -> Layout:
-        """The layout of the tensors that this rank writes (all, when `owned` is None). A slot needs its `size_bytes`.
+    def plan(self, captured: Captured, metadata: dict[str, Any]) -> Layout:
+        """The layout of the captured tensors, all of which this rank writes. A slot needs its `size_bytes`.
 
         The same object as before unless names, shapes, dtypes or offsets have changed.
         """
-        tensors = _owned_tensors(captured, owned)
+        tensors = captured.tensors
         signature = [
             [tensor.name for tensor in tensors],
             [tensor.dtype for tensor in tensors],
@@ -66,12 +66,7 @@ class Stager:
         return self._layout
 
     def begin(
-        self,
-        captured: Captured,
-        owned: Collection[str] | None,
-        slot: Slot,
-        metadata: dict[str, Any],
-        deferrable: Mapping[str, torch.Tensor],
+        self, captured: Captured, slot: Slot, metadata: dict[str, Any], deferrable: Mapping[str, torch.Tensor]
     ) -> Staging:
         """Copies all tensors but `deferrable`: names, each with the live tensor of that memory. Those may change only
         after `Staging.release`.
@@ -79,7 +74,7 @@ class Stager:
         Grows the slot when it is too small, and the header's area when the metadata no longer fits. Raises Full when
         there is no memory for that, Unsupported when the header would exceed 100 MB.
         """
-        tensors, layout = _owned_tensors(captured, owned), self.plan(captured, owned, metadata)
+        layout = self.plan(captured, metadata)
         self._streams.synchronize()
         slot.grow(layout.size_bytes)
         # Touching pages before that would be no faster, and a SIGBUS where memory is short.
@@ -88,7 +83,7 @@ class Stager:
         later: ByDevice = defaultdict(lambda: ([], []))
         watched: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for to, index in zip(self._destinations(slot, layout), self._order, strict=True):
-            captured_tensor = tensors[index]
+            captured_tensor = captured.tensors[index]
             tensor, name = captured_tensor.tensor, captured_tensor.name
             live = deferrable.get(name)
             if live is None and tensor.is_cpu:
@@ -108,7 +103,7 @@ class Stager:
             staging.copy(now)
         except HeaderOverflow:
             self._layout = None  # a new plan has room for this header
-            return self.begin(captured, owned, slot, metadata, deferrable)
+            return self.begin(captured, slot, metadata, deferrable)
         return staging
 
     def _destinations(self, slot: Slot, layout: Layout) -> list[torch.Tensor]:
@@ -264,7 +259,3 @@ class _CudaCopy:
 
     def wait(self) -> None:
         self.event.synchronize()
-
-
-def _owned_tensors(captured: Captured, owned: Collection[str] | None) -> list[CapturedTensor]:
-    return captured.tensors if owned is None else [tensor for tensor in captured.tensors if tensor.key in owned]

@@ -67,7 +67,7 @@ class DictState:
         for key, section_tree in saved.items():
             section = ValueSection(self.values, key, key)
             if section_tree.kind != section.kind:
-                plan.add_difference(f"{key}: checkpoint holds a {section_tree.kind}, now it is a {section.kind}")
+                plan.differences.append(f"{key}: checkpoint holds a {section_tree.kind}, now it is a {section.kind}")
             elif rank_local is not None and not rank_local.is_shared(key):
                 rank_local.plan(key, section, plan, is_required=True)
             else:

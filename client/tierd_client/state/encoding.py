@@ -12,6 +12,7 @@ import base64
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ Json = tagged.Json
 _ARRAY_KINDS = frozenset("biufcSUmM")  # numpy kinds whose bytes are their value: no objects, no structs
 
 
+@dataclass(slots=True)
 class Collector:
     """Collects tensors under unique names while sections encode themselves as JSON.
 
@@ -34,10 +36,9 @@ class Collector:
     tensor.
     """
 
-    def __init__(self) -> None:
-        self.tensors: list[CapturedTensor] = []
-        self.live: dict[str, torch.Tensor] = {}
-        self.suffix = ""
+    suffix: str = ""
+    tensors: list[CapturedTensor] = field(default_factory=list[CapturedTensor])
+    live: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
         """Adds `tensor`; returns the name under which it is stored. Raises Unsupported when a shard cannot store it."""
@@ -81,6 +82,13 @@ class Collector:
         except (TypeError, ValueError, Unsupported):  # torch or safetensors lacks this dtype: store plain bytes
             raw = torch.frombuffer(bytearray(copy.tobytes() or b"\0"), dtype=torch.uint8)
             return {"$ndarray": {"name": self.add(path, raw), "dtype": dtype, "shape": list(array.shape)}}
+
+
+def live_tensors(value: object, path: str, suffix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in `value` by the names under which they would be stored."""
+    collector = Collector(suffix)
+    collector.encode(value, path)
+    return collector.live
 
 
 _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)

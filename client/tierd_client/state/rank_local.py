@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
 
+from tierd_client.state import rng
 from tierd_client.state.encoding import Json
 from tierd_client.state.restore_plan import Available, ReadTensors, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
@@ -25,24 +28,22 @@ _Split = tuple[str, str]
 """What precedes and what follows the rank's suffix in a tensor's name."""
 
 
+@dataclass(frozen=True, slots=True)
 class RankLocal:
     """The state trees of all ranks that saved the checkpoint, for one rank that restores it."""
 
-    def __init__(
-        self, rank_trees: Sequence[Mapping[str, SectionTree]], rank: int, available: Available, read: ReadTensors
-    ) -> None:
-        self._rank_trees = rank_trees
-        self._rank = rank
-        self._available = available
-        self._read = read
+    rank_trees: Sequence[Mapping[str, SectionTree]]
+    rank: int
+    available: Available
+    read: ReadTensors
 
     def plan(self, name: str, section: Section, plan: RestorePlan, *, is_required: bool) -> None:
         """Plans the restore of the section `name`. Adds a difference when that is impossible.
 
         `is_required`: the live state has this section. Otherwise it is skipped instead.
         """
-        saved = [tree[name] for tree in self._rank_trees if name in tree and tree[name].kind == section.kind]
-        if len(saved) == len(self._rank_trees):
+        saved = [tree[name] for tree in self.rank_trees if name in tree and tree[name].kind == section.kind]
+        if len(saved) == len(self.rank_trees):
             values = [tree.value for tree in saved]
             if isinstance(section, StatefulSection) and section.plan_from_all_ranks(values, plan):
                 return
@@ -52,24 +53,26 @@ class RankLocal:
             if self._are_equal(name, saved):
                 section.plan(saved[0].value, saved[0].suffix, plan)
                 return
-        difference = f"{name}: it differs between the {len(self._rank_trees)} ranks that saved the checkpoint"
+        difference = f"{name}: it differs between the {len(self.rank_trees)} ranks that saved the checkpoint"
         if is_required:
-            plan.add_difference(f"{difference}: give it load_state_dicts(states), or restore without it in the state")
-        elif self._rank == 0:
+            plan.differences.append(
+                f"{difference}: give it load_state_dicts(states), or restore without it in the state"
+            )
+        elif self.rank == 0:
             logger.warning("restore: %s, and this state lacks it: skipped", difference)
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks saved one and the same section, with its tensors under the same names."""
-        return all(tree.get(name) == self._rank_trees[0].get(name) for tree in self._rank_trees)
+        return all(tree.get(name) == self.rank_trees[0].get(name) for tree in self.rank_trees)
 
     def _plan_rng(self, saved: Sequence[Json], section: RngSection, plan: RestorePlan) -> None:
-        if self._rank < len(saved):
-            section.plan(saved[self._rank], "", plan)
+        if self.rank < len(saved):
+            section.plan(saved[self.rank], "", plan)
         elif len(saved) > 1 and all(value == saved[0] for value in saved):
             section.plan(saved[0], "", plan)  # as with tensor parallel, where ranks must draw the same numbers
         else:
-            seed = hashlib.sha256(msgspec.json.encode([saved, self._rank], order="sorted")).digest()
-            section.plan_seed(seed, plan)
+            seed = hashlib.sha256(msgspec.json.encode([saved, self.rank], order="sorted")).digest()
+            plan.on_finish("rng", partial(rng.seed_all, seed))
 
     def _are_equal(self, name: str, saved: Sequence[SectionTree]) -> bool:
         """Whether all ranks saved the same bits. Reads the tensors of two ranks at a time."""
@@ -94,7 +97,7 @@ class RankLocal:
     def _layout(self, name: str, suffix: str) -> dict[_Split, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of the tensors that one rank stored in the section `name`."""
         layout: dict[_Split, tuple[str, tuple[int, ...]]] = {}
-        for stored_name, (entry, *_) in self._available.items():
+        for stored_name, (entry, *_) in self.available.items():
             path, found_suffix, rest = stored_name.rpartition(suffix)
             is_in_section = path == name or path.startswith((name + ".", name + "["))
             if found_suffix and is_in_section and (not rest or rest.startswith("#")):
@@ -104,8 +107,10 @@ class RankLocal:
     def _read_bytes(
         self, layout: Mapping[_Split, tuple[str, tuple[int, ...]]], suffix: str
     ) -> dict[_Split, torch.Tensor]:
-        tensors = {split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape) in layout.items()}
-        self._read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
+        tensors = {
+            split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape) in layout.items()
+        }
+        self.read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
         return {split: as_bytes(tensor) for split, tensor in tensors.items()}
 
 

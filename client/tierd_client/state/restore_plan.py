@@ -39,7 +39,8 @@ ReadTensors = Callable[[Iterable[CapturedTensor]], object]
 
 
 class RestorePlan:
-    """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name."""
+    """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
+    has one sentence for each."""
 
     def __init__(self, available: Available, accelerator: torch.device, *, is_dry: bool = False) -> None:
         """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator."""
@@ -49,26 +50,24 @@ class RestorePlan:
         self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
-        self._differences: list[str] = []
+        self.differences: list[str] = []
         self._installs: list[tuple[str, Callable[[], object]]] = []
 
     # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
 
-    def stored_name(self, path: str, suffix: str) -> str:
-        """The stored name of a tensor in a section that differs per rank: parts of DTensors have no suffix."""
-        return path + suffix if path + suffix in self.available else path
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Reads the stored tensor `name` into `tensor`. Adds a difference when it is absent or does not fit."""
+    def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
+        """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
+        it does not fit while it `must_fit`."""
         stored = self._find_stored(name)
         if stored is None:
-            return
+            return False
         destination = capture_tensor(name, tensor)
-        if stored != (destination.dtype, destination.global_shape):
-            live = describe(destination.dtype, destination.global_shape)
-            self.add_difference(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {live}")
-            return
-        self.add_destination(name, destination)
+        live = destination.dtype, destination.global_shape
+        if stored == live:
+            self.add_destination(name, destination)
+        elif must_fit:
+            self.differences.append(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
+        return stored == live
 
     def add_destination(self, key: str, tensor: CapturedTensor) -> None:
         """Reads the stored bytes of `tensor.name` into it. `key` is unique among the destinations."""
@@ -111,10 +110,9 @@ class RestorePlan:
 
         def allocate(name: str, device: str) -> torch.Tensor:
             tensor = (live or {}).get(name)
-            if tensor is not None and (is_strict or self._fits(name, tensor)):
-                if self._memory.holds(local_part(tensor)):
-                    tensor = self.new_like(tensor)
-                self.read_into(name, tensor)
+            if tensor is not None and self._memory.holds(local_part(tensor)):
+                tensor = self.new_like(tensor)
+            if tensor is not None and (self.read_into(name, tensor, must_fit=is_strict) or is_strict):
                 return tensor
             if new is not None:
                 return new(name, device)
@@ -126,14 +124,11 @@ class RestorePlan:
         """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
         return {"home": home, "cpu": torch.device("cpu")}.get(name, self._accelerator)
 
-    def add_difference(self, difference: str) -> None:
-        self._differences.append(difference)
-
     def check_all_used(self, prefix: str, suffix: str) -> None:
         """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
         for name in self.available:
             if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
-                self.add_difference(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
+                self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
 
     def on_finish(self, name: str, install: Callable[[], object]) -> None:
         """Calls `install` in `run`, after all bytes were read, in the order of these calls. `name`: of what it
@@ -144,11 +139,11 @@ class RestorePlan:
 
     def check(self) -> None:
         """Raises Mismatch, listing the differences, if there are any."""
-        count = len(self._differences)
+        count = len(self.differences)
         if not count:
             return
         places = "1 place" if count == 1 else f"{count} places"
-        shown = "\n  ".join(self._differences[:DIFFERENCES_SHOWN])
+        shown = "\n  ".join(self.differences[:DIFFERENCES_SHOWN])
         more = f"\n  … and {count - DIFFERENCES_SHOWN} more" if count > DIFFERENCES_SHOWN else ""
         raise Mismatch(
             f"restore: the checkpoint differs from the state in {places}; nothing was changed\n  {shown}{more}",
@@ -183,15 +178,8 @@ class RestorePlan:
         for tensors, values in zip(shared, stored, strict=True):
             if not can_hold(tensors, [value.tensor for value in values]):
                 names = " and ".join(tensor.name for tensor in tensors)
-                self.add_difference(f"{names} share memory, but the checkpoint has different values for them")
+                self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()
-
-    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
-        stored = self._find_stored(name)
-        if stored is None:
-            return False
-        live = capture_tensor(name, tensor)
-        return stored == (live.dtype, live.global_shape)
 
     def _find_stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """(dtype, global shape) of a stored tensor. None, with a difference, unless all its parts are stored."""
@@ -200,19 +188,19 @@ class RestorePlan:
         entries = self.available.get(name, ())
         if not entries:
             if is_first_use:
-                self.add_difference(f"{name}: not in the checkpoint")
+                self.differences.append(f"{name}: not in the checkpoint")
             return None
         if len(entries) == 1 and not any(entries[0].saved_offsets):
             return entries[0].dtype, entries[0].shape  # most tensors are whole; the code below is ten times slower
         parts = {entry.saved_offsets: entry for entry in entries}  # several ranks may have stored the same part
         if len({(part.dtype, len(part.shape)) for part in parts.values()}) != 1:
-            self.add_difference(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
+            self.differences.append(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
             return None
         shape = spanned_shape((part.saved_offsets, part.shape) for part in parts.values())
         stored, expected = sum(math.prod(part.shape) for part in parts.values()), math.prod(shape)
         if stored != expected:
             if is_first_use:
-                self.add_difference(f"{name}: the checkpoint holds {stored} of its {expected} elements")
+                self.differences.append(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
         return entries[0].dtype, shape
 

@@ -29,9 +29,17 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     Raises Unsupported when numpy's global generator is not a Mersenne Twister.
     """
     version, words, gauss = random.getstate()
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
+    if numpy["bit_generator"] != "MT19937":
+        raise Unsupported(f"capture rng.numpy: bit generator {numpy['bit_generator']}, only MT19937 is supported")
     return {
         "python": {"version": version, "words": _TWISTER.pack(*words), "gauss": gauss},
-        "numpy": _capture_numpy(),
+        "numpy": {
+            "key": numpy["state"]["key"].astype("<u4").tobytes(),
+            "pos": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
+        },
         "torch": torch.get_rng_state().numpy().tobytes(),
         "cuda": [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _cuda_devices(devices)],
     }
@@ -42,7 +50,9 @@ def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None
     try:
         python = saved["python"]
         random.setstate((python["version"], _TWISTER.unpack(python["words"]), python["gauss"]))
-        _restore_numpy(saved["numpy"])
+        numpy = saved["numpy"]
+        key = np.frombuffer(numpy["key"], dtype="<u4")
+        np.random.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
         torch.set_rng_state(state_tensor(saved["torch"]))
         gpus = _cuda_devices(devices)
         if len(gpus) != len(saved["cuda"]):
@@ -87,23 +97,6 @@ def seed_all(seed: bytes) -> None:
     random.seed(seed)
     np.random.seed(np.frombuffer(seed, dtype="<u4"))
     torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # below 2**63; CUDA takes it when initialised
-
-
-def _capture_numpy() -> dict[str, Any]:
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
-    if state["bit_generator"] != "MT19937":
-        raise Unsupported(f"capture rng.numpy: bit generator {state['bit_generator']}, only MT19937 is supported")
-    return {
-        "key": state["state"]["key"].astype("<u4").tobytes(),
-        "pos": int(state["state"]["pos"]),
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
-    }
-
-
-def _restore_numpy(saved: dict[str, Any]) -> None:
-    key = np.frombuffer(saved["key"], dtype="<u4")
-    np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))
 
 
 def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:

@@ -17,7 +17,7 @@ import torch
 
 from tierd.errors import Mismatch
 from tierd_client.state import rng
-from tierd_client.state.encoding import Collector, Json
+from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import clean_names, local_part
 
@@ -82,21 +82,25 @@ class ModuleSection:
         storages = {_storage(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         to_load: dict[str, Any] = {}
         for raw_name, value in state.items():
-            name = plan.stored_name(f"{self.prefix}.{names[raw_name]}", suffix)
+            name = f"{self.prefix}.{names[raw_name]}"
+            if name + suffix in plan.available:  # parts of DTensors have no suffix
+                name += suffix
             if _is_object(raw_name, value):
                 if names[raw_name] in saved:
                     to_load[raw_name] = plan.decode(saved[names[raw_name]])
                 else:
-                    plan.add_difference(f"{name}: not in the checkpoint")
+                    plan.differences.append(f"{name}: not in the checkpoint")
             elif _storage(value) in storages:
                 plan.read_into(name, value)
             else:
                 to_load[raw_name] = plan.new_like(value)
                 plan.read_into(name, to_load[raw_name])
         for name in set(saved) - set(names.values()):
-            plan.add_difference(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
+            plan.differences.append(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
         for raw_name in _ignored_entries(self.module, to_load):
-            plan.add_difference(f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it")
+            plan.differences.append(
+                f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it"
+            )
         if to_load:
             plan.on_finish(self.prefix, partial(self._load, to_load))
 
@@ -188,7 +192,7 @@ class ValueSection:
         return into.encode(self.holder[self.key], self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        value = plan.decode(saved, live=_live_tensors(self.holder.get(self.key), self.prefix, suffix))
+        value = plan.decode(saved, live=live_tensors(self.holder.get(self.key), self.prefix, suffix))
         plan.on_finish(self.prefix, partial(self.holder.__setitem__, self.key, value))
 
 
@@ -204,21 +208,13 @@ class TensorsSection:
         return into.encode(self.tensors, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        live = _live_tensors(self.tensors, self.prefix, suffix)
+        live = live_tensors(self.tensors, self.prefix, suffix)
         value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
         for key in self.tensors.keys() - value.keys():
-            plan.add_difference(f"{self.prefix}.{key}: not in the checkpoint")
+            plan.differences.append(f"{self.prefix}.{key}: not in the checkpoint")
         for key in value.keys() - self.tensors.keys():
-            plan.add_difference(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
+            plan.differences.append(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
         plan.on_finish(self.prefix, partial(self.tensors.update, value))
-
-
-def _live_tensors(value: object, prefix: str, suffix: str) -> dict[str, torch.Tensor]:
-    """The tensors in `value` by the names under which they would be stored."""
-    collector = Collector()
-    collector.suffix = suffix
-    collector.encode(value, prefix)
-    return collector.live
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +233,3 @@ class RngSection:
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
         plan.on_finish("rng", lambda: rng.restore(state, self.devices()))
-
-    def plan_seed(self, seed: bytes, plan: RestorePlan) -> None:
-        plan.on_finish("rng", partial(rng.seed_all, seed))

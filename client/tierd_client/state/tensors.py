@@ -71,17 +71,9 @@ class CapturedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_buffer: bool = False
 
     @property
-    def size_bytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def is_whole(self) -> bool:
-        return self.shape == self.global_shape
-
-    @property
     def key(self) -> str:
         """The name, and for a part of a tensor its offsets. Ranks with the same key hold the same bytes."""
-        return self.name if self.is_whole else f"{self.name}{list(self.saved_offsets)}"
+        return self.name if self.shape == self.global_shape else f"{self.name}{list(self.saved_offsets)}"
 
 
 def capture_tensor(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> CapturedTensor:

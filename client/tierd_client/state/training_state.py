@@ -56,24 +56,19 @@ class Captured:
 
     def sizes(self) -> list[tuple[str, int]]:
         """(key, size in bytes) of every tensor: while these stay the same, so does the owner of each key."""
-        return [(tensor.key, tensor.size_bytes) for tensor in self.tensors]
+        return [(tensor.key, tensor.tensor.nbytes) for tensor in self.tensors]
 
     def held_tensors(self) -> list[HeldTensor]:
         """The input of `ownership.assign_owners` from this rank."""
-        return [
-            HeldTensor(
-                key=tensor.key,
-                size_bytes=tensor.size_bytes,
-                sample=sample_of(tensor.tensor) if _must_be_equal(tensor) else None,
-                is_buffer=tensor.is_buffer,
-            )
-            for tensor in self.tensors
-        ]
-
-
-def _must_be_equal(tensor: CapturedTensor) -> bool:
-    """Whether all ranks must hold the same values: true for plain parameters of the model, and their moments."""
-    return tensor.name.startswith(("model.", "optimizer.")) and not tensor.is_buffer and not tensor.is_distributed
+        held: list[HeldTensor] = []
+        for tensor in self.tensors:
+            # All ranks must hold the same values of the model's plain parameters, and of their moments.
+            is_replica = tensor.name.startswith(("model.", "optimizer.")) and not tensor.is_buffer
+            must_be_equal = is_replica and not tensor.is_distributed
+            sample = sample_of(tensor.tensor) if must_be_equal else None
+            size_bytes = tensor.tensor.nbytes
+            held.append(HeldTensor(key=tensor.key, size_bytes=size_bytes, sample=sample, is_buffer=tensor.is_buffer))
+        return held
 
 
 def architecture_hash(captured: Captured) -> str:
@@ -157,7 +152,9 @@ class TrainingState:
         if extra is not None and not all(isinstance(key, str) for key in extra):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadConfig("TrainingState(extra=…): its keys must be strings: they name entries of the checkpoint")
         self._model = model
-        self._optimizer = optimizer
+        self.optimizers: Sequence[torch.optim.Optimizer] = (
+            [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        )
         self._stateful = {"scheduler": scheduler, "scaler": scaler}
         self._ema = ema
         self._dataloader = dataloader
@@ -168,13 +165,6 @@ class TrainingState:
     def is_stepped(self) -> bool:
         """Whether every optimizer has state: before its first step the size of a snapshot is not known."""
         return all(len(optimizer.state) > 0 for optimizer in self.optimizers)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers as a list; empty without one."""
-        if self._optimizer is None:
-            return []
-        return [self._optimizer] if isinstance(self._optimizer, torch.optim.Optimizer) else list(self._optimizer)
 
     def capture(self, rank: int, world_size: int) -> Captured:
         """The state as it is now, without copying a tensor. Raises Unsupported, naming what has no safe form."""
@@ -187,7 +177,8 @@ class TrainingState:
         """How a checkpoint with the state tree `tree` and the tensors `available` is restored into the live objects.
 
         `tree` is this rank's. When another number of ranks saved the checkpoint, it is any rank's and `rank_local` is
-        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
+        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. Raises Mismatch, listing the
+        differences, and Corrupt when `tree` is not a state tree.
         """
         saved = parse_tree(tree)
         plan = RestorePlan(available, self._accelerator(), is_dry=is_dry)
@@ -199,7 +190,7 @@ class TrainingState:
             if name not in saved:
                 logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
             elif saved[name].kind != section.kind:
-                plan.add_difference(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
+                plan.differences.append(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
             elif rank_local is not None and _is_per_rank(name):
                 rank_local.plan(name, section, plan, is_required=name in live)
             else:
@@ -208,7 +199,7 @@ class TrainingState:
             if not saved[name].is_part:
                 plan.check_all_used(f"{name}.", saved[name].suffix)
         if not saved.keys() & sections.keys():
-            plan.add_difference(
+            plan.differences.append(
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
             )
         for name in saved.keys() - sections.keys():
@@ -219,7 +210,7 @@ class TrainingState:
     def _sections(self) -> dict[str, Section]:
         """All sections by name, in the order of capture and restore: the RNG last."""
         sections: dict[str, Section] = {"model": ModuleSection(self._model, "model")}
-        if self._optimizer is not None:
+        if self.optimizers:
             sections["optimizer"] = OptimizersSection(self.optimizers, self._model)
         for name, owner in self._stateful.items():
             if owner is not None:
@@ -242,12 +233,13 @@ class TrainingState:
         """Sections for plain values that only the checkpoint has: they are added to `extra`."""
         if self._extra is None:
             return {}
-        sections: dict[str, Section] = {}
-        for name, section in saved.items():
-            key = name.removeprefix("extra.")
-            if key != name and key not in self._extra and section.kind == ValueSection.kind:
-                sections[name] = ValueSection(self._extra, key, name)
-        return sections
+        return {
+            name: ValueSection(self._extra, key, name)
+            for name, section in saved.items()
+            if (key := name.removeprefix("extra.")) != name
+            and key not in self._extra
+            and section.kind == ValueSection.kind
+        }
 
     def _devices(self) -> Iterator[torch.device]:
         return (parameter.device for parameter in self._model.parameters())

@@ -17,7 +17,6 @@ from enum import IntEnum
 from tierd.errors import TierdError, Transient
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import Sender
 
 log = logging.getLogger("tierd_client")
 
@@ -41,9 +40,9 @@ class Agreement:
     Calls of `agreed_at` with a new step are counted, and the ranks agree on a count: all ask at the same steps.
     """
 
-    def __init__(self, ranks: Ranks, daemon: Sender) -> None:
+    def __init__(self, ranks: Ranks, send: Callable[[wire.ToDaemon], None]) -> None:
         self._ranks = ranks
-        self._daemon = daemon
+        self._send = send
         # Its put() may interrupt a put() of the same thread: the only way out of a signal handler that never blocks.
         # An int is the number of a round that all ranks are called to; None only wakes the thread.
         self._inbox: queue.SimpleQueue[RequestKind | int | None] = queue.SimpleQueue()
@@ -117,7 +116,7 @@ class Agreement:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _call_round(self) -> None:
-        self._daemon.send(wire.Convene(meeting=self._rounds))
+        self._send(wire.Convene(meeting=self._rounds))
 
     # ── the thread ──
 

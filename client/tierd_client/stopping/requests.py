@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ import msgspec
 from tierd.errors import BadConfig, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
-from tierd_client.session import Sender
 from tierd_client.stopping.agreement import Agreement, RequestKind
 from tierd_client.stopping.deadline import Deadline, Pace
 
@@ -46,7 +45,7 @@ class StopRequests:
     def __init__(
         self,
         ranks: Ranks,
-        daemon: Sender,
+        send: Callable[[wire.ToDaemon], None],
         *,
         signals: Mapping[int, Meaning],
         deadline: Deadline | None,
@@ -56,12 +55,12 @@ class StopRequests:
         """Why the run stops; empty while it continues."""
         self.pace = Pace()
         self._ranks = ranks
-        self._daemon = daemon
+        self._send = send
         self._signals = signals
         self._deadline = deadline
         self._total_s = deadline.at_s - time.time() if deadline is not None else 0.0
         self._stop_file = stop_file
-        self._agreement = Agreement(ranks, daemon)
+        self._agreement = Agreement(ranks, send)
         self._former_handlers: dict[int, Any] = {}
         self._pid = os.getpid()
         self._interrupted_s: float | None = None
@@ -159,7 +158,7 @@ class StopRequests:
         if error is not None:
             message = error.message[: wire.TEXT_CHARS_MAX]
             answer = msgspec.structs.replace(answer, kind=error.kind, message=message, hint=error.hint)
-        self._daemon.send(answer)
+        self._send(answer)
 
     # ── snapshots ──
 

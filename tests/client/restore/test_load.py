@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tierd_client import DictState
 from tierd_client.restore import load as load_module
-from tierd_client.restore.load import ReadPlan, SourceFile, index_tensors, read_headers
+from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.state.tensors import CapturedTensor, capture_tensor
 from tierd_client.state.training_state import TrainingState
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -121,8 +121,8 @@ def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
     source = files.on_disk(bytes(raw))
     source.entry = entry_of(good)
     state = TrainingState(model=(model := model_of(600, fill=5.0)))
-    shards = read_headers([source])
-    plan = state.plan_restore(shards[source.name].tierd["state"], index_tensors(shards))
+    shards, tensors = read_headers([source])
+    plan = state.plan_restore(shards[source.name].tierd["state"], tensors)
     with pytest.raises(Corrupt, match="chunk 1 "):
         ReadPlan([source], plan.destinations.values()).run(workers=1)
     assert (model[0].weight == 5.0).any()
@@ -271,8 +271,8 @@ def _stage_all(files: Files, ranks: Any, weight: torch.Tensor, world_size: int, 
 
 def test_sharded_tensors_are_stored_with_their_offsets(files: Files, ranks: Any) -> None:
     weight = torch.randn(5, 3)
-    shards = read_headers(_stage_all(files, ranks, weight, 2))
-    parts = index_tensors(shards)["model.weight"]
+    _, tensors = read_headers(_stage_all(files, ranks, weight, 2))
+    parts = tensors["model.weight"]
     assert sorted((part.saved_offsets, part.shape) for part in parts) == [((0, 0), (3, 3)), ((3, 0), (2, 3))]
 
 
@@ -302,11 +302,11 @@ def test_only_the_chunks_with_this_ranks_rows_are_read(files: Files, ranks: Any,
     opened = _stage_all(files, ranks, torch.randn(rows, 64), 2)
     size_bytes = 3 * rows * 64 * 4  # the weight and two moments
     total = sum(source.entry.size_bytes for source in opened)
-    shards = read_headers(opened)
+    shards, tensors = read_headers(opened)
     for rank in range(then):
         module = _sharded(torch.zeros(rows, 64), ranks(rank, then))
         state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()), rng=False)
-        plan = state.plan_restore(shards[opened[0].name].tierd["state"], index_tensors(shards))
+        plan = state.plan_restore(shards[opened[0].name].tierd["state"], tensors)
         read_bytes = ReadPlan(opened, plan.destinations.values()).run()
         spans = 3 * (2 if then in (1, 3) else 1)  # pieces of files that this rank's rows lie in
         assert size_bytes // then <= read_bytes <= min(total, size_bytes // then + (2 * spans + 1) * CHUNK_BYTES)

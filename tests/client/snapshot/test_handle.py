@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 from tierd_client import DaemonUnreachable, Full, Shot, TierdError, Transient
 from tierd_client.snapshot import handle as module
-
-
-@dataclass
-class Owner:
-    """A snapshotter without a daemon: `answer` is called with each question."""
-
-    answer: Callable[[Shot], None] = lambda shot: None
-    reason: TierdError | None = None
-    asked: list[Shot] = field(default_factory=list)
-
-    def before_wait(self, shot: Shot) -> None:
-        pass
-
-    def ask(self, shot: Shot) -> None:
-        self.asked.append(shot)
-        self.answer(shot)
-
-    def why_waiting(self) -> TierdError | None:
-        return self.reason
 
 
 def test_wait_returns_when_the_tier_is_reached_before_or_during_it() -> None:
@@ -69,7 +48,7 @@ def test_final_error_is_raised_at_once_unless_the_tier_was_reached_before() -> N
 
 
 def test_missing_daemon_is_raised_before_an_error_that_is_being_retried() -> None:
-    shot = Shot(5, 1, _owner=Owner(reason=DaemonUnreachable("it is gone")))
+    shot = Shot(5, 1, _why_waiting=lambda: DaemonUnreachable("it is gone"))
     shot.failed(Full("no room"), is_final=False)
     with pytest.raises(DaemonUnreachable):
         shot.wait_persisted(0.01)
@@ -77,10 +56,16 @@ def test_missing_daemon_is_raised_before_an_error_that_is_being_retried() -> Non
 
 def test_wait_asks_again_until_an_answer_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_INTERVAL_S", 0.01)
-    owner = Owner(lambda shot: shot.reached("hot") if len(owner.asked) == 3 else None)
-    shot = Shot(5, 1, _owner=owner)
+    asked: list[Shot] = []
+
+    def ask(shot: Shot) -> None:
+        asked.append(shot)
+        if len(asked) == 3:
+            shot.reached("hot")
+
+    shot = Shot(5, 1, _ask=ask)
     shot.wait_persisted(10)
-    assert owner.asked == [shot] * 3
+    assert asked == [shot] * 3
 
 
 def test_error_of_asking_ends_the_wait() -> None:
@@ -88,4 +73,4 @@ def test_error_of_asking_ends_the_wait() -> None:
         raise TierdError("closed")
 
     with pytest.raises(TierdError, match="closed"):
-        Shot(5, 1, _owner=Owner(ask)).wait_persisted(60)
+        Shot(5, 1, _ask=ask).wait_persisted(60)

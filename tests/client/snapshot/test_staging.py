@@ -64,7 +64,7 @@ def test_layout_is_kept_until_the_state_changes(slot: Slot) -> None:
 
     def layout() -> object:
         captured = state.capture(0, 1)
-        return stager.plan(captured, None, metadata(captured.tree))
+        return stager.plan(captured, metadata(captured.tree))
 
     first = layout()
     assert layout() is first
@@ -140,7 +140,7 @@ def test_deferred_tensors_are_copied_after_start_and_the_header_is_written_last(
     captured = state.capture(0, 1)
     later = deferrable(captured, state.optimizers)
     assert set(later) == {"model.weight"}
-    staging = stager.begin(captured, None, slot, metadata(captured.tree), later)
+    staging = stager.begin(captured, slot, metadata(captured.tree), later)
     before = model.weight.detach().clone()
     with pytest.raises(Torn, match="interrupted"):
         staging.finish()
@@ -159,7 +159,7 @@ def test_strided_tensors_are_deferred_too(slot: Slot) -> None:
     convolution = torch.nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     state, stager = TrainingState(model=convolution, optimizer=torch.optim.SGD(convolution.parameters())), Stager()
     captured = state.capture(0, 1)
-    staging = stager.begin(captured, None, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
+    staging = stager.begin(captured, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
     assert staging.is_deferred
     staging.start()
     staging.finish()

@@ -105,7 +105,7 @@ def test_state_dict_with_more_than_the_state_is_refused() -> None:
 
 def test_state_dict_that_raises_is_refused() -> None:
     model = small_net()
-    with pytest.raises(Unsupported, match="Consolidated.*raised RuntimeError: call consolidate_state_dict first"):
+    with pytest.raises(Unsupported, match=r"Consolidated.*raised RuntimeError: call consolidate_state_dict first"):
         check(TrainingState(model=model, optimizer=Consolidated(model.parameters(), lr=0.1)))
 
 

@@ -43,15 +43,12 @@ def ranks(daemon: Daemon, world_size: int, **options: Any) -> Generator[list[Tra
 # ── a single rank ──
 
 
-class Outbox:
-    """A daemon that must not be asked for anything."""
-
-    def send(self, message: wire.ToDaemon) -> None:
-        pytest.fail(f"a single rank sent {message}")
+def refuse(message: wire.ToDaemon) -> None:
+    pytest.fail(f"a single rank sent {message}")
 
 
 def test_requests_of_a_single_rank_take_effect_at_once_and_once() -> None:
-    agreement = Agreement(Ranks(0, 1), Outbox())
+    agreement = Agreement(Ranks(0, 1), refuse)
     agreement.start(lambda: None)
     assert agreement.agreed_at(1) == frozenset()
     agreement.request(RequestKind.SNAPSHOT)

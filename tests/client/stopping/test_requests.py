@@ -52,12 +52,11 @@ class Lab:
         stop_file: str | None = None,
         every_s: float = 0.0,
     ) -> None:
-        self.requests = StopRequests(Ranks(0, 1), self, signals=signals, deadline=deadline, stop_file=stop_file)
         self.sent: list[wire.ToDaemon] = []
+        self.requests = StopRequests(
+            Ranks(0, 1), self.sent.append, signals=signals, deadline=deadline, stop_file=stop_file
+        )
         self.requests.start(every_s)
-
-    def send(self, message: wire.ToDaemon) -> None:
-        self.sent.append(message)
 
     def receive(self, kind: str, milestone: str | None = None, number: int = 1) -> None:
         self.requests.on_message(wire.Requested(request=number, kind=kind, milestone=milestone))
