@@ -84,7 +84,6 @@ class ReplicaComparison:
         """Two numbers for each tensor that is compared now. `tensors`: this rank's; None when they have changed."""
         count = min(COMPARED_PER_SNAPSHOT, len(self._keys))
         self._chosen = [self._keys[(self._next + index) % len(self._keys)] for index in range(count)]
-        self._next += count
         values: list[int] = []
         for key in self._chosen:
             position = self._position.get(key)
@@ -96,7 +95,7 @@ class ReplicaComparison:
         return values
 
     def check(self, maxima: Sequence[int]) -> None:
-        """Raises Unsupported, on all ranks, when ranks hold different values of a tensor."""
+        """Raises Unsupported, on all ranks, when ranks hold different values of a tensor. It is then compared again."""
         for key, highest, lowest in zip(self._chosen, maxima[::2], maxima[1::2], strict=True):
             if highest != -lowest and highest != ABSENT:
                 raise Unsupported(
@@ -104,3 +103,4 @@ class ReplicaComparison:
                     "now they hold different ones",
                     hint="average or broadcast it before the snapshot; " + HINT,
                 )
+        self._next += len(self._chosen)

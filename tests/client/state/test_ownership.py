@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.state.ownership import HeldTensor, assign_owners
+from tierd_client.state.ownership import COMPARED_PER_SNAPSHOT, HeldTensor, ReplicaComparison, assign_owners
+from tierd_client.state.tensors import CapturedTensor, capture_tensor
 
 from tierd.errors import Unsupported
 
@@ -63,3 +66,55 @@ def test_tensors_of_one_name_that_differ_between_ranks_are_refused_by_name(other
     with pytest.raises(Unsupported, match=rf"model\.head {message}") as caught:
         assign_owners([[head], [head], [other]])
     assert "must be a DTensor, or belong to extra" in caught.value.hint
+
+
+def _captured(values: dict[str, float]) -> list[CapturedTensor]:
+    return [capture_tensor(name, torch.full((5,), value)) for name, value in values.items()]
+
+
+def _compare(comparisons: Sequence[ReplicaComparison], ranks: Sequence[dict[str, float] | None]) -> None:
+    """One snapshot: the ranks exchange their samples by the element-wise maximum, and each checks the result."""
+    samples = [
+        comparison.samples(None if values is None else _captured(values))
+        for comparison, values in zip(comparisons, ranks, strict=True)
+    ]
+    maxima = [max(values) for values in zip(*samples, strict=True)]
+    for comparison in comparisons:
+        comparison.check(maxima)
+
+
+def _compare_three_times(comparisons: Sequence[ReplicaComparison], ranks: Sequence[dict[str, float] | None]) -> None:
+    for _ in range(3):
+        _compare(comparisons, ranks)
+
+
+def _comparisons(keys: Sequence[Sequence[str]]) -> list[ReplicaComparison]:
+    held = [[holding(key, 20, sample=1) for key in of_rank] for of_rank in keys]
+    return [ReplicaComparison(held, rank) for rank in range(len(held))]
+
+
+def test_every_shared_tensor_is_compared_within_a_few_snapshots() -> None:
+    names = [f"model.{index}" for index in range(3 * COMPARED_PER_SNAPSHOT)]
+    same = dict.fromkeys(names, 1.0)
+    for changed in names:
+        comparisons = _comparisons([names, names])
+        with pytest.raises(Unsupported, match=rf"compare {changed} between the ranks"):
+            _compare_three_times(comparisons, [same, same | {changed: 2.0}])
+    comparisons = _comparisons([names, names])
+    for _ in range(7):
+        _compare(comparisons, [same, same])
+
+
+def test_tensor_of_one_rank_is_not_compared_and_others_need_not_hold_it() -> None:
+    comparisons = _comparisons([["a", "shared"], ["shared", "b"], ["c"]])
+    for step in range(3):
+        _compare(comparisons, [{"a": step, "shared": 5}, {"shared": 5, "b": -step}, {"c": 1}])
+    with pytest.raises(Unsupported, match="compare shared"):
+        _compare(comparisons, [{"a": 1, "shared": 5}, {"shared": 6, "b": 1}, {"c": 1}])
+
+
+def test_rank_whose_tensors_have_changed_takes_no_part_in_the_comparison() -> None:
+    comparisons = _comparisons([["x"], ["x"]])
+    _compare(comparisons, [{"x": 1}, None])
+    _compare(comparisons, [None, None])
+    _compare(_comparisons([[], []]), [{}, {}])
