@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from tierd.errors import DaemonUnreachable, SlotsBusy
+from tierd.errors import BadRequest, DaemonUnreachable, SlotsBusy
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
 from tierd_client.generation import Generation
@@ -167,6 +168,7 @@ class Client:
 
         All ranks call it after the same steps. Before the first snapshot it also makes the slots ready.
         """
+        step = _as_step(step)
         with self._step_times.outside_steps(step):
             if self._state is not None:
                 self._snapshotter.prepare(self._state)
@@ -193,6 +195,7 @@ class Client:
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: no snapshot was taken, training may go on.
         Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over.
         """
+        step = _as_step(step)
         with self._step_times.outside_steps(step):
             self._requests.at(step)
             milestone = self._requests.milestone(milestone)
@@ -274,3 +277,13 @@ class Client:
         self._generation.close(outcome)
         self._ranks.close()
         atexit.unregister(self._close)
+
+
+def _as_step(step: int) -> int:
+    """Raises BadRequest for anything but a whole number. Accepts numpy's integers and tensors of one integer."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        return operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadRequest(f"take step {step!r}: a step is a whole number", hint="pass an int") from None

@@ -97,6 +97,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
 
     Raises Unsupported for a dtype that safetensors does not have, or when the header would exceed 100 MB.
     """
+    tensors = list(tensors)
+    if any(spec.name == "__metadata__" for spec in tensors):
+        raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
     ends = list(itertools.accumulate(spec.size_bytes for spec in ordered))

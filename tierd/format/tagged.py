@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import base64
 import collections
+import datetime
+import decimal
 import math
+import pathlib
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
@@ -25,6 +28,19 @@ Unleaf = Callable[[str, Json], object]
 _STR = frozenset({str})
 _TAG = re.compile(r"\$").match
 _LISTS: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], object]]] = {
+    datetime.date: ("$date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.datetime: ("$datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.time: ("$time", datetime.time.isoformat, datetime.time.fromisoformat),
+    decimal.Decimal: ("$decimal", str, decimal.Decimal),
+    pathlib.PosixPath: ("$path", str, pathlib.PosixPath),
+}
+"""Types with an exact text: tag, to text, from text."""
+
+_FROM_TEXT = {tag: from_text for tag, _, from_text in _TEXTS.values()}
+_FACTORIES: dict[str, Callable[[], object]] = {kind.__name__: kind for kind in (int, float, list, dict, set)}
+"""The factories of a defaultdict that have a name in a checkpoint."""
+
 _DICTS: dict[type, str] = {
     dict: "$dict",
     collections.OrderedDict: "$ordered",
@@ -49,23 +65,35 @@ def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, dept
     tagged = leaf(value, path)
     if tagged is not None:
         return tagged
-    if type(value) in (bytes, bytearray):
-        return {"$bytes": base64.b64encode(value).decode("ascii")}  # pyright: ignore[reportArgumentType]
+    if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
+        return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
+    if kind in _TEXTS and (text := _exact_text(value)) is not None:
+        return {_TEXTS[kind][0]: text}
+    if isinstance(value, datetime.timedelta) and kind is datetime.timedelta:
+        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, collections.deque) and kind is collections.deque:
+        items = cast("collections.deque[object]", value)
+        encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
+        return {"$deque": [items.maxlen, encoded]}
+    if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
+        factory = cast("collections.defaultdict[Any, Any]", value).default_factory
+        name = getattr(factory, "__name__", "")
+        if factory is None or _FACTORIES.get(name) is factory:
+            return {"$defaultdict": [name if factory else None, _pairs(value, path, leaf, depth)]}
     if type(value) is complex:
         return {"$complex": [repr(value.real), repr(value.imag)]}
-    is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields")
-    if is_tuple or (kind in _LISTS and isinstance(value, list | set | frozenset)):
+    if kind in _LISTS and isinstance(value, list | tuple | set | frozenset):
         # sort sets: the same set must always give the same bytes
         elements = cast("Iterable[object]", value)
         items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else list(elements)
         encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
-        tag = _LISTS.get(kind, "$tuple")  # a subclass such as torch.Size is decoded as a tuple
+        tag = _LISTS[kind]
         return encoded if tag is None else {tag: encoded}
     if kind in _DICTS and isinstance(value, dict):
         return _encode_dict(value, path, leaf, depth)
     raise Unsupported(
         f"encode {path}: {kind.__module__}.{kind.__qualname__} has no safe form in a checkpoint",
-        hint="keep tensors, arrays, numbers, strings, bytes, lists, tuples, sets and dicts in the state, "
+        hint="keep tensors, arrays, numbers, strings, bytes, dates, paths, lists, tuples, sets and dicts in the state, "
         "or give the object state_dict() and load_state_dict()",
     )
 
@@ -73,14 +101,24 @@ def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, dept
 def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
     if type(value) is dict and are_plain_keys(value):
         return {key: encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
-    pairs = [
+    return {_DICTS[type(value)]: _pairs(value, path, leaf, depth)}
+
+
+def _pairs(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> list[Json]:
+    return [
         [
             encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
             encode(item, f"{path}[{key!r}]", leaf, depth + 1),
         ]
         for key, item in value.items()
     ]
-    return {_DICTS[type(value)]: pairs}
+
+
+def _exact_text(value: object) -> str | None:
+    """The text of a value of a type in _TEXTS. None when it does not give back all of it, as with a named time zone."""
+    _, to_text, from_text = _TEXTS[type(value)]
+    text = to_text(value)
+    return text if repr(from_text(text)) == repr(value) else None
 
 
 def are_plain_keys(keys: Collection[Any]) -> bool:
@@ -99,7 +137,7 @@ def decode(value: Json, unleaf: Unleaf = _no_leaf) -> Any:
     """
     try:
         return _decode(value, unleaf, 0)
-    except (TypeError, ValueError, LookupError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise Corrupt(f"decode tagged JSON: {error}") from error
 
 
@@ -125,6 +163,20 @@ def _decode_tag(tag: str, content: Json, unleaf: Unleaf, depth: int) -> Any:
             return complex(float(content[0]), float(content[1]))
         case "$bytes":
             return base64.b64decode(content, validate=True)
+        case "$bytearray":
+            return bytearray(base64.b64decode(content, validate=True))
+        case "$timedelta":
+            days, seconds, microseconds = content
+            return datetime.timedelta(days, seconds, microseconds)
+        case "$deque":
+            length_max, items = content
+            return collections.deque((_decode(item, unleaf, depth + 1) for item in items), length_max)
+        case "$defaultdict":
+            name, pairs = content
+            decoded = ((_decode(key, unleaf, depth + 1), _decode(item, unleaf, depth + 1)) for key, item in pairs)
+            return collections.defaultdict(None if name is None else _FACTORIES[name], decoded)
+        case _ if tag in _FROM_TEXT:
+            return _FROM_TEXT[tag](content)
         case "$tuple":
             return tuple(_decode(item, unleaf, depth + 1) for item in content)
         case "$set":

@@ -248,7 +248,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
             }
         )
         size_bytes = len(msgspec.msgpack.encode(plain))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise BadRequest(
             f"snapshot with metrics {', '.join(map(repr, metrics))}: {error}", hint="metrics are numbers"
         ) from error

@@ -3,7 +3,7 @@
 {"$tensor": name}                              on the device where its owner lives
 {"$tensor": {"name": n, "device": "cpu"}}      or "accelerator"
 {"$ndarray": {"name": n, "dtype": "<f8"}}      with "shape" too where it is stored as plain bytes
-{"$scalar": ["<f8", base64]}  {"$dtype": "bfloat16"}  {"$device": "cuda:0"}
+{"$scalar": ["<f8", base64]}  {"$dtype": "bfloat16"}  {"$device": "cuda:0"}  {"$size": [2, 3]}
 """
 
 from __future__ import annotations
@@ -60,12 +60,24 @@ class Collector:
 
         def leaf(value: object, path: str) -> Json | None:
             if isinstance(value, torch.Tensor):
+                if type(value) not in PLAIN and not is_dtensor(value):
+                    raise Unsupported(
+                        f"encode {path}: a {type(value).__qualname__} would be restored as a plain tensor",
+                        hint="store tensor.as_subclass(torch.Tensor), and what else it has",
+                    )
                 return _reference(self.add(path, value), value, home)
             if isinstance(value, np.ndarray):
+                if type(value) is not np.ndarray:
+                    raise Unsupported(
+                        f"encode {path}: a {type(value).__qualname__} would be restored as a plain array",
+                        hint="store np.asarray(array), and what else it has, such as a mask",
+                    )
                 return self._encode_array(value, path)
             if isinstance(value, np.generic):
                 dtype = _dtype_name(value.dtype, path)
                 return {"$scalar": [dtype, base64.b64encode(value.tobytes()).decode("ascii")]}
+            if isinstance(value, torch.Size):
+                return {"$size": list(value)}
             if isinstance(value, torch.dtype):
                 return {"$dtype": str(value).removeprefix("torch.")}
             if isinstance(value, torch.device):
@@ -133,6 +145,8 @@ def decode(value: Json, allocate: Allocate) -> Any:
                 return np.frombuffer(base64.b64decode(content[1], validate=True), dtype=_parse_dtype(content[0]))[0]
             case "$dtype" if isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
                 return dtype
+            case "$size":
+                return torch.Size(content)
             case "$device":
                 return torch.device(str(content))
             case _:

@@ -84,7 +84,8 @@ class _NamedOptimizer:
         self.foreign: list[str] = []
         self.options: list[dict[str, Any]] = []
         for group_index, group in enumerate(optimizer.param_groups):
-            self.options.append({key: value for key, value in group.items() if key != "params"})
+            # `param_names` are in the order of `params`, which may differ from the checkpoint's.
+            self.options.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
             for index, parameter in enumerate(group["params"]):
                 name = model_names.get(id(parameter))
                 if name is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierd.errors import Unsupported
@@ -183,9 +184,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     """safetensors' name of the dtype. Raises Unsupported for a tensor that a shard cannot store."""
+    if is_lazy(tensor):
+        raise Unsupported(f"capture {name}: a lazy module has no shape yet", hint="run one forward pass first")
     if tensor.is_meta:
         raise Unsupported(f"capture {name}: a meta tensor has no bytes", hint="materialise the model first")
-    is_wrapper = type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
+    is_subclass = type(tensor) not in PLAIN
+    # A wrapper has no memory of its own: to copy from its address would end the process.
+    is_wrapper = is_subclass and (is_traceable_wrapper_subclass(tensor) or not _has_memory(tensor))
     if tensor.layout != torch.strided or tensor.is_quantized or is_wrapper:
         raise Unsupported(
             f"capture {name}: a {type(tensor).__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
@@ -208,6 +213,13 @@ def _check_separate_elements(name: str, tensor: torch.Tensor) -> None:
                 hint="store tensor.contiguous() there instead",
             )
         extent += (size - 1) * stride
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:  # torch's answer for a tensor without storage
+        return False
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

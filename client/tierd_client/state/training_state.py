@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -141,6 +142,8 @@ class TrainingState:
         extra: dict[str, Any] | None = None,
         rng: bool = True,
     ) -> None:
+        _check_model(model)
+        self.optimizers = _list_optimizers(optimizer)
         for name, owner in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
             if owner is not None and not is_stateful(owner):
                 raise BadConfig(
@@ -152,9 +155,6 @@ class TrainingState:
         if extra is not None and not all(isinstance(key, str) for key in extra):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadConfig("TrainingState(extra=…): its keys must be strings: they name entries of the checkpoint")
         self._model = model
-        self.optimizers: Sequence[torch.optim.Optimizer] = (
-            [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        )
         self._stateful = {"scheduler": scheduler, "scaler": scaler}
         self._ema = ema
         self._dataloader = dataloader
@@ -248,6 +248,34 @@ class TrainingState:
         """The device for tensors that were saved from an accelerator and belong to no live object."""
         devices = sorted({device for device in self._devices() if device.type != "cpu"}, key=str)
         return devices[0] if devices else torch.device("cpu")
+
+
+def _list_optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadConfig(
+                f"TrainingState(optimizer=…): {type(candidate).__qualname__} is no torch.optim.Optimizer",
+                hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
+                "of its own",
+            )
+    return optimizers
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise BadConfig(
+            f"TrainingState(model=…): {type(model).__qualname__} is no torch.nn.Module",
+            hint="put several into a torch.nn.ModuleList or ModuleDict",
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever one exists
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise BadConfig(
+            "TrainingState(model=…): FullyShardedDataParallel keeps parts as plain tensors, which look like replicas",
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole",
+        )
 
 
 def _is_per_rank(section: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,24 @@ def files(tmp_path: Path) -> Iterator[Files]:
     opened.close()
 
 
+class Unit(torch.Tensor):
+    """A tensor with a meaning of its own, and memory of its own."""
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory, and without the methods that would show what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Wrapper(torch.empty(arguments[0].shape, dtype=arguments[0].dtype))
+        raise NotImplementedError(str(function))
+
+
 STATE = {
     "epoch": 3,
     ("tuple", 1): [None, True, float("nan"), b"\0\xff"],
@@ -36,6 +55,8 @@ STATE = {
     "when": np.datetime64("2024-01-02"),
     "dtype": torch.bfloat16,
     "device": torch.device("cpu"),
+    "size": torch.Size([2, 3]),
+    "mutable bytes": bytearray(b"\0\xff"),
     "a.b": torch.ones(1),
     "a": {"b": torch.zeros(1)},
 }
@@ -67,11 +88,17 @@ def test_arrays_scalars_and_uncommon_values_are_restored_with_their_types(files:
         ({"extra": {"meta": torch.ones(2, device="meta")}}, "extra.meta"),
         ({"extra": {"wide": torch.ones(2, dtype=torch.complex128)}}, "extra.wide"),
         ({"ema": {"f": lambda: 0}}, "ema.f"),
+        ({"extra": {"masked": np.ma.masked_array([1, 2], mask=[True, False])}}, "extra.masked"),
+        ({"extra": {"time": time.gmtime(0)}}, "extra.time"),
+        ({"extra": {"pair": torch.max(torch.ones(2, 2), dim=0)}}, "extra.pair"),
+        ({"extra": {"nested": [torch.ones(2).as_subclass(Unit)]}}, "extra.nested[0]"),
+        ({"model": torch.nn.LazyLinear(3)}, "model.weight"),
+        ({"model": torch.nn.ParameterDict({"w": torch.nn.Parameter(Wrapper(torch.ones(2)))})}, "model.w"),
     ],
 )
 def test_state_without_a_safe_form_is_refused_by_its_path(state: dict[str, Any], path: str) -> None:
     with pytest.raises(Unsupported) as refused:
-        TrainingState(model=small_net(), **state).capture(0, 1)
+        TrainingState(**{"model": small_net(), **state}).capture(0, 1)
     assert path in refused.value.message
 
 

@@ -66,6 +66,24 @@ def test_optimizer_is_restored_bit_for_bit(files: Files, name: str, steps: int) 
     assert_same(other.state_dict(), model.state_dict())
 
 
+def test_names_of_parameters_stay_in_the_order_of_the_live_optimizer(files: Files) -> None:
+    def build(names: list[str]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = small_net()
+        parameters = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW([(name, parameters[name]) for name in names])
+        one_step(model, optimizer, lambda: model(torch.ones(4, 3)))
+        return model, optimizer
+
+    order = [name for name, _ in small_net().named_parameters()]
+    model, optimizer = build(order)
+    raw = stage(TrainingState(model=model, optimizer=optimizer))
+    other, reversed_ = build(order[::-1])
+    restore(TrainingState(model=other, optimizer=reversed_), [files.on_disk(raw)])
+    assert reversed_.param_groups[0]["param_names"] == order[::-1]
+    moments = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    assert_same({name: reversed_.state[parameter] for name, parameter in other.named_parameters()}, moments)
+
+
 def test_capture_does_not_step_an_optimizer_without_state() -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tierd_client.state.training_state import TrainingState, architecture_hash
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.state import Files, Loader, Training, assert_same, restore, small_net, stage
-from tierd.errors import BadConfig
+from tierd.errors import BadConfig, TierdError
 from tierd.format.shard import parse_header
 
 
@@ -56,6 +57,44 @@ def test_restore_into_a_used_state_is_in_place(files: Files) -> None:
 def test_object_without_state_dict_is_refused_by_the_constructor(argument: str) -> None:
     with pytest.raises(BadConfig, match=argument):
         TrainingState(model=small_net(), **{argument: object()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": [small_net()]}, "model=.*list is no torch.nn.Module"),
+        ({"model": small_net(), "optimizer": {"a": 1}}, "optimizer=.*str is no torch.optim.Optimizer"),
+        ({"model": small_net(), "optimizer": Loader()}, "optimizer=.*Loader is no torch.optim.Optimizer"),
+    ],
+)
+def test_argument_of_another_type_is_refused_by_the_constructor(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadConfig, match=message):
+        TrainingState(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch is going to remove it
+def test_fully_sharded_data_parallel_of_the_first_kind_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(small_net(), device_id=torch.device("cpu"))
+        with pytest.raises(BadConfig, match="FullyShardedDataParallel keeps parts as plain tensors") as caught:
+            TrainingState(model=model)
+        assert "fully_shard" in caught.value.hint
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Raising(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("a key that a new version of the loader expects")
+
+
+def test_object_that_refuses_its_state_is_named_and_the_state_is_called_half_restored(files: Files) -> None:
+    raw = stage(TrainingState(model=small_net(), dataloader=Loader()))
+    with pytest.raises(TierdError, match=r"restore dataloader: its load_state_dict raised KeyError") as caught:
+        restore(TrainingState(model=small_net(), dataloader=Raising()), [files.on_disk(raw)])
+    assert "half restored" in caught.value.hint
 
 
 def test_refused_argument_comes_with_a_hint() -> None:
