@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -30,6 +32,8 @@ log = logging.getLogger("tierd_client")
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0
+
+_connected: weakref.WeakSet[DaemonSession] = weakref.WeakSet()
 
 
 class Listener(Protocol):
@@ -70,9 +74,15 @@ class DaemonSession:
         self._socket, self.welcome, self.kept_descriptors = _greet(path, hello, timeout_s)
         self.hello = msgspec.structs.replace(hello, generation=self.welcome.generation)
         self.is_attached = True
+        _connected.add(self)
         self._attached_s = self._detached_s = time.monotonic()
         self._failures = 0  # consecutive failed attempts to attach
         self._thread: threading.Thread | None = None
+
+    def close_in_child(self) -> None:
+        """In a forked child: with its copy of the socket open, the daemon would not notice the trainer's death."""
+        self.is_attached = False
+        self._socket.close()
 
     def start(self, *listeners: Listener) -> None:
         self._thread = threading.Thread(target=self._run, args=(listeners,), name="tierd-session", daemon=True)
@@ -275,6 +285,15 @@ class DaemonSession:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it was not connected any more
+
+
+def _close_in_child() -> None:
+    for session in _connected:
+        session.close_in_child()
+    _connected.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socket, wire.Welcome, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tierd_client.snapshot.copying import Copier
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer, Training
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -146,3 +147,29 @@ def test_repeated_kills_leak_nothing_and_each_start_is_a_generation(daemon: Daem
             before = descriptors()
     wait_until(lambda: daemon.steps("hot") == [6, 7, 8], "the lifecycle")
     wait_until(lambda: descriptors() <= before, "the daemon to close descriptors")
+
+
+def _fork_a_child(training: Training) -> int:
+    """As a data loader's worker that outlives the trainer. It holds no lock and ends by itself."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(2 * DEADLINE_S)  # longer than the test waits
+        os._exit(0)
+    return child
+
+
+def test_death_of_a_trainer_is_noticed_while_a_forked_child_lives(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon, Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.restore()
+        trainer.train(1)
+        trainer.durable()
+        child = trainer.apply(_fork_a_child)
+        try:
+            trainer.kill()
+            wait_until(lambda: daemon.status()["runs"][0]["ranks_attached"] == 0)
+            with Trainer(seed=2) as successor:
+                successor.connect(daemon.socket)
+                assert successor.restore().tier == "memory"
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -194,6 +194,17 @@ class Slot:
             self._thread.join()
 
 
+def _close_in_child() -> None:
+    """A forked child, such as a data loader's worker, must not keep the memory of a trainer that has died."""
+    for slot in _open:
+        os.close(slot.fd)
+        slot.fd = -1
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()
 
