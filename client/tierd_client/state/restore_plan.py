@@ -38,8 +38,6 @@ class RestorePlan:
         self.differences: list[str] = []
         self.on_finish: list[Callable[[], object]] = []
 
-    # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
-
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
         it does not fit while it `must_fit`."""
@@ -100,8 +98,6 @@ class RestorePlan:
         for name in self.available:
             if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
                 self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
-
-    # ── for the restore ───────────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
         """Raises Mismatch, listing the differences, if there are any."""
