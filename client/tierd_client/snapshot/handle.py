@@ -55,14 +55,11 @@ class Shot:
                     raise self._final_error
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise (
-                    self._why_waiting()
-                    or self._retried_error
-                    or Transient(
-                        f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
-                        hint="`tierd status` shows what is queued, and what went wrong",
-                    )
+                late = Transient(
+                    f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
+                    hint="`tierd status` shows what is queued, and what went wrong",
                 )
+                raise self._why_waiting() or self._retried_error or late
             self._ask(self)  # at once: the daemon lifts its write limit while a trainer waits
             with self._changed:
                 self._changed.wait_for(
