@@ -356,6 +356,7 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
+    "client/tierd_client/log.py": "client/test_session.py",
     "tierd/api/admission.py": "api/test_trainer.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",

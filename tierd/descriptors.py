@@ -1,4 +1,4 @@
-"""File descriptors: closes many, opens all or none, and passes them with a packet over a Unix socket (SCM_RIGHTS).
+"""File descriptors: closes many, opens all or none, reads, and passes them over a Unix socket (SCM_RIGHTS).
 
 Imports no asyncio and decodes no message: for the daemon, the CLI and the client.
 """
@@ -28,6 +28,16 @@ def open_all(opening: Iterable[int]) -> list[int]:
         close_all(opened)
         raise
     return opened
+
+
+def read_all(fd: int, offset: int, view: memoryview) -> int:
+    """Fill the view from `offset`. Returns how many bytes were missing because the file ended."""
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            break
+        view, offset = view[count:], offset + count
+    return len(view)
 
 
 # socket.send_fds and recv_fds drop the flags that they are given (seen in CPython 3.11): a send would block, and a

@@ -8,7 +8,6 @@ sent again what it had not acknowledged. Every call has the same outcome on all 
 from __future__ import annotations
 
 import atexit
-import logging
 import operator
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from tierd.errors import BadRequest, DaemonUnreachable, SlotsBusy
 from tierd.format import wire
 from tierd.format.manifest import CheckpointRef
 from tierd_client.generation import Generation
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
 from tierd_client.restore.resume import Resume, agree_on_policy, restore_by_policy
@@ -29,8 +29,6 @@ from tierd_client.state.training_state import Capturable, State
 from tierd_client.step_times import StepTimes
 from tierd_client.stopping.outcome import Halted, outcome_of, wait_last_snapshot
 from tierd_client.stopping.requests import StopRequests
-
-log = logging.getLogger("tierd_client")
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -89,8 +87,6 @@ class Client:
         self._requests.check_between_steps()
         return bool(self._requests.reason)
 
-    # ── restore ──
-
     def restore(
         self,
         state: State,
@@ -146,7 +142,7 @@ class Client:
     def _begin_restore(self) -> float:
         """Prepares for a restore. Returns the monotonic time at its start, in seconds."""
         began = time.monotonic()
-        self._step_times.skip_step()
+        self._step_times.is_skipped = True
         self._ranks.run_on_all(self._generation.check_open)
         self._snapshotter.overlap.finish()
         if self._snapshotter.last_step is not None:
@@ -160,8 +156,6 @@ class Client:
         self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)
-
-    # ── snapshot ──
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step`: every so many steps or seconds, or because of a request.
@@ -205,7 +199,13 @@ class Client:
                     step, state, metrics=metrics or {}, milestone=milestone, parent=self._parent
                 )
             except BaseException as error:  # an interrupt too: the slot must become free again
-                self._not_taken(step, error, time.perf_counter() - began)
+                if self._generation.is_open:
+                    self._generation.pool.reclaim(keep=self._snapshotter.overlap.slot)
+                    self._requests.not_taken(error)
+                    if self._ranks.rank == 0:  # the same on all ranks: counted once
+                        outcome = "skipped" if isinstance(error, SlotsBusy | DaemonUnreachable) else "failed"
+                        seconds = time.perf_counter() - began
+                        self._generation.session.report(outcome, step, seconds=seconds, detail=str(error))
                 raise
             self._last_shot = shot
             self._requests.taken(step, shot.stall_s, milestone)
@@ -215,17 +215,6 @@ class Client:
         """Returns when no copy of the last snapshot is in progress: the state may then be changed by any means."""
         self._generation.check_open()
         self._snapshotter.overlap.finish()
-
-    def _not_taken(self, step: int, error: BaseException, seconds: float) -> None:
-        if not self._generation.is_open:
-            return
-        self._snapshotter.clean_up()
-        self._requests.not_taken(error)
-        if self._ranks.rank == 0:  # the same on all ranks: counted once
-            outcome = "skipped" if isinstance(error, SlotsBusy | DaemonUnreachable) else "failed"
-            self._generation.session.report(outcome, step, seconds=seconds, detail=str(error))
-
-    # ── start and end ──
 
     def start(self) -> None:
         """Handle signals from now on, as `with client:` does when it begins."""
@@ -269,12 +258,13 @@ class Client:
     def _close(self, outcome: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
         if not self._generation.is_open:
             return
-        self._generation.begin_close()
+        self._generation.is_closed = True
         self._snapshotter.overlap.close()
         if not self._generation.pool.wait_safe(wait_s):
             log.error("tierd: no daemon has accepted the last snapshot: it is lost with this process")
         self._requests.close()
-        self._generation.close(outcome)
+        self._generation.session.close(outcome)
+        self._generation.pool.close()
         self._ranks.close()
         atexit.unregister(self._close)
 

@@ -12,7 +12,7 @@ from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 from tierd_client.client import Client
 from tierd_client.generation import Generation
 from tierd_client.ranks import find_ranks
-from tierd_client.restore.resume import starts_anew
+from tierd_client.restore.resume import SCRATCH
 from tierd_client.stopping.deadline import find_deadline
 from tierd_client.stopping.requests import Meaning, StopRequests, signals_of
 
@@ -73,7 +73,8 @@ def connect(
         socket or os.environ.get("TIERD_SOCKET") or DEFAULT_SOCKET,
         ranks,
         {name: value for name, value in options.items() if value is not None},
-        starts_anew=starts_anew(os.environ),
+        # Of this start only: a script's argument applies to restarts too, so it does not count here.
+        starts_anew=os.environ.get("TIERD_RESUME") == SCRATCH,
     )
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
     requests = StopRequests(

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
@@ -70,7 +71,7 @@ def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
             continue
         is_per_rank = bool(saved[0].suffix)
         values = [_value(name, section, plan) for section in (saved if is_per_rank else saved[:1])]
-        _set(state, name.split(".", 1), values if is_per_rank else values[0])
+        set_element(state, tuple(name.split(".", 1)), values if is_per_rank else values[0])
     return state
 
 
@@ -105,26 +106,9 @@ def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: Restore
     objects = {name: value for tree in trees for name, value in tree.objects.items()}
     for name in sorted({*objects, *plan.available}):
         if name in objects:
-            _set(state, paths.get(name, [name]), plan.decode(objects[name]))
+            set_element(state, tuple(paths.get(name, [name])), plan.decode(objects[name]))
         elif not name.endswith(OBJECT):
-            _set(state, paths.get(name, [name]), plan.read_new(name, CPU))
-    _restore_lists(state)
-
-
-def _set(state: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
-
-
-def _restore_lists(state: dict[Any, Any]) -> None:
-    """A number in a path of DCP was an index of a list."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            inner = cast("dict[Any, Any]", value)
-            _restore_lists(inner)
-            if inner and all(type(key) is int for key in inner):
-                state[key] = [inner[index] for index in sorted(inner)]
+            set_element(state, tuple(paths.get(name, [name])), plan.read_new(name, CPU))
 
 
 def plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ Rank 0 claims a new generation, which fences the one before; the other ranks joi
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,8 +18,6 @@ from tierd.format import wire
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession, Listener
 from tierd_client.snapshot.slot_pool import SlotPool
-
-log = logging.getLogger("tierd_client")
 
 CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
 RENEW_TIMEOUT_S = 10.0
@@ -44,17 +41,18 @@ class Generation:
         self._starts_anew = starts_anew
         self._listeners: tuple[Listener, ...] = ()
         self._pid = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
+        """Set when the close begins: from then on `check_open` raises."""
 
     def join(self, *listeners: Listener) -> None:
         """All ranks. `listeners` receive every message of the daemon, in this order, after the slot pool."""
         self._listeners = listeners
         first = self._ranks.run_on_all(lambda: self._open(None) if self._ranks.rank == 0 else None)
-        number = self._ranks.broadcast(msgspec.json.encode(first.welcome.generation) if first is not None else None)
+        number = self._ranks.broadcast(msgspec.json.encode(first.welcome.generation) if first is not None else b"")
         with ExitStack() as on_error:
             if first is not None:
                 on_error.callback(first.close)
-            session = self._ranks.run_on_all(lambda: first or self._open(msgspec.json.decode(number or b"0", type=int)))
+            session = self._ranks.run_on_all(lambda: first or self._open(msgspec.json.decode(number, type=int)))
             on_error.callback(session.close)
             pool = SlotPool(session)
             on_error.pop_all()
@@ -79,7 +77,7 @@ class Generation:
 
     def check_open(self) -> None:
         """Raises BadRequest after the close and in a forked child, Stale when a newer trainer has taken over."""
-        if self._is_closed:
+        if self.is_closed:
             raise BadRequest(f"go on with {self.run}: its client was closed", hint="wait for shots inside `with`")
         if os.getpid() != self._pid:
             raise BadRequest(
@@ -102,15 +100,7 @@ class Generation:
     @property
     def is_open(self) -> bool:
         """False after the close, and in a forked child."""
-        return os.getpid() == self._pid and not self._is_closed
-
-    def begin_close(self) -> None:
-        """From now on `check_open` raises."""
-        self._is_closed = True
-
-    def close(self, goodbye: wire.Goodbye) -> None:
-        self.session.close(goodbye)
-        self.pool.close()
+        return os.getpid() == self._pid and not self.is_closed
 
     def _open(self, number: int | None) -> DaemonSession:
         hello = wire.Hello(

@@ -105,15 +105,13 @@ class Ranks:
             work.wait()
         return [int(value) for value in tensor]
 
-    def broadcast(self, content: bytes | None) -> bytes | None:
-        """Rank 0's `content`, on every rank. The other ranks pass None."""
+    def broadcast(self, content: bytes) -> bytes:
+        """Rank 0's `content`, on every rank. What the other ranks pass is ignored."""
         if not self._groups:
             return content
-        length = torch.tensor([-1 if content is None else len(content)], dtype=torch.int64, device=CPU)
+        length = torch.tensor([len(content)], dtype=torch.int64, device=CPU)
         with _exchanging():
             dist.broadcast(length, 0, group=self._group)
-            if int(length) < 0:
-                return None
             buffer = torch.empty(int(length), dtype=torch.uint8, device=CPU)
             if self.rank == 0 and content:
                 buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -7,7 +7,6 @@ the session's lock held. `find` waits for an answer, and the wait is bounded.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import select
 import socket
@@ -26,8 +25,7 @@ from tierd.backoff import backoff_s
 from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Stale, TierdError, from_kind
 from tierd.format import wire
-
-log = logging.getLogger("tierd_client")
+from tierd_client.log import log
 
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
 ANSWER_POLL_S = 0.25
@@ -170,8 +168,7 @@ class DaemonSession:
                 self._reattach(listeners)
         except Exception as error:
             log.exception("tierd: the session's thread ended")
-            with self.lock:
-                self._end(TierdError(f"talk to the daemon: {error!r}", hint="a bug in tierd: please report it"))
+            self._end(TierdError(f"talk to the daemon: {error!r}", hint="a bug in tierd: please report it"))
 
     def _listen(self, listeners: Sequence[Listener]) -> None:
         """Reads messages until the connection ends."""
@@ -216,19 +213,17 @@ class DaemonSession:
     def _check_fenced(self, message: wire.ToClient) -> None:
         if isinstance(message, wire.Fenced):
             hello, newer = self.hello, message.generation
-            with self.lock:
-                self._end(
-                    Stale(
-                        f"train {hello.run} as generation {hello.generation}: generation {newer} has taken over",
-                        hint="another trainer of this run was started later; stop this one",
-                    )
+            self._end(
+                Stale(
+                    f"train {hello.run} as generation {hello.generation}: generation {newer} has taken over",
+                    hint="another trainer of this run was started later; stop this one",
                 )
+            )
         elif isinstance(message, wire.Refused):
             error = from_kind(message.kind, message.message, message.hint)
             log.error("tierd: the daemon refused: %s", error)
             if isinstance(error, Stale):
-                with self.lock:
-                    self._end(error)
+                self._end(error)
 
     def _reattach(self, listeners: Sequence[Listener]) -> None:
         """Retries until the daemon is back, the session is closed, or a newer generation has taken over."""
@@ -246,8 +241,7 @@ class DaemonSession:
             try:
                 sock, welcome, descriptors = _greet(self._path, self.hello, RETRY_MAX_S)
             except Stale as error:
-                with self.lock:
-                    self._end(error)
+                self._end(error)
                 return
             except TierdError as error:
                 if not isinstance(error, DaemonUnreachable):
@@ -267,11 +261,12 @@ class DaemonSession:
             return
 
     def _end(self, error: TierdError) -> None:
-        """Ends the session permanently. The caller holds the lock."""
-        self.ended_by = error
-        if not self.has_successor:
-            log.error("tierd: %s", error)
-        self._detach()
+        """Ends the session permanently."""
+        with self.lock:
+            self.ended_by = error
+            if not self.has_successor:
+                log.error("tierd: %s", error)
+            self._detach()
 
     def _detach(self) -> None:
         """With the lock held."""
@@ -310,12 +305,10 @@ def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socke
             if not raw:
                 raise ConnectionResetError("it closed the connection")
             sock.settimeout(None)
-        except TimeoutError as error:
-            raise DaemonUnreachable(
-                f"greet the daemon at {path}: no answer within {timeout_s:g} s", hint=hint
-            ) from error
         except OSError as error:
-            raise DaemonUnreachable(f"greet the daemon at {path}: {error.strerror or error}", hint=hint) from error
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer within {timeout_s:g} s" if is_late else error.strerror or error
+            raise DaemonUnreachable(f"greet the daemon at {path}: {why}", hint=hint) from error
         message = wire.decode_to_client(raw)
         if isinstance(message, wire.Refused):
             raise from_kind(message.kind, message.message, message.hint)

@@ -19,7 +19,8 @@ class StepTimes:
         self._now_s = now_s
         self._step: int | None = None
         self._call_ended_s = 0.0
-        self._is_skipped = False
+        self.is_skipped = False
+        """Set to leave out the step that is in progress, or is next."""
         self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._reported_s = now_s()
 
@@ -28,17 +29,13 @@ class StepTimes:
         """A call that the loop makes after this step: its time belongs to no step."""
         former, self._step = self._step, step
         if former is not None and step != former:
-            if step > former and not self._is_skipped:
+            if step > former and not self.is_skipped:
                 self._steps_s.append((self._now_s() - self._call_ended_s) / (step - former))
-            self._is_skipped = False
+            self.is_skipped = False
         try:
             yield
         finally:
             self._call_ended_s = self._now_s()
-
-    def skip_step(self) -> None:
-        """Leave out the step that is in progress, or is next."""
-        self._is_skipped = True
 
     def report(self, every_s: float) -> float | None:
         """The median step since the last report, in seconds; None before `every_s` has passed (0: never report) and

@@ -63,8 +63,7 @@ def _exchange(training: Training) -> list[Any]:
     rank, ranks = dist.get_rank(), find_ranks(None, None, {})
     return [
         ranks.maximum([rank, -rank]),
-        ranks.broadcast(b"from the first" if rank == 0 else None),
-        ranks.broadcast(None),
+        ranks.broadcast(b"from the first" if rank == 0 else b""),
         ranks.broadcast(b""),
         ranks.gather(b"x" * rank),
         ranks.run_on_all(lambda: rank * 10),
@@ -100,7 +99,7 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
     with joined(tmp_path, 3) as trainers:
         gathered = [b"", b"x", b"xx"]
         assert together(trainers, "apply", _exchange) == [
-            [[2, 0], b"from the first", None, b"", gathered, rank * 10] for rank in range(3)
+            [[2, 0], b"from the first", b"", gathered, rank * 10] for rank in range(3)
         ]
 
         errors = refusals(trainers, "apply", _fail_on_one)

@@ -56,7 +56,7 @@ def test_skipped_step_is_left_out_and_no_other() -> None:
     loop = Loop()
     loop.call(1)
     loop.train(50.0)
-    loop.times.skip_step()
+    loop.times.is_skipped = True
     loop.call(2)
     assert loop.times.report(1.0) is None
     loop.train(0.25)

@@ -13,7 +13,7 @@ from tierd_client.snapshot.staging import Stager
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.cuda import DEVICE, OPTIMIZERS, Training, assert_same, needs_cuda
-from tests.support.state import metadata, stage_into
+from tests.support.state import metadata, stage_into, staged_bytes
 
 pytestmark = needs_cuda
 
@@ -53,7 +53,7 @@ def test_what_is_copied_later_holds_back_the_step_and_not_the_host(slot: Slot) -
         with torch.no_grad():  # as the step would, behind the copy
             model.weight.fill_(-1)
         staging.finish()
-        assert (load(bytes(slot.view[: staging.size_bytes]))["model.weight"] == value).all()
+        assert (load(staged_bytes(slot, staging))["model.weight"] == value).all()
 
 
 @pytest.mark.parametrize("options", OPTIMIZERS)
@@ -84,7 +84,7 @@ def test_while_forward_backward_and_step_run_the_bytes_stay_those_of_the_snapsho
                 guard.close()
             staging.finish()
         assert slot.tensor.is_pinned() == is_pinned
-        assert_same(load(bytes(slot.view[: staging.size_bytes])), expected)
+        assert_same(load(staged_bytes(slot, staging)), expected)
 
 
 def test_strided_tensors_are_gathered_on_the_gpu(slot: Slot) -> None:
@@ -94,7 +94,7 @@ def test_strided_tensors_are_gathered_on_the_gpu(slot: Slot) -> None:
     staging = stager.begin(captured, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
     staging.start()
     staging.finish()
-    assert torch.equal(load(bytes(slot.view[: staging.size_bytes]))["model.weight"], convolution.weight.cpu())
+    assert torch.equal(load(staged_bytes(slot, staging))["model.weight"], convolution.weight.cpu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -114,4 +114,4 @@ def test_a_model_on_two_gpus_is_one_shard(slot: Slot) -> None:
         finally:
             guard.close()
         staging.finish()
-        assert_same(load(bytes(slot.view[: staging.size_bytes])), expected)
+        assert_same(load(staged_bytes(slot, staging)), expected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.snapshot.slot import Slot
-from tierd_client.snapshot.staging import Stager
+from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState
 
@@ -80,7 +80,11 @@ def stage_into(slot: Slot, stager: Stager, captured: Captured, metadata: dict[st
     """Copy all of it during the call. The bytes of the shard."""
     staging = stager.begin(captured, slot, metadata, {})
     staging.finish()
-    return bytes(slot.view[: staging.size_bytes])
+    return staged_bytes(slot, staging)
+
+
+def staged_bytes(slot: Slot, staging: Staging) -> bytes:
+    return bytes(slot.tensor.numpy().data[: staging.layout.size_bytes])
 
 
 def entry_of(raw: bytes, name: str = "rank-00000-of-00001.safetensors", chunk_bytes: int = CHUNK_BYTES) -> FileEntry:
@@ -113,7 +117,7 @@ class Files:
 
     def _fill_slot(self, raw: bytes) -> Slot:
         slot = Slot.create(len(raw))
-        slot.view[: len(raw)] = raw
+        slot.tensor.numpy().data[: len(raw)] = raw
         self.opened.append(os.dup(slot.fd))
         return slot
 

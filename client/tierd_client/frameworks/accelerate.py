@@ -107,6 +107,7 @@ class _Position:
                 hint=hint % "use_seedable_sampler=True" + ", or give dataloader=… that does",
             )
         self._sampler: Any = get_sampler(loader)
+        self._is_seeded = isinstance(self._sampler, SeedableRandomSampler)
         if isinstance(self._sampler, torch.utils.data.RandomSampler) and not self._is_seeded:
             raise BadConfig(
                 "training_state(accelerator): a prepared loader shuffles in an order that cannot be reproduced",
@@ -115,19 +116,13 @@ class _Position:
         self._loader: Any = loader
         self._ahead = ReadAhead([accelerator.device])
         if loader.num_workers == 0:
-            self._watch(loader.base_dataloader, accelerator.device)
-
-    @property
-    def _is_seeded(self) -> bool:
-        return isinstance(self._sampler, SeedableRandomSampler)
-
-    def _watch(self, loader: Any, device: torch.device) -> None:
-        """Accelerate has made an iterator already, for a first state. Makes a new one, without drawing numbers."""
-        before = rng.capture([device])
-        self._ahead.watch(loader)
-        loader.load_state_dict(loader.state_dict())
-        loader.state_dict()
-        rng.restore(before, [device])
+            # Accelerate has made an iterator already, for a first state. Make a new one, without drawing numbers.
+            before = rng.capture([accelerator.device])
+            inner: Any = loader.base_dataloader
+            self._ahead.watch(inner)
+            inner.load_state_dict(inner.state_dict())
+            inner.state_dict()
+            rng.restore(before, [accelerator.device])
 
     def state_dict(self) -> dict[str, Any]:
         loader = self._loader

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -69,17 +69,30 @@ class DcpTree(msgspec.Struct):
     paths: dict[str, list[str | int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedState:
-    """The tensors and objects that DCP's plan assigns to this rank, as a Capturable."""
+class _OnAllRanks:
+    """What the writer and the reader share: DCP's plans stay as they are, and all ranks of the client take part."""
 
-    captured: Captured
+    _client: Client
+    _action: ClassVar[str]
 
-    def capture(self, rank: int, world_size: int) -> Captured:
-        return self.captured
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        if len(plans) != self._client.world_size:
+            raise Unsupported(
+                f"{self._action} tierd: only {len(plans)} of the {self._client.world_size} connected ranks take part",
+                hint="all ranks of the client save and load together: do not pass no_dist=True or a smaller "
+                "process_group=",
+            )
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # DCP must not select a class of ours by a path
 
 
-class TierdWriter(StorageWriter):
+class TierdWriter(_OnAllRanks, StorageWriter):
     """For `dcp.save(…, storage_writer=)`: a snapshot of `step`, or of the number that `checkpoint_id` ends with.
 
     All ranks construct theirs at the same point. `save` returns when the snapshot is in the memory tier and training
@@ -90,6 +103,8 @@ class TierdWriter(StorageWriter):
     `dcp.save` raises its CheckpointException around BadConfig when there is no step, Unsupported for an object that has
     no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot.
     """
+
+    _action = "dcp.save to"
 
     def __init__(
         self,
@@ -117,13 +132,6 @@ class TierdWriter(StorageWriter):
         if self._step is None:
             raise BadConfig("dcp.save to tierd: no step is given", hint="TierdWriter(client, step), or checkpoint_id=")
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        _check_ranks("dcp.save to", self._client, len(plans))
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._step is not None
         if threading.get_ident() != self._thread and torch.__version__ < "2.7":
@@ -132,8 +140,8 @@ class TierdWriter(StorageWriter):
                 f"dcp.async_save to tierd with torch {torch.__version__}",
                 hint="call dcp.save, which returns as early, or use torch 2.7 or later",
             )
-        state = _PlannedState(capture_plan(plan, planner))
-        self.shot = self._client.snapshot(self._step, state, metrics=self._metrics, milestone=self._milestone)
+        captured = capture_plan(plan, planner)
+        self.shot = self._client.snapshot(self._step, captured, metrics=self._metrics, milestone=self._milestone)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
@@ -142,10 +150,6 @@ class TierdWriter(StorageWriter):
         """On rank 0. `metadata` is not stored: the headers of the shards have the same content."""
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # DCP must not select this class by a path
 
 
 def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
@@ -231,7 +235,7 @@ def contents_of(replica: Replica) -> Contents:
     return contents
 
 
-class TierdReader(StorageReader):
+class TierdReader(_OnAllRanks, StorageReader):
     """For `dcp.load(…, storage_reader=)`: the newest checkpoint, or the requested one, from the nearest tier.
 
     `step` may also be given as the number that `checkpoint_id` ends with. Every byte that is read is verified. A
@@ -240,6 +244,8 @@ class TierdReader(StorageReader):
     `dcp.load` raises its CheckpointException around Mismatch when a tensor does not fit, Unsupported for a planner that
     only pickles or a subset of the ranks, and the errors of Client.restore.
     """
+
+    _action = "dcp.load from"
 
     def __init__(
         self,
@@ -287,13 +293,6 @@ class TierdReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         return
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        _check_ranks("dcp.load from", self._client, len(plans))
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         contents = self._contents
         assert contents is not None
@@ -303,10 +302,6 @@ class TierdReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
 
 def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -359,14 +354,6 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     if number is None:
         raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="end it with the step")
     return int(number[0])
-
-
-def _check_ranks(what: str, client: Client, count: int) -> None:
-    if count != client.world_size:
-        raise Unsupported(
-            f"{what} tierd: only {count} of the {client.world_size} connected ranks take part",
-            hint="all ranks of the client save and load together: do not pass no_dist=True or a smaller process_group=",
-        )
 
 
 def _accelerator() -> torch.device:

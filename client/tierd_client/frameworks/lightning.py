@@ -10,7 +10,6 @@ are taken between two batches, just before the next one is fetched, when all wor
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +24,10 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from tierd.errors import Mismatch, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
+from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.dict_state import DictState
-
-log = logging.getLogger("tierd_client")
+from tierd_client.state.sections import is_stateful
 
 PER_RANK = ("loops", "place")
 
@@ -77,8 +76,6 @@ class TierdCallback(Callback):
         self._is_due = False
         self._was_delayed = False
 
-    # ── Lightning's hooks ──
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
@@ -121,8 +118,6 @@ class TierdCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave()
 
-    # ── restore ──
-
     def _restore(self, client: Client) -> None:
         """Gives the newest snapshot to Lightning as if it had just read a checkpoint file."""
         self.found = client.restore(DictState(self._values, per_rank=PER_RANK))
@@ -147,8 +142,6 @@ class TierdCallback(Callback):
         if isinstance(loaders, CombinedLoader):
             loaders, mode = loaders.iterables, loaders._mode  # pyright: ignore[reportPrivateUsage]
         return WatchedLoader(loaders, mode, self.before_batch, self._trainer.strategy.root_device, resumed)
-
-    # ── snapshot ──
 
     def before_batch(self) -> None:
         """Called between two batches. Takes a snapshot when one is due. Raises SIGTERMException to stop."""
@@ -241,7 +234,8 @@ class WatchedLoader(CombinedLoader):
             return self
         if not resumed.is_over:
             self._at_first = resumed.at_first
-            if self._at_first is not None and not self._have_states():
+            have_states = all(is_stateful(loader) for loader in self.flattened)
+            if self._at_first is not None and not have_states:
                 self._set(self._at_first)
                 for _ in range(resumed.given):
                     super().__next__()
@@ -257,9 +251,6 @@ class WatchedLoader(CombinedLoader):
         if self._at_first is None:
             self._at_first = self._randomness()
         return super().__next__()
-
-    def _have_states(self) -> bool:
-        return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in self.flattened)
 
     def _randomness(self) -> Randomness:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators()]

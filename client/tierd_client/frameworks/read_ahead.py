@@ -6,7 +6,7 @@ must get the same ones. Works for collate functions in this process; workers hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ class ReadAhead:
 
     def watch(self, loader: Any) -> None:
         """Records each batch that `loader` (a torch DataLoader) collates from now on."""
-        if loader.num_workers == 0:
-            loader.collate_fn = self._watched(loader.collate_fn)
+        if loader.num_workers > 0:
+            return
+        collate = loader.collate_fn
 
-    def _watched(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def watched(samples: Any) -> Any:
             before = rng.capture(self._devices)
             repeated = self._to_repeat.pop(0) if self._to_repeat else None
@@ -43,7 +43,7 @@ class ReadAhead:
                 rng.restore(before, self._devices)  # the numbers of this batch were drawn before the snapshot
             return batch
 
-        return watched
+        loader.collate_fn = watched
 
     def keep(self, count: int) -> None:
         """All but the newest `count` batches were trained on."""

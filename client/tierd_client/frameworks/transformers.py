@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import tempfile
 from collections import ChainMap
@@ -28,14 +27,13 @@ from tierd.format.tagged import Json
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
 from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.log import log
 from tierd_client.restore.resume import Resume, parse_resume
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.training_state import TrainingState
-
-log = logging.getLogger("tierd_client")
 
 STATE_FILE = "trainer_state.json"  # from which Trainer reads its progress
 KEY = "trainer"  # of Trainer's progress, in `extra`
@@ -92,8 +90,6 @@ class TierdCallback(TrainerCallback):
         vars(trainer)["_load_from_checkpoint"] = lambda *_, **__: None
         return self._folder.name
 
-    # ── Trainer's hooks ──
-
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -110,7 +106,14 @@ class TierdCallback(TrainerCallback):
             )
         vars(trainer).pop("_load_from_checkpoint", None)
         self._progress = _Progress(trainer)
-        self._state = self._training_state(trainer)
+        optimizer: Any = trainer.optimizer
+        self._state = TrainingState(
+            model=cast("torch.nn.Module", trainer.model),
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # without Accelerate's wrapper
+            scheduler=cast("Any", trainer.lr_scheduler),
+            scaler=trainer.accelerator.scaler,
+            extra=cast("dict[str, Any]", ChainMap(self._extra, {KEY: self._progress})),
+        )
         self._generators: dict[str, Any] | None = None
         self._last_step = 0  # that has a snapshot
         self._is_due = False
@@ -176,18 +179,6 @@ class TierdCallback(TrainerCallback):
         except TierdError as error:  # train() must still return: the caller wants the model that is in memory
             log.error("tierd: the last snapshot of %s: %s", self._run, error)
         self._leave()
-
-    # ── snapshots ──
-
-    def _training_state(self, trainer: Trainer) -> TrainingState:
-        optimizer: Any = trainer.optimizer
-        return TrainingState(
-            model=cast("torch.nn.Module", trainer.model),
-            optimizer=getattr(optimizer, "optimizer", optimizer),  # without Accelerate's wrapper
-            scheduler=cast("Any", trainer.lr_scheduler),
-            scaler=trainer.accelerator.scaler,
-            extra=cast("dict[str, Any]", ChainMap(self._extra, {KEY: self._progress})),
-        )
 
     def _snapshot(self, step: int, *, is_last: bool = False) -> None:
         self._is_due = False

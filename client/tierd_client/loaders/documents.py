@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from tierd.errors import BadConfig, Corrupt, Mismatch
 from tierd_client.loaders.cursors import Cursor, FileCursor, merge, share_out
 from tierd_client.loaders.loader import unchanged
 from tierd_client.loaders.sampler import find_rank
+from tierd_client.log import log
 from tierd_client.state import rng
-
-logger = logging.getLogger(__name__)
 
 Read = Callable[[str], Iterable[Any]]
 Collate = Callable[[list[Any]], Any]
@@ -90,14 +88,10 @@ class DocumentLoader:
         self._rank, self._world_size = find_rank(rank, world_size)
         self._options = options
         self._restores = 0
-        self._epoch = 0
+        self.epoch = 0
+        """The pass of the next batch."""
         self._turn = 0
         self._workers = self._share_of_rank({path: FileCursor(_size(path)) for path in self._files})
-
-    @property
-    def epoch(self) -> int:
-        """The pass of the next batch."""
-        return self._epoch
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -110,14 +104,14 @@ class DocumentLoader:
                     break
             else:
                 for files in self._workers:
-                    files.update({path: position.finished(self._epoch) for path, position in files.items()})
-                self._epoch += 1
+                    files.update({path: position.finished(self.epoch) for path, position in files.items()})
+                self.epoch += 1
                 self._turn = 0
                 return
 
     def state_dict(self) -> dict[str, Any]:
         """How far this rank's workers have consumed each of their files."""
-        state = ReaderState(self._seed, self._epoch, self._turn, len(self._files), _digest(self._files), self._workers)
+        state = ReaderState(self._seed, self.epoch, self._turn, len(self._files), _digest(self._files), self._workers)
         return msgspec.to_builtins(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,7 +136,7 @@ class DocumentLoader:
         self._check_files(_merge_ranks(saved), saved[0])
         self._seed = saved[0].seed
         # The files of a rank that is a pass ahead are finished in this pass: nobody reads them in it.
-        self._epoch = min(state.epoch for state in saved)
+        self.epoch = min(state.epoch for state in saved)
         self._restores += 1
         return saved
 
@@ -164,14 +158,14 @@ class DocumentLoader:
     def _share_of_rank(self, cursor: Cursor) -> list[dict[str, FileCursor]]:
         """This rank's files, for each of its workers."""
         if len(cursor) < self._world_size and self._rank == 0:
-            logger.warning("documents: %d files for %d ranks, some have nothing to read", len(cursor), self._world_size)
-        return self._share_among_workers(share_out(cursor, self._world_size, epoch=self._epoch)[self._rank])
+            log.warning("documents: %d files for %d ranks, some have nothing to read", len(cursor), self._world_size)
+        return self._share_among_workers(share_out(cursor, self._world_size, epoch=self.epoch)[self._rank])
 
     def _share_among_workers(self, cursor: Cursor) -> list[dict[str, FileCursor]]:
         workers = max(1, self._num_workers)
         if 0 < len(cursor) < workers:
-            logger.warning("documents: %d files for %d workers, some have nothing to read", len(cursor), workers)
-        return share_out(cursor, workers, epoch=self._epoch)
+            log.warning("documents: %d files for %d workers, some have nothing to read", len(cursor), workers)
+        return share_out(cursor, workers, epoch=self.epoch)
 
     def _batches(self) -> Iterable[tuple[int, Cursor, Any]]:
         """The rest of the pass. torch takes a batch of each worker in turn, starting with its first."""
@@ -179,14 +173,14 @@ class DocumentLoader:
         workers = [(self._turn + index) % count for index in range(count)]
         reader = _PassReader(
             [(worker, self._in_order(self._workers[worker])) for worker in workers],
-            epoch=self._epoch,
+            epoch=self.epoch,
             seed=self._seed,
             batch_size=self._batch_size,
             read=self._read,
             collate=self._collate,
         )
         # A generator for the seeds of workers: without it each start draws one from the global generator.
-        generator = torch.Generator().manual_seed(rng.seed_of(self._seed, self._epoch, "workers"))
+        generator = torch.Generator().manual_seed(rng.seed_of(self._seed, self.epoch, "workers"))
         return DataLoader(
             reader, batch_size=None, num_workers=self._num_workers, generator=generator, collate_fn=unchanged,
             **self._options,
@@ -194,7 +188,7 @@ class DocumentLoader:
 
     def _in_order(self, cursor: Cursor) -> dict[str, FileCursor]:
         if self._shuffle:
-            paths = sorted(cursor, key=lambda path: rng.seed_of(self._seed, self._epoch, path))
+            paths = sorted(cursor, key=lambda path: rng.seed_of(self._seed, self.epoch, path))
         else:
             paths = [path for path in self._files if path in cursor]
         return {path: cursor[path] for path in paths}
@@ -237,19 +231,18 @@ class _PassReader(IterableDataset[Any]):
             if begin.passes > self.epoch:
                 continue
             count = begin.documents
-            for row, next_row in itertools.pairwise(itertools.chain(self._rows(path, begin), [None])):
+            rows: Iterator[tuple[Any, int]]  # (document, the byte after it), from the position on
+            if self.read is None:
+                rows = _lines(path, begin)
+            else:
+                rows = ((document, 0) for document in itertools.islice(self.read(path), count, None))
+            for row, next_row in itertools.pairwise(itertools.chain(rows, [None])):
                 assert row is not None
                 document, offset = row
                 count += 1
                 is_last = next_row is None
                 middle = FileCursor(begin.size_bytes, begin.passes, count, offset)
                 yield path, begin.finished(self.epoch) if is_last else middle, document
-
-    def _rows(self, path: str, begin: FileCursor) -> Iterator[tuple[Any, int]]:
-        """Yields (document, the byte after it) from the position on."""
-        if self.read is None:
-            return _lines(path, begin)
-        return ((document, 0) for document in itertools.islice(self.read(path), begin.documents, None))
 
 
 def _lines(path: str, begin: FileCursor) -> Iterator[tuple[Any, int]]:

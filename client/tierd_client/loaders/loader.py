@@ -7,6 +7,7 @@ its own random numbers: augmentation is the same with any number of workers, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,18 +75,18 @@ class ResumableLoader(DataLoader[Any]):
         self._resumable.load_state_dicts(states)
 
 
+@dataclass(frozen=True, slots=True)
 class _Fetch(Dataset[Any]):
     """The batches of a dataset by their indexes, read in a worker or in the training process."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    source: Dataset[Any]
+    collate: Callable[[list[Any]], Any]
 
     def __getitem__(self, batch: Batch) -> Any:
         with rng.temporary_seed(batch.seed):
-            fetch_all = getattr(self._dataset, "__getitems__", None)  # torch's name for reading several at once
-            samples = fetch_all(list(batch)) if fetch_all else [self._dataset[index] for index in batch]
-            return self._collate(samples)
+            fetch_all = getattr(self.source, "__getitems__", None)  # torch's name for reading several at once
+            samples = fetch_all(list(batch)) if fetch_all else [self.source[index] for index in batch]
+            return self.collate(samples)
 
 
 def unchanged(batch: Any) -> Any:

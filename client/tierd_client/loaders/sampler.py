@@ -92,7 +92,11 @@ class ResumableSampler(Sampler[list[int]]):
         state = self._state
         count = self._samples_per_rank(self._remaining)
         positions = torch.arange(count) * self._world_size + self._rank + state.consumed
-        indexes = self._order()[positions % state.length].tolist()
+        order = torch.arange(state.length)
+        if state.shuffle:
+            generator = torch.Generator().manual_seed(rng.seed_of(state.seed, state.epoch))
+            order = torch.randperm(state.length, generator=generator)
+        indexes = order[positions % state.length].tolist()
         for begin in range(0, count, self._batch_size):
             batch = Batch(indexes[begin : begin + self._batch_size])
             batch.seed = rng.seed_of(state.seed, state.epoch, batch[0])
@@ -148,12 +152,6 @@ class ResumableSampler(Sampler[list[int]]):
         if self._drop_last:
             return samples // (self._batch_size * self._world_size) * self._batch_size
         return -(-samples // self._world_size)
-
-    def _order(self) -> torch.Tensor:
-        if not self._state.shuffle:
-            return torch.arange(self._state.length)
-        generator = torch.Generator().manual_seed(rng.seed_of(self.seed, self.epoch))
-        return torch.randperm(self._state.length, generator=generator)
 
     def _jump(self, state: SamplerState) -> None:
         self._state = state

@@ -19,6 +19,7 @@ from itertools import accumulate, chain
 
 import torch
 
+from tierd.descriptors import read_all
 from tierd.errors import Corrupt
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
@@ -77,7 +78,14 @@ class SourceFile:
         is_verified = index in self._verified
         crc = 0
         for offset in range(begin, end, BLOCK_BYTES):
-            block = self._read_block(offset, min(BLOCK_BYTES, end - offset), scratch)
+            length = min(BLOCK_BYTES, end - offset)
+            if self._mapping is not None:
+                block = self._mapping[offset : offset + length]
+            else:
+                block = scratch[:length]
+                if missing := read_all(self._fd, offset, block.numpy().data):
+                    ends_at = offset + length - missing
+                    raise Corrupt(f"read {self.name}: it ends at byte {ends_at} of {self.entry.size_bytes}", hint=_HINT)
             if not is_verified:
                 crc = checksum.crc64nvme(block.numpy().data, crc)
             yield offset, block
@@ -88,21 +96,6 @@ class SourceFile:
             )
         if self._mapping is not None:
             self._verified.add(index)
-
-    def _read_block(self, offset: int, length: int, scratch: torch.Tensor) -> torch.Tensor:
-        if self._mapping is not None:
-            return self._mapping[offset : offset + length]
-        block = scratch[:length]
-        view = block.numpy().data
-        done = 0
-        while done < length:
-            count = os.preadv(self._fd, [view[done:]], offset + done)
-            if count == 0:
-                raise Corrupt(
-                    f"read {self.name}: it ends at byte {offset + done} of {self.entry.size_bytes}", hint=_HINT
-                )
-            done += count
-        return block
 
 
 def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:

@@ -5,7 +5,6 @@ The daemon selects a replica for rank 0, and all ranks read that one. If it is d
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.session import DaemonSession
@@ -27,8 +27,6 @@ from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, parse_tree
-
-log = logging.getLogger("tierd_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +144,8 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
     excluded: list[str] = []
     while True:
         replica = ranks.run_on_all(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
-        choice = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else None
-        chosen, tier = msgspec.json.decode(ranks.broadcast(choice) or b"", type=tuple[CheckpointId, str])
+        choice = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else b""
+        chosen, tier = msgspec.json.decode(ranks.broadcast(choice), type=tuple[CheckpointId, str])
         skip_error: TierdError | None = None
         final_error: Exception | None = None
         try:

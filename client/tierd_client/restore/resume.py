@@ -6,7 +6,6 @@ run, "scratch" only then or by force, "require" never. Rank 0's choice applies t
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 
@@ -15,11 +14,10 @@ import msgspec
 from tierd.descriptors import open_all
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy
 from tierd.format import layout, manifest
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
 from tierd_client.session import DaemonSession
-
-log = logging.getLogger("tierd_client")
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"
 
@@ -37,7 +35,7 @@ class ResumePolicy(msgspec.Struct, frozen=True, kw_only=True):
 def agree_on_policy(resume: Resume | None, ranks: Ranks, environ: Mapping[str, str]) -> ResumePolicy:
     """Rank 0's policy, on all ranks. Raises BadConfig, listing the choices."""
     policy = ranks.run_on_all(lambda: parse_resume(resume, environ))
-    return msgspec.json.decode(ranks.broadcast(msgspec.json.encode(policy)) or b"", type=ResumePolicy)
+    return msgspec.json.decode(ranks.broadcast(msgspec.json.encode(policy)), type=ResumePolicy)
 
 
 def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePolicy:
@@ -59,12 +57,6 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
                 f"restore with {'resume' if resume is not None else '$TIERD_RESUME'}={choice!r}: expected "
                 '"auto", "scratch", "require", a step, or the path of a directory with a checkpoint'
             )
-
-
-def starts_anew(environ: Mapping[str, str]) -> bool:
-    """Whether the environment says "scratch". It applies to this start only; a script's argument applies to restarts
-    too, so it does not count here."""
-    return environ.get("TIERD_RESUME") == SCRATCH
 
 
 def restore_by_policy(
@@ -121,9 +113,9 @@ def _check_scratch(session: DaemonSession, *, force: bool) -> None:
 
 
 def _restore_directory(path: str, ranks: Ranks, read: ReadReplica, *, allow_unhealthy: bool) -> Replica:
-    def read_on_first() -> bytes | None:
+    def read_on_first() -> bytes:
         if ranks.rank != 0:
-            return None
+            return b""
         if not allow_unhealthy and os.path.exists(f"{path}/{layout.UNHEALTHY}"):
             raise Unhealthy(f"restore {path}: it holds NaN or Inf", hint="allow_unhealthy=True restores it anyway")
         return _read_manifest(path)

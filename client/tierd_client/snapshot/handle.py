@@ -41,13 +41,10 @@ class Shot:
 
         Raises the error that ended it for good. After `timeout_s`: what kept it waiting, or Transient.
         """
-        self._wait("hot", timeout_s)
+        self.wait_replicated("hot", timeout_s)
 
     def wait_replicated(self, tier: str = "cold", timeout_s: float = 3600.0) -> None:
         """Wait until the checkpoint is committed in a cold tier. Raises as `wait_persisted` does."""
-        self._wait(tier, timeout_s)
-
-    def _wait(self, tier: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         self._before_wait(self)
         while True:
@@ -58,20 +55,16 @@ class Shot:
                     raise self._final_error
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise self._why_waiting() or self._retried_error or self._late(tier, timeout_s)
+                late = Transient(
+                    f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
+                    hint="`tierd status` shows what is queued, and what went wrong",
+                )
+                raise self._why_waiting() or self._retried_error or late
             self._ask(self)  # at once: the daemon lifts its write limit while a trainer waits
             with self._changed:
                 self._changed.wait_for(
                     lambda: tier in self._tiers or self._final_error is not None, min(ASK_INTERVAL_S, left_s)
                 )
-
-    def _late(self, tier: str, timeout_s: float) -> Transient:
-        return Transient(
-            f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
-            hint="`tierd status` shows what is queued, and what went wrong",
-        )
-
-    # ── called by the snapshotter ──
 
     def reached(self, tier: str) -> None:
         """The checkpoint is committed in `tier`."""

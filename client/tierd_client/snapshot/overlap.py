@@ -6,7 +6,6 @@ the snapshot fails on every rank with Torn, and the next one copies that tensor 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -18,13 +17,12 @@ import torch
 from tierd.errors import TierdError, Torn
 from tierd.format import wire
 from tierd_client.generation import Generation
+from tierd_client.log import log
 from tierd_client.snapshot.guards import Guard, deferrable, is_guarded
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.staging import Staging
 from tierd_client.state.training_state import Captured
 from tierd_client.step_times import StepTimes
-
-log = logging.getLogger("tierd_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +64,10 @@ class Overlap:
         """Seal what is staged; or start to copy the deferred tensors, guarded."""
         self._thread = threading.get_ident()
         self._copy = _Copy(shot, staging, sealed)
-        if staging.is_deferred:
+        if staging.deferred:
             self._guard = self._guard or Guard(self._before_step)
             staging.start()
-            self._step_times.skip_step()  # the next step shares the machine with the copy
+            self._step_times.is_skipped = True  # the next step shares the machine with the copy
         else:
             self.finish()
 
@@ -82,12 +80,34 @@ class Overlap:
     def finish(self) -> None:
         """Wait for the copy, and seal it or fail it. The state may then be changed by any means."""
         with self._lock:
-            if self._copy is not None:
-                self._seal(self._copy)
+            copy = self._copy
+            if copy is None:
+                return
+            shot, staging, sealed = copy.shot, copy.staging, copy.sealed
+            action = f"snapshot step {shot.step} of {self._generation.run}"
+            error: TierdError | None = None
+            try:
+                staging.finish()
+                if staging.deferred and not all(map(is_guarded, self._guarded)):
+                    raise Torn("copy the state: an optimizer has stopped running step hooks meanwhile")
+            except Torn as torn:
+                error = Torn(f"{action}: {torn.message}", hint=torn.hint)
+                self._torn_names.update(staging.changed or ())
+            except RuntimeError as raised:  # from torch, of a copy on a thread or a GPU
+                error = TierdError(f"{action}: copy the state: {raised}")
+            self._copy = None
+            pool = self._generation.pool
+            if error is None:
+                pool.seal(msgspec.structs.replace(sealed, stall_s=shot.stall_s + shot.guard_wait_s))
+                return
+            log.error("tierd: %s", error)
+            message = error.message[: wire.TEXT_CHARS_MAX]
+            pool.abandon(sealed.slot, wire.Lost(step=shot.step, kind=error.kind, message=message, hint=error.hint))
+            shot.failed(error, is_final=True)
 
     def before_wait(self, shot: Shot) -> None:
         """`finish` this shot if called on the thread that took it: version counters can be compared only there."""
-        self._step_times.skip_step()
+        self._step_times.is_skipped = True
         copy = self._copy
         if copy is not None and copy.shot is shot and threading.get_ident() == self._thread:
             self.finish()
@@ -115,27 +135,4 @@ class Overlap:
             copy.staging.release()
             copy.shot.guard_wait_s += time.perf_counter() - began
             if copy.staging.is_copied:  # else a GPU still copies, and the step waits on the GPU
-                self._seal(copy)
-
-    def _seal(self, copy: _Copy) -> None:
-        shot, staging, sealed = copy.shot, copy.staging, copy.sealed
-        action = f"snapshot step {shot.step} of {self._generation.run}"
-        error: TierdError | None = None
-        try:
-            staging.finish()
-            if staging.is_deferred and not all(map(is_guarded, self._guarded)):
-                raise Torn("copy the state: an optimizer has stopped running step hooks meanwhile")
-        except Torn as torn:
-            error = Torn(f"{action}: {torn.message}", hint=torn.hint)
-            self._torn_names.update(staging.changed or ())
-        except RuntimeError as raised:  # from torch, of a copy on a thread or a GPU
-            error = TierdError(f"{action}: copy the state: {raised}")
-        self._copy = None
-        pool = self._generation.pool
-        if error is None:
-            pool.seal(msgspec.structs.replace(sealed, stall_s=shot.stall_s + shot.guard_wait_s))
-            return
-        log.error("tierd: %s", error)
-        message = error.message[: wire.TEXT_CHARS_MAX]
-        pool.abandon(sealed.slot, wire.Lost(step=shot.step, kind=error.kind, message=message, hint=error.hint))
-        shot.failed(error, is_final=True)
+                self.finish()

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import threading
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 
 from tierd.errors import Corrupt, Full
-
-logger = logging.getLogger(__name__)
+from tierd_client.log import log
 
 PREFAULT_BYTES = 64 << 20  # faulted in between two checks for a request to stop
 _HUGE_PAGE_BYTES = 2 << 20
@@ -84,16 +82,11 @@ class Slot:
         slot._prefault(is_new=False)
         return slot
 
-    @property
-    def view(self) -> memoryview:
-        """The mapping as bytes, valid until `grow` or `close`."""
-        return self.tensor.numpy().data
-
     def grow(self, capacity_bytes: int) -> None:
         """Make room for `capacity_bytes`. The bytes stay; `tensor` is a new one. Raises Full when memory is short."""
-        capacity_bytes = _round_up(capacity_bytes)
         if capacity_bytes <= self.capacity_bytes:
             return
+        capacity_bytes = _round_up(capacity_bytes)
         self._end_prefault()
         self._unpin()
         try:
@@ -136,33 +129,24 @@ class Slot:
         self.fd = -1
 
     def _register(self, device: torch.device) -> None:
-        try:
-            with torch.cuda.device(device):  # otherwise a process that has chosen none gets a context on GPU 0 too
-                address = self.tensor.data_ptr()
-                status = int(_cudart().cudaHostRegister(address, self.capacity_bytes, _REGISTER_PORTABLE))
-            refusal = f"cudaHostRegister returns {status}" if status else ""
-        except RuntimeError as error:
-            refusal = str(error)
+        arguments = self.tensor.data_ptr(), self.capacity_bytes, _REGISTER_PORTABLE
+        refusal = _call_runtime(device, "cudaHostRegister", *arguments)
         if not refusal:
             self._pinned_for = device
             return
         self.refusal = f"page-lock a slot of {self.capacity_bytes} bytes for {device}: {refusal}"
-        logger.warning('tierd: %s; copies are slower, and with staging="overlap" the host waits for them', self.refusal)
+        log.warning('tierd: %s; copies are slower, and with staging="overlap" the host waits for them', self.refusal)
 
     def _unpin(self) -> None:
         """Before the mapping is freed, when no copy can be writing to it."""
         if self._pinning is not None:
             self._pinning.join()
         if self._pinned_for is not None:
-            try:
-                with torch.cuda.device(self._pinned_for):
-                    torch.cuda.synchronize()  # an interrupted snapshot may have left a copy running
-                    status = int(_cudart().cudaHostUnregister(self.tensor.data_ptr()))
-                refusal = f"cudaHostUnregister returns {status}" if status else ""
-            except RuntimeError as error:  # a GPU that has failed
-                refusal = str(error)
+            # Synchronized, as an interrupted snapshot may have left a copy running.
+            address = self.tensor.data_ptr()
+            refusal = _call_runtime(self._pinned_for, "cudaHostUnregister", address, is_synchronized=True)
             if refusal:
-                logger.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, refusal)
+                log.warning("tierd: unlock a slot of %d bytes: %s", self.capacity_bytes, refusal)
         self._pinning, self._pinned_for, self.refusal = None, None, ""
 
     def _prefault(self, *, is_new: bool) -> None:
@@ -205,8 +189,17 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()
+def _call_runtime(device: torch.device, name: str, *arguments: int, is_synchronized: bool = False) -> str:
+    """Calls a function of CUDA's runtime. Returns why it was refused; empty when it succeeded."""
+    try:
+        with torch.cuda.device(device):  # otherwise a process that has chosen none gets a context on GPU 0 too
+            if is_synchronized:
+                torch.cuda.synchronize()
+            runtime: Any = torch.cuda.cudart()
+            status = int(getattr(runtime, name)(*arguments))
+    except RuntimeError as error:  # for example of a GPU that has failed
+        return str(error)
+    return f"{name} returns {status}" if status else ""
 
 
 def is_sealed(fd: int) -> bool:

@@ -6,7 +6,6 @@ The training thread fills slots, and messages on the session's thread free them;
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -16,11 +15,11 @@ import msgspec
 
 from tierd.errors import Corrupt, Full
 from tierd.format import wire
+from tierd.transitions import next_state
+from tierd_client.log import log
 from tierd_client.session import DaemonSession
 from tierd_client.snapshot.slot import Slot
-from tierd_client.snapshot.slot_states import PooledSlotEvent, PooledSlotState, next_state
-
-log = logging.getLogger("tierd_client")
+from tierd_client.snapshot.slot_states import TRANSITIONS, PooledSlotEvent, PooledSlotState
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
@@ -39,7 +38,7 @@ class _PooledSlot:
     reported_refusal: str = ""
 
     def on(self, event: PooledSlotEvent) -> None:
-        self.state = next_state(self.state, event)
+        self.state = next_state(TRANSITIONS, self.state, event, of="a slot")
         if self.state is PooledSlotState.FREE:
             self.sealed = None
 
@@ -145,12 +144,16 @@ class SlotPool:
         """Wait until every sealed snapshot is durable, or accepted by a daemon that is still running."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while not self._are_safe():
+            while True:
+                unsafe = {PooledSlotState.SEALED, PooledSlotState.SENT}
+                if not self._session.is_there():
+                    unsafe.add(PooledSlotState.ACCEPTED)
+                if not any(pooled.state in unsafe for pooled in self._slots.values()):
+                    return True
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._session.ended_by is not None:
                     return False
                 self._changed.wait(min(left_s, POLL_S))
-            return True
 
     def close(self) -> None:
         with self._session.lock:
@@ -228,9 +231,3 @@ class SlotPool:
         """Those with a snapshot that was sent and not acknowledged."""
         sent = (PooledSlotState.SENT, PooledSlotState.RESENT)
         return [pooled for pooled in self._slots.values() if pooled.state in sent]
-
-    def _are_safe(self) -> bool:
-        unsafe = {PooledSlotState.SEALED, PooledSlotState.SENT}
-        if not self._session.is_there():
-            unsafe.add(PooledSlotState.ACCEPTED)
-        return not any(pooled.state in unsafe for pooled in self._slots.values())

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tierd.errors import BadRequest
-
 
 class PooledSlotState(Enum):
     FREE = "free"
@@ -53,12 +51,3 @@ TRANSITIONS: dict[tuple[PooledSlotState, PooledSlotEvent], PooledSlotState] = {
     **{(state, _E.REATTACH): state for state in (_S.FREE, _S.FILLING, _S.INHERITED)},
     (_S.INHERITED, _E.KEEPER_GONE): _S.FREE,
 }
-
-
-def next_state(state: PooledSlotState, event: PooledSlotEvent) -> PooledSlotState:
-    """Raises BadRequest for an event that this state does not allow."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        allowed = ", ".join(listed.value for at, listed in TRANSITIONS if at is state)
-        raise BadRequest(f"{event.value} a slot that is {state.value}: expected one of {allowed}") from None

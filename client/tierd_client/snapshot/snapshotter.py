@@ -5,7 +5,6 @@ Each of these happens on all ranks, or raises on all.
 
 from __future__ import annotations
 
-import logging
 import platform
 import time
 import weakref
@@ -23,6 +22,7 @@ from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import CheckpointRef
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.overlap import Overlap
@@ -31,8 +31,6 @@ from tierd_client.state.completeness import check_restorable
 from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
-
-log = logging.getLogger("tierd_client")
 
 METRICS_BYTES_MAX = 32 << 10  # half of a message to the daemon
 VERSIONS = {"tierd": tierd.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
@@ -49,7 +47,7 @@ class Snapshotter:
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._prepared: int | None = None  # the generation whose slots were made
-        self._owned: set[str] = set()
+        self._owned: set[str] = set()  # keys of tensors that this rank writes
         self._owned_sizes: list[tuple[str, int]] | None = None
         self._has_stages = False
         self._comparison = ReplicaComparison([[]], 0)
@@ -98,7 +96,6 @@ class Snapshotter:
             _why_waiting=self._generation.why_waiting,
         )
         self._shots[step, shot.generation] = shot
-
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
         own = self._own_part(captured)
         index = self._ranks.run_on_all(lambda: self._take_slot(own, step))
@@ -107,7 +104,7 @@ class Snapshotter:
         sealed = wire.Sealed(
             slot=index,
             step=step,
-            size_bytes=staging.size_bytes,
+            size_bytes=staging.layout.size_bytes,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             stall_s=0.0,
             metrics=plain,
@@ -119,13 +116,9 @@ class Snapshotter:
         )
         shot.stall_s = time.perf_counter() - began
         self.overlap.begin(shot, staging, sealed)
-        if staging.is_deferred:
+        if staging.deferred:
             shot.stall_s = time.perf_counter() - began
         return shot
-
-    def clean_up(self) -> None:
-        """After `take` was interrupted, or has raised."""
-        self._generation.pool.reclaim(keep=self.overlap.slot)
 
     def _capture(
         self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None
@@ -133,7 +126,7 @@ class Snapshotter:
         """The state and the metrics, after a check that this step can be taken."""
         self._generation.check_open()
         self.overlap.finish()
-        self._generation.pool.reclaim()  # an interrupt may have come before `clean_up`
+        self._generation.pool.reclaim()  # an interrupt may have come before the client did it
         checkpoint = checkpoint_id(self._generation.run, step, self._generation.number)
         if self.last_step is not None and step <= self.last_step:
             raise BadRequest(
@@ -152,7 +145,8 @@ class Snapshotter:
         """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
         if self._ranks.world_size == 1:
             return captured
-        sizes = captured.sizes()
+        # While these stay the same, so does the owner of each key.
+        sizes = [(tensor.key, tensor.tensor.nbytes) for tensor in captured.tensors]
         has_changed = sizes != self._owned_sizes
         samples = self._comparison.samples(None if has_changed else captured.tensors)
         some_changed, *maxima = self._ranks.maximum([has_changed, *samples])
@@ -167,14 +161,14 @@ class Snapshotter:
             self._comparison.check(maxima)
         if self._has_stages:
             captured.tree["model"]["is_part"] = True
-        owned = self._owned
-        return Captured([tensor for tensor in captured.tensors if tensor.key in owned], captured.tree)
+        return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
 
     def _take_slot(self, captured: Captured, step: int) -> int:
-        self._make_slots(captured)
-        settings = self._generation.settings
+        pool, settings = self._generation.pool, self._generation.settings
+        if len(pool) < settings.slots_per_rank:
+            self._make_slots(captured)
         wait_s = settings.slot_wait_s if settings.when_busy == "wait" else 0.0
-        index = self._generation.pool.take(step, wait_s)
+        index = pool.take(step, wait_s)
         if index is not None:
             return index
         raise self._generation.why_waiting() or SlotsBusy(
@@ -183,10 +177,8 @@ class Snapshotter:
         )
 
     def _make_slots(self, captured: Captured) -> None:
-        pool, count = self._generation.pool, self._generation.settings.slots_per_rank
-        if len(pool) < count:
-            plan = self._stager.plan(captured, {"format_version": FORMAT_VERSION, "state": captured.tree})
-            pool.make(count, plan.size_bytes)
+        plan = self._stager.plan(captured, {"format_version": FORMAT_VERSION, "state": captured.tree})
+        self._generation.pool.make(self._generation.settings.slots_per_rank, plan.size_bytes)
 
     def _stage(self, index: int, captured: Captured, step: int, state: Capturable) -> Staging:
         generation = self._generation
@@ -202,13 +194,15 @@ class Snapshotter:
         deferrable: dict[str, torch.Tensor] = {}
         if generation.settings.staging == "overlap" and isinstance(state, TrainingState):  # no other has optimizers
             deferrable = self.overlap.deferrable(captured, state.optimizers)
+        slot = generation.pool.slot(index)
         try:
-            staging = self._stager.begin(captured, generation.pool.slot(index), metadata, deferrable)
-            if not staging.is_deferred:
+            staging = self._stager.begin(captured, slot, metadata, deferrable)
+            if not staging.deferred:
                 staging.finish()
         except RuntimeError as error:  # from torch: a GPU that has failed, or has no memory left
             raise TierdError(f"snapshot step {step} of {generation.run}: copy the state: {error}") from error
-        generation.pool.report_unpinned(index, step)
+        if slot.refusal:
+            generation.pool.report_unpinned(index, step)
         return staging
 
     def _ask(self, shot: Shot) -> None:

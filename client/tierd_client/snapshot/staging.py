@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -123,44 +123,33 @@ class Stager:
         return views[2]
 
 
+@dataclass(eq=False, slots=True)
 class Staging:
     """One snapshot being copied into its slot. All methods run on the training thread; a call that an interrupt ended
-    may be repeated."""
+    may be repeated. `deferred`: the tensors that `start` copies, while training goes on."""
 
-    def __init__(
-        self,
-        mapping: torch.Tensor,
-        layout: Layout,
-        metadata: dict[str, Any],
-        later: ByDevice,
-        watch: Watch,
-        copier: Copier,
-        streams: Streams,
-    ) -> None:
-        self.size_bytes = layout.size_bytes
-        self.is_deferred = bool(later)
-        self.changed: list[str] | None = None
-        """Names of tensors that were changed while they were being copied; None before `release`."""
-        self._mapping = mapping
-        self._layout = layout
-        self._metadata = metadata
-        self._header = b""
-        self._later = later
-        self._watch = watch
-        self._copier = copier
-        self._streams = streams
-        self._jobs: list[Future[None]] = []
-        self._copies: list[_CudaCopy] = []
-        self._is_started = not later
-        self._error: RuntimeError | None = None
+    mapping: torch.Tensor
+    layout: Layout
+    metadata: dict[str, Any]
+    deferred: ByDevice
+    watch: Watch
+    copier: Copier
+    streams: Streams
+    changed: list[str] | None = None
+    """Names of tensors that were changed while they were being copied; None before `release`."""
+    _header: bytes = b""
+    _jobs: list[Future[None]] = field(default_factory=list[Future[None]])
+    _copies: list[_CudaCopy] = field(default_factory=list["_CudaCopy"])
+    _is_started: bool = False
+    _error: RuntimeError | None = None
 
     def copy(self, tensors: ByDevice) -> None:
         """Returns when training may change them. Copies from GPUs are queued first and run meanwhile; the header is
         encoded meanwhile. Raises HeaderOverflow."""
         for device, (to, from_) in tensors.items():
             if device.type == "cuda":
-                self._copies.append(self._streams.copy(device, to, from_))
-        self._copier.copy(*tensors.get(_CPU, ([], [])), meanwhile=self._encode_header)
+                self._copies.append(self.streams.copy(device, to, from_))
+        self.copier.copy(*tensors.get(_CPU, ([], [])), meanwhile=self._encode_header)
         for device, (to, from_) in tensors.items():
             if device.type not in ("cpu", "cuda"):
                 copy_each(to, from_)
@@ -168,16 +157,16 @@ class Staging:
             copy.hold_back()
 
     def _encode_header(self) -> None:
-        self._header = self._layout.encode_header(self._metadata)
+        self._header = self.layout.encode_header(self.metadata)
 
     def start(self) -> None:
         """Start to copy the deferred tensors. An error or an interrupt in here fails the snapshot in `finish`."""
         try:
-            for device, (to, from_) in self._later.items():
+            for device, (to, from_) in self.deferred.items():
                 if device.type == "cuda":
-                    self._copies.append(self._streams.copy(device, to, from_))
+                    self._copies.append(self.streams.copy(device, to, from_))
                 else:
-                    self._copier.start(to, from_, self._jobs)
+                    self.copier.start(to, from_, self._jobs)
         except RuntimeError as error:  # for example no memory on the GPU to gather a strided tensor in
             self._error = error
         self._is_started = True
@@ -189,7 +178,7 @@ class Staging:
         for copy in self._copies:
             copy.hold_back()
         if self.changed is None:
-            self.changed = self._watch.changed()
+            self.changed = self.watch.changed()
 
     @property
     def is_copied(self) -> bool:
@@ -205,7 +194,7 @@ class Staging:
             job.result()
         if self._error is not None:
             raise self._error
-        if not self._is_started:
+        if self.deferred and not self._is_started:
             raise Torn("copy the state: it was interrupted before every copy was started")
         if self.changed:
             names = ", ".join(self.changed[:NAMES_MAX])
@@ -214,7 +203,7 @@ class Staging:
                 f"copy the state: {names}{more} changed in place before the copy was done",
                 hint='call client.wait_staged() before such a change, or use staging="sync"',
             )
-        self._mapping.numpy().data[: len(self._header)] = self._header
+        self.mapping.numpy().data[: len(self._header)] = self._header
 
 
 class Streams:

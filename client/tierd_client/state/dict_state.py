@@ -6,20 +6,18 @@ For code that has the `state_dict()` of everything and wants it back unchanged. 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from tierd.errors import BadConfig
+from tierd_client.log import log
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ValueSection
 from tierd_client.state.training_state import Captured, capture_sections, parse_tree
-
-logger = logging.getLogger(__name__)
 
 
 class DictState:
@@ -73,6 +71,6 @@ class DictState:
             else:
                 section.plan(section_tree.value, section_tree.suffix, plan)
         for key in self.values.keys() - saved.keys():
-            logger.warning("restore: the checkpoint has no %s, it stays as it is", key)
+            log.warning("restore: the checkpoint has no %s, it stays as it is", key)
         plan.check()
         return plan

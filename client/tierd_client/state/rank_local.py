@@ -8,7 +8,6 @@ beyond the saved ones gets new random numbers, derived from the saved generators
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +15,12 @@ from functools import partial
 import msgspec
 import torch
 
+from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.encoding import Json
 from tierd_client.state.restore_plan import Available, ReadTensors, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
 from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
-
-logger = logging.getLogger(__name__)
 
 _Split = tuple[str, str]
 """What precedes and what follows the rank's suffix in a tensor's name."""
@@ -59,7 +57,7 @@ class RankLocal:
                 f"{difference}: give it load_state_dicts(states), or restore without it in the state"
             )
         elif self.rank == 0:
-            logger.warning("restore: %s, and this state lacks it: skipped", difference)
+            log.warning("restore: %s, and this state lacks it: skipped", difference)
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks saved one and the same section, with its tensors under the same names."""
@@ -85,8 +83,6 @@ class RankLocal:
         layout = self._layout(name, first.suffix)
         if any(self._layout(name, other.suffix) != layout for other in others):
             return False
-        if not layout:
-            return True
         expected = self._read_bytes(layout, first.suffix)
         return all(
             torch.equal(content, expected[split])
@@ -118,19 +114,14 @@ def _without_suffix(value: Json, suffix: str) -> Json:
     """A section's tree with the rank's suffix removed from the names of its tensors."""
     match value:
         case {"$tensor": str(name)}:
-            return {"$tensor": _remove_last(name, suffix)}
+            return {"$tensor": "".join(name.rsplit(suffix, 1))}
         case {"$tensor": {"name": str(name), **rest}}:
-            return {"$tensor": {"name": _remove_last(name, suffix), **rest}}
+            return {"$tensor": {"name": "".join(name.rsplit(suffix, 1)), **rest}}
         case {"$ndarray": {"name": str(name), **rest}}:
-            return {"$ndarray": {"name": _remove_last(name, suffix), **rest}}
+            return {"$ndarray": {"name": "".join(name.rsplit(suffix, 1)), **rest}}
         case dict():
             return {key: _without_suffix(item, suffix) for key, item in value.items()}
         case list():
             return [_without_suffix(item, suffix) for item in value]
         case _:
             return value
-
-
-def _remove_last(name: str, suffix: str) -> str:
-    path, _, rest = name.rpartition(suffix)
-    return path + rest

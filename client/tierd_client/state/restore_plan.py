@@ -53,8 +53,6 @@ class RestorePlan:
         self.differences: list[str] = []
         self._installs: list[tuple[str, Callable[[], object]]] = []
 
-    # ── for the sections ──────────────────────────────────────────────────────────────────────────────────
-
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
         it does not fit while it `must_fit`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import random
 import struct
 from collections.abc import Generator, Iterable
@@ -17,8 +16,7 @@ import numpy as np
 import torch
 
 from tierd.errors import Corrupt, Unsupported
-
-log = logging.getLogger("tierd_client")
+from tierd_client.log import log
 
 _TWISTER = struct.Struct("<625I")  # the 624 words of Mersenne Twister and the position in them
 

@@ -6,8 +6,7 @@ what is installed afterwards; it changes nothing. Optimizers have a file of thei
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -16,12 +15,11 @@ import msgspec
 import torch
 
 from tierd.errors import Mismatch
+from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import clean_names, local_part
-
-logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -157,10 +155,10 @@ class StatefulSection:
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
         if state == {} and self.owner.state_dict():  # for example a GradScaler that was disabled
-            logger.warning("restore: %s is empty in the checkpoint, it starts fresh", self.prefix)
+            log.warning("restore: %s is empty in the checkpoint, it starts fresh", self.prefix)
             return
         if state and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
-            logger.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
+            log.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
         plan.on_finish(self.prefix, lambda: self._load(state))
 
     def _load(self, state: Any) -> None:
@@ -221,15 +219,16 @@ class TensorsSection:
 class RngSection:
     """The random number generators. Restored last, because other sections may draw numbers.
 
-    `devices` gives those on which the state lives. They are iterated only once CUDA is initialised.
+    Those on CUDA devices too, where `model` has parameters. These are iterated only once CUDA is initialised.
     """
 
-    devices: Callable[[], Iterable[torch.device]]
+    model: torch.nn.Module
     kind: ClassVar[str] = "rng"
 
     def capture(self, into: Collector) -> Json:
-        return into.encode(rng.capture(self.devices()), "rng")
+        return into.encode(rng.capture(parameter.device for parameter in self.model.parameters()), "rng")
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
-        plan.on_finish("rng", lambda: rng.restore(state, self.devices()))
+        devices = (parameter.device for parameter in self.model.parameters())
+        plan.on_finish("rng", partial(rng.restore, state, devices))

@@ -7,6 +7,7 @@ stored as its local part with its offset in the global tensor. Nothing here copi
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -116,9 +117,6 @@ def _capture_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> Captured
     return CapturedTensor(name, local, dtype, shape, offsets, tuple(tensor.shape), True, is_buffer)
 
 
-Ranges = list[tuple[int, int]]
-
-
 @functools.lru_cache(maxsize=1 << 14)  # a state has thousands of DTensors of few shapes, captured at each snapshot
 def _local_box(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
@@ -129,42 +127,31 @@ def _local_box(
     torch's compute_local_shape_and_global_offset gives only the offset of the first piece. FSDP over tensor parallel
     shards a dimension twice: _StridedShard cuts it into `split_factor` pieces and takes a part of each.
     """
-    ranges_of: list[Ranges] = [[(0, size)] for size in shape]  # by dimension
+    ranges_of = [[range(size)] for size in shape]  # by dimension
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():
             continue
         dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
         factor: int = getattr(placement, "split_factor", 1)
-        before, ranges_of[dim] = ranges_of[dim], []
-        for piece in range(factor):
-            for begin, end in _chunk(_chunk(before, factor, piece), count, index):
-                _append(ranges_of[dim], begin, end)
-    if any(len(ranges) > 1 for ranges in ranges_of):
+        pieces = [_chunk(ranges_of[dim], factor, piece) for piece in range(factor)]
+        ranges_of[dim] = [part for piece in pieces for part in _chunk(piece, count, index)]
+    if any(part.stop != following.start for ranges in ranges_of for part, following in itertools.pairwise(ranges)):
         return None
     # torch places an empty part at the end of its dimension.
-    box = [ranges[0] if ranges else (size, size) for ranges, size in zip(ranges_of, shape, strict=True)]
-    return tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box)
+    begins = [ranges[0].start if ranges else size for ranges, size in zip(ranges_of, shape, strict=True)]
+    return tuple(begins), tuple(sum(map(len, ranges)) for ranges in ranges_of)
 
 
-def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+def _chunk(ranges: list[range], count: int, index: int) -> list[range]:
     """Chunk `index` of `count`, cut as torch.chunk cuts: equal sizes, but the last chunks may be smaller or empty."""
-    size = -(-sum(end - begin for begin, end in ranges) // count)
-    chunk: Ranges = []
-    position = 0
-    for begin, end in ranges:
-        low, high = max(index * size, position), min((index + 1) * size, position + end - begin)
-        if low < high:
-            _append(chunk, begin + low - position, begin + high - position)
-        position += end - begin
+    size = -(-sum(map(len, ranges)) // count)
+    begin = index * size  # relative to the next range
+    chunk: list[range] = []
+    for positions in ranges:
+        if part := positions[max(begin, 0) : max(begin + size, 0)]:
+            chunk.append(part)
+        begin -= len(positions)
     return chunk
-
-
-def _append(ranges: Ranges, begin: int, end: int) -> None:
-    """Appends a range, merged with the last one when they touch."""
-    if ranges and ranges[-1][1] == begin:
-        ranges[-1] = (ranges[-1][0], end)
-    else:
-        ranges.append((begin, end))
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:

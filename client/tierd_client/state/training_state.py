@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import msgspec
 import torch
 
 from tierd.errors import BadConfig, Corrupt
+from tierd_client.log import log
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.optimizers import OptimizersSection
 from tierd_client.state.ownership import HeldTensor
@@ -36,10 +36,9 @@ from tierd_client.state.sections import (
 )
 from tierd_client.state.tensors import CapturedTensor, sample_of
 
-logger = logging.getLogger(__name__)
-
-PER_RANK = ("dataloader", "extra", "rng")
-"""Sections that differ between ranks: with several ranks, the names of their tensors end in @<rank>."""
+PER_RANK = ("dataloader", "extra.", "rng")
+"""What the names of sections that differ between ranks begin with. With several ranks, the names of their tensors end
+in @<rank>."""
 
 HINTS = {
     "scheduler": "put several schedulers into extra, each under its own name",
@@ -55,9 +54,9 @@ class Captured:
     tensors: list[CapturedTensor]
     tree: Json
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """(key, size in bytes) of every tensor: while these stay the same, so does the owner of each key."""
-        return [(tensor.key, tensor.tensor.nbytes) for tensor in self.tensors]
+    def capture(self, rank: int, world_size: int) -> Captured:
+        """It is a Capturable itself."""
+        return self
 
     def held_tensors(self) -> list[HeldTensor]:
         """The input of `ownership.assign_owners` from this rank."""
@@ -169,7 +168,7 @@ class TrainingState:
     def capture(self, rank: int, world_size: int) -> Captured:
         """The state as it is now, without copying a tensor. Raises Unsupported, naming what has no safe form."""
         sections = self._sections()
-        return capture_sections(sections, list(filter(_is_per_rank, sections)), rank, world_size)
+        return capture_sections(sections, [name for name in sections if name.startswith(PER_RANK)], rank, world_size)
 
     def plan_restore(
         self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
@@ -181,17 +180,20 @@ class TrainingState:
         differences, and Corrupt when `tree` is not a state tree.
         """
         saved = parse_tree(tree)
-        plan = RestorePlan(available, self._accelerator(), is_dry=is_dry)
+        devices = {parameter.device for parameter in self._model.parameters() if not parameter.is_cpu}
+        # For tensors that were saved from an accelerator and belong to no live object.
+        accelerator = min(devices, key=str, default=torch.device("cpu"))
+        plan = RestorePlan(available, accelerator, is_dry=is_dry)
         live = self._sections()
         sections = live | self._values_only_in(saved)
         # Modules first: a value that shares their memory then gets a tensor of its own.
         modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
         for name, section in (modules | sections).items():
             if name not in saved:
-                logger.warning("restore: the checkpoint has no %s, it stays as it is", name)
+                log.warning("restore: the checkpoint has no %s, it stays as it is", name)
             elif saved[name].kind != section.kind:
                 plan.differences.append(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
-            elif rank_local is not None and _is_per_rank(name):
+            elif rank_local is not None and name.startswith(PER_RANK):
                 rank_local.plan(name, section, plan, is_required=name in live)
             else:
                 section.plan(saved[name].value, saved[name].suffix, plan)
@@ -203,7 +205,7 @@ class TrainingState:
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
             )
         for name in saved.keys() - sections.keys():
-            logger.warning("restore: the checkpoint has %s, which this state lacks: ignored", name)
+            log.warning("restore: the checkpoint has %s, which this state lacks: ignored", name)
         plan.check()
         return plan
 
@@ -226,7 +228,7 @@ class TrainingState:
             is_object = is_stateful(value)
             sections[name] = _section(value, name) if is_object else ValueSection(self._extra or {}, key, name)
         if self._rng:
-            sections["rng"] = RngSection(self._devices)
+            sections["rng"] = RngSection(self._model)
         return sections
 
     def _values_only_in(self, saved: dict[str, SectionTree]) -> dict[str, Section]:
@@ -240,14 +242,6 @@ class TrainingState:
             and key not in self._extra
             and section.kind == ValueSection.kind
         }
-
-    def _devices(self) -> Iterator[torch.device]:
-        return (parameter.device for parameter in self._model.parameters())
-
-    def _accelerator(self) -> torch.device:
-        """The device for tensors that were saved from an accelerator and belong to no live object."""
-        devices = sorted({device for device in self._devices() if device.type != "cpu"}, key=str)
-        return devices[0] if devices else torch.device("cpu")
 
 
 def _list_optimizers(
@@ -276,10 +270,6 @@ def _check_model(model: object) -> None:
             "TrainingState(model=…): FullyShardedDataParallel keeps parts as plain tensors, which look like replicas",
             hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole",
         )
-
-
-def _is_per_rank(section: str) -> bool:
-    return section.split(".")[0] in PER_RANK
 
 
 def _section(owner: torch.nn.Module | Stateful, prefix: str) -> Section:

@@ -8,7 +8,6 @@ these steps. From there on a round needs only the ranks, no daemon.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -16,9 +15,8 @@ from enum import IntEnum
 
 from tierd.errors import TierdError, Transient
 from tierd.format import wire
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
-
-log = logging.getLogger("tierd_client")
 
 CLOSE_TIMEOUT_S = 1.0
 ROUND_TIMEOUT_S = 300.0  # it takes milliseconds, unless a rank is stopped in the middle of it
@@ -74,7 +72,7 @@ class Agreement:
     def on_attach(self) -> None:
         """The daemon may not have received the call to the round that we wait for: send it again."""
         if self._asked == self._rounds or self._called > self._rounds:
-            self._call_round()
+            self._send(wire.Convene(meeting=self._rounds))
 
     def agreed_at(self, step: int) -> frozenset[RequestKind]:
         """The requests that take effect at this step, on all ranks; each is returned once.
@@ -84,9 +82,9 @@ class Agreement:
             if step != self._step:
                 self._step = step
                 self._steps += 1
-            if self._ranks.world_size == 1:
-                return self.take_requests()
-            if not self._changed.wait_for(self._may_go_on, ROUND_TIMEOUT_S):
+            if not self._changed.wait_for(
+                lambda: self._last_step is None or self._steps < self._last_step, ROUND_TIMEOUT_S
+            ):
                 raise Transient(
                     f"agree with the other ranks at step {step}: no answer for {ROUND_TIMEOUT_S:.0f} s",
                     hint="is one of them stopped, or stuck?",
@@ -97,13 +95,10 @@ class Agreement:
             self._agreed = [(count, kinds) for count, kinds in self._agreed if count > self._steps]
             return frozenset[RequestKind]().union(*due)
 
-    def _may_go_on(self) -> bool:
-        return self._last_step is None or self._steps < self._last_step
-
     def take_requests(self) -> frozenset[RequestKind]:
-        """The requests of a single rank, which take effect at once."""
+        """A single rank only: its requests, which take effect at once."""
         kinds: set[RequestKind] = set()
-        while self._ranks.world_size == 1 and not self._inbox.empty():
+        while not self._inbox.empty():
             received = self._inbox.get_nowait()
             if isinstance(received, RequestKind):
                 kinds.add(received)
@@ -114,9 +109,6 @@ class Agreement:
         self._inbox.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _call_round(self) -> None:
-        self._send(wire.Convene(meeting=self._rounds))
 
     # ── the thread ──
 
@@ -134,7 +126,7 @@ class Agreement:
                     self._called = max(self._called, received + 1)
                 if requested and self._called <= self._rounds and self._asked != self._rounds:
                     self._asked = self._rounds
-                    self._call_round()
+                    self._send(wire.Convene(meeting=self._rounds))
                 while self._called > self._rounds:
                     self._run_round(frozenset(requested))
                     requested.clear()
@@ -149,15 +141,12 @@ class Agreement:
                 self._changed.notify_all()
 
     def _run_round(self, requested: frozenset[RequestKind]) -> None:
-        on_any = self._ranks.background_maximum([kind in requested for kind in RequestKind], self._has_ended)
+        on_any = self._ranks.background_maximum([kind in requested for kind in RequestKind], lambda: self._is_over)
         with self._changed:
             last_step = self._last_step = self._steps + 1
-        (count,) = self._ranks.background_maximum([last_step], self._has_ended)
+        (count,) = self._ranks.background_maximum([last_step], lambda: self._is_over)
         with self._changed:
             self._agreed.append((count, frozenset(kind for kind in RequestKind if on_any[kind])))
             self._last_step = None
             self._rounds += 1
             self._changed.notify_all()
-
-    def _has_ended(self) -> bool:
-        return self._is_over

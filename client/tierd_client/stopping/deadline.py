@@ -5,6 +5,7 @@ reserve = 5 s + 1.5 × (2 × step + stage + persist), each the slowest of the la
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -43,61 +44,42 @@ def find_deadline(environ: Mapping[str, str], max_runtime_s: float | None, now_s
 
 def _epoch_s(name: str, text: str) -> float:
     expected = "seconds since the epoch" if name == SLURM else "seconds since the epoch, or ISO 8601 with a zone"
-    try:
+    at_s = math.nan
+    with contextlib.suppress(ValueError):
         at_s = float(text)
-    except ValueError:
-        at_s = _iso_s(name, text) if name == OWN else math.nan
+    if math.isnan(at_s) and name == OWN:
+        with contextlib.suppress(ValueError):
+            moment = datetime.fromisoformat(text)
+            if moment.tzinfo is None:
+                hint = f"write {text}Z for UTC, or {text}+02:00"
+                raise BadConfig(f"connect: ${name} is {text!r}, which has no zone", hint=hint)
+            at_s = moment.timestamp()
     if not math.isfinite(at_s) or at_s <= 0:
         raise BadConfig(f"connect: ${name} is {text!r}, expected {expected}")
     return at_s
-
-
-def _iso_s(name: str, text: str) -> float:
-    """Seconds since the epoch; NaN when `text` is not ISO 8601."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return math.nan
-    if moment.tzinfo is None:
-        raise BadConfig(
-            f"connect: ${name} is {text!r}, which has no zone", hint=f"write {text}Z for UTC, or {text}+02:00"
-        )
-    return moment.timestamp()
-
-
-def reserve_s(*, step_s: float, stage_s: float, persist_s: float) -> float:
-    """The run begins to stop when less than this is left: for two steps, the one in progress and one more that the
-    ranks may need to agree, and for the last snapshot."""
-    return FLOOR_S + MARGIN * (2 * step_s + stage_s + persist_s)
 
 
 class Pace:
     """How long the last steps, stagings and persists took, in seconds."""
 
     def __init__(self) -> None:
-        self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._stages_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
-        self._persists_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
+        self.steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self.stages_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
+        self.persists_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
         self._step_began_s: float | None = None
 
     def stepped(self, now_s: float) -> None:
         """A step ended, and the next begins."""
         if self._step_began_s is not None:
-            self._steps_s.append(now_s - self._step_began_s)
+            self.steps_s.append(now_s - self._step_began_s)
         self._step_began_s = now_s
 
-    def staged(self, seconds: float) -> None:
-        self._stages_s.append(seconds)
-
-    def persisted(self, seconds: float) -> None:
-        self._persists_s.append(seconds)
-
     def reserve_s(self, total_s: float) -> float:
-        """`total_s`: the time from the start to the deadline."""
+        """The run begins to stop when less than this is left: for two steps, the one in progress and one more that the
+        ranks may need to agree, and for the last snapshot. `total_s`: the time from the start to the deadline."""
         unmeasured_s = max(0.0, min(UNMEASURED_S, total_s / 10))
         # Copies, since other threads append to the deques.
-        return reserve_s(
-            step_s=max(self._steps_s.copy(), default=0.0),
-            stage_s=max(self._stages_s.copy(), default=0.0),
-            persist_s=max(self._persists_s.copy(), default=unmeasured_s),
-        )
+        step_s = max(self.steps_s.copy(), default=0.0)
+        stage_s = max(self.stages_s.copy(), default=0.0)
+        persist_s = max(self.persists_s.copy(), default=unmeasured_s)
+        return FLOOR_S + MARGIN * (2 * step_s + stage_s + persist_s)

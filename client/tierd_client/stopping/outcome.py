@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from tierd.errors import EXIT_HALTED, Full, TierdError, Transient
 from tierd.format import wire
+from tierd_client.log import log
 from tierd_client.snapshot.handle import Shot
-
-log = logging.getLogger("tierd_client")
 
 REASON_CHARS_MAX = 1000
 

@@ -7,13 +7,13 @@ most once a second, and answers operators; a signal counts on whichever rank rec
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -21,11 +21,10 @@ import msgspec
 
 from tierd.errors import BadConfig, TierdError
 from tierd.format import wire
+from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.stopping.agreement import Agreement, RequestKind
 from tierd_client.stopping.deadline import Deadline, Pace
-
-log = logging.getLogger("tierd_client")
 
 Meaning = Literal["stop", "snapshot"]
 SIGNALS: dict[int, Meaning] = {signal.SIGTERM: "stop", signal.SIGINT: "stop", signal.SIGUSR1: "snapshot"}
@@ -53,6 +52,8 @@ class StopRequests:
     ) -> None:
         self.reason = ""
         """Why the run stops; empty while it continues."""
+        self.last_step: int | None = None
+        """The newest step that was passed to `at`."""
         self.pace = Pace()
         self._ranks = ranks
         self._send = send
@@ -69,7 +70,6 @@ class StopRequests:
         self._every_s = 0.0
         self._interval_began_s = time.monotonic()  # at the last snapshot, or the last request for one
         self._next_poll_s = 0.0
-        self._step: int | None = None
         self._snapshot_step: int | None = None
         # Of operators. Appended on the session's thread, taken on the training thread.
         self._stop_requests: deque[wire.Requested] = deque()
@@ -91,20 +91,20 @@ class StopRequests:
 
     # ── the training thread ──
 
-    @property
-    def last_step(self) -> int | None:
-        """The newest step that was passed to `at`."""
-        return self._step
-
     def at(self, step: int) -> bool:
         """Apply the requests that take effect at this step. True when a snapshot of it was requested."""
         now_s = time.monotonic()
-        if step != self._step:
-            self._step = step
+        if step != self.last_step:
+            self.last_step = step
             self.pace.stepped(now_s)
-        if self._ranks.world_size == 1 and now_s >= self._next_poll_s:
-            self._poll()
-        self._apply(self._agreement.agreed_at(step))
+        if self._ranks.world_size > 1:
+            kinds = self._agreement.agreed_at(step)
+        else:
+            if now_s >= self._next_poll_s:
+                self._poll()
+            kinds = self._agreement.take_requests()
+        if kinds:
+            self._apply(kinds)
         return step == self._snapshot_step
 
     def check_between_steps(self) -> None:
@@ -124,34 +124,26 @@ class StopRequests:
         return max(configured_s, self._deadline.at_s - time.time())
 
     def _apply(self, kinds: frozenset[RequestKind]) -> None:
-        if not kinds:
-            return
         reasons = [REASONS[kind] for kind in sorted(kinds) if kind in REASONS]
         if reasons and not self.reason:
             self.reason = " and ".join(reasons)
             if self._ranks.rank == 0:
-                log.warning("tierd: stopping at step %s: %s", self._step, self.reason)
+                log.warning("tierd: stopping at step %s: %s", self.last_step, self.reason)
         if RequestKind.SNAPSHOT in kinds:
-            self._snapshot_step = self._step
+            self._snapshot_step = self.last_step
             while self._snapshot_requests:
                 self._agreed_requests.append(self._snapshot_requests.popleft())
         if self.reason and self._ranks.rank == 0:
-            self._remove_stop_file()
+            if self._stop_file is not None:
+                try:
+                    Path(self._stop_file).unlink(missing_ok=True)  # otherwise the resumed run would stop at once
+                except OSError as error:
+                    log.error("tierd: remove %s, or the next start stops at once: %s", self._stop_file, error)
             self._answer_stops()
-
-    def _remove_stop_file(self) -> None:
-        """Otherwise the resumed run would stop at once."""
-        if self._stop_file is not None:
-            try:
-                os.unlink(self._stop_file)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                log.error("tierd: remove %s, or the next start stops at once: %s", self._stop_file, error)
 
     def _answer_stops(self) -> None:
         while self._stop_requests:
-            self._answer(self._stop_requests.popleft(), self._step or 0)
+            self._answer(self._stop_requests.popleft(), self.last_step or 0)
 
     def _answer(self, request: wire.Requested, step: int, error: TierdError | None = None) -> None:
         answer = wire.Answer(request=request.request, step=step)
@@ -159,8 +151,6 @@ class StopRequests:
             message = error.message[: wire.TEXT_CHARS_MAX]
             answer = msgspec.structs.replace(answer, kind=error.kind, message=message, hint=error.hint)
         self._send(answer)
-
-    # ── snapshots ──
 
     def milestone(self, given: str | None) -> str | None:
         """The milestone name of the next snapshot: the loop's own, else one that an operator asked for."""
@@ -171,7 +161,7 @@ class StopRequests:
     def taken(self, step: int, stall_s: float, milestone: str | None) -> None:
         """A snapshot was taken: answer the operators who asked for it."""
         self._interval_began_s = time.monotonic()
-        self.pace.staged(stall_s)
+        self.pace.stages_s.append(stall_s)
         requests, self._agreed_requests = self._agreed_requests, []
         for request in requests:
             if request.milestone in (None, milestone):
@@ -186,7 +176,7 @@ class StopRequests:
             error = TierdError(f"take a snapshot: {error!r}")
         requests, self._agreed_requests = self._agreed_requests, []
         for request in requests:
-            self._answer(request, self._step or 0, error)
+            self._answer(request, self.last_step or 0, error)
 
     # ── clocks and the file: on rank 0, on the agreement's thread, or on the training thread of a single rank ──
 
@@ -220,7 +210,7 @@ class StopRequests:
             case wire.Convened():
                 self._agreement.join_round(message.meeting)
             case wire.Persisted() if message.seconds > 0:  # 0: it was committed before, and not timed
-                self.pace.persisted(message.seconds)
+                self.pace.persists_s.append(message.seconds)
             case wire.Requested():
                 self._receive(message)
             case _:
@@ -233,7 +223,7 @@ class StopRequests:
         if request.kind == "force":
             self._is_forced = True
             if self._ranks.rank == 0:
-                self._answer(request, self._step or 0)
+                self._answer(request, self.last_step or 0)
             # Sent to the main thread, so that a system call in which it sleeps ends.
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -241,12 +231,10 @@ class StopRequests:
             self._snapshot_requests.append(request)
             self._agreement.request(RequestKind.SNAPSHOT)
         elif self.reason:
-            self._answer(request, self._step or 0)
+            self._answer(request, self.last_step or 0)
         else:
             self._stop_requests.append(request)
             self._agreement.request(RequestKind.OPERATOR)
-
-    # ── signals ──
 
     def catch_signals(self) -> None:
         """On the main thread only: Python allows it nowhere else."""

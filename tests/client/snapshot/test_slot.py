@@ -54,7 +54,7 @@ def test_slot_is_faulted_in_before_use(slot: Slot) -> None:
 
 
 def test_bytes_are_visible_through_the_descriptor(slot: Slot) -> None:
-    slot.view[:5] = b"hello"
+    slot.tensor.numpy().data[:5] = b"hello"
     assert os.pread(slot.fd, 5, 0) == b"hello"
     slot.tensor[0] = ord("J")
     descriptor = os.dup(slot.fd)
@@ -91,13 +91,13 @@ def test_mapping_of_another_processs_memory_is_private(slot: Slot) -> None:
 
 
 def test_slot_that_outlived_its_trainer_is_adopted_with_its_bytes(slot: Slot) -> None:
-    slot.view[:5] = b"hello"
+    slot.tensor.numpy().data[:5] = b"hello"
     descriptor = os.dup(slot.fd)
     slot.close()
     adopted = Slot.adopt(descriptor, slot.capacity_bytes)
-    assert bytes(adopted.view[:5]) == b"hello"
+    assert bytes(adopted.tensor.numpy().data[:5]) == b"hello"
     assert adopted.wait_prefaulted(30)
-    assert bytes(adopted.view[:5]) == b"hello"
+    assert bytes(adopted.tensor.numpy().data[:5]) == b"hello"
     adopted.close()
 
 
@@ -144,12 +144,12 @@ def test_file_on_a_disk_is_not_adopted(tmp_path: Path) -> None:
 
 
 def test_slot_grows_and_keeps_its_bytes_and_its_descriptor(slot: Slot) -> None:
-    slot.view[:5] = b"hello"
+    slot.tensor.numpy().data[:5] = b"hello"
     before, descriptor = slot.tensor, slot.fd
     slot.grow(9 * MIB)
     assert slot.fd == descriptor
     assert slot.capacity_bytes == slot.tensor.numel() == os.fstat(descriptor).st_size >= 9 * MIB
-    assert bytes(slot.view[:5]) == b"hello"
+    assert bytes(slot.tensor.numpy().data[:5]) == b"hello"
     before[0] = ord("J")  # the former mapping is still valid
     assert slot.tensor[0] == ord("J")
     assert slot.wait_prefaulted(30)

@@ -18,7 +18,7 @@ from tierd_client.snapshot.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.gpu import DEVICE, gpu_that_draws_lots
-from tests.support.state import Training, metadata, one_step, stage, stage_into
+from tests.support.state import Training, metadata, one_step, stage, stage_into, staged_bytes
 from tierd.errors import Full, Torn
 from tierd.format.shard import parse_header, plan_layout
 
@@ -88,7 +88,7 @@ def test_two_slots_hold_two_snapshots(slot: Slot) -> None:
         torch.nn.init.constant_(model.weight, value)
         raw = into(into_slot, stager, state)
         assert load(raw)["model.weight"][0, 0] == value
-    assert load(bytes(other.view[: len(raw)]))["model.weight"][0, 0] == 2.0
+    assert load(bytes(other.tensor.numpy().data[: len(raw)]))["model.weight"][0, 0] == 2.0
     other.close()
 
 
@@ -146,12 +146,12 @@ def test_deferred_tensors_are_copied_after_start_and_the_header_is_written_last(
         staging.finish()
     staging.start()
     staging.release()
-    assert bytes(slot.view[:8]) == bytes(8)
+    assert bytes(slot.tensor.numpy().data[:8]) == bytes(8)
     with torch.no_grad():
         model.weight.zero_()
     assert staging.is_copied
     staging.finish()
-    raw = bytes(slot.view[: staging.size_bytes])
+    raw = staged_bytes(slot, staging)
     assert torch.equal(load(raw)["model.weight"], before)
 
 
@@ -160,10 +160,10 @@ def test_strided_tensors_are_deferred_too(slot: Slot) -> None:
     state, stager = TrainingState(model=convolution, optimizer=torch.optim.SGD(convolution.parameters())), Stager()
     captured = state.capture(0, 1)
     staging = stager.begin(captured, slot, metadata(captured.tree), deferrable(captured, state.optimizers))
-    assert staging.is_deferred
+    assert staging.deferred
     staging.start()
     staging.finish()
-    assert torch.equal(load(bytes(slot.view[: staging.size_bytes]))["model.weight"], convolution.weight)
+    assert torch.equal(load(staged_bytes(slot, staging))["model.weight"], convolution.weight)
 
 
 # ── copying ──

@@ -50,11 +50,11 @@ def refuse(message: wire.ToDaemon) -> None:
 def test_requests_of_a_single_rank_take_effect_at_once_and_once() -> None:
     agreement = Agreement(Ranks(0, 1), refuse)
     agreement.start(lambda: None)
-    assert agreement.agreed_at(1) == frozenset()
+    assert agreement.take_requests() == frozenset()
     agreement.request(RequestKind.SNAPSHOT)
     agreement.request(RequestKind.SIGNAL)
-    assert agreement.agreed_at(1) == {RequestKind.SNAPSHOT, RequestKind.SIGNAL}
-    assert agreement.agreed_at(2) == frozenset()
+    assert agreement.take_requests() == {RequestKind.SNAPSHOT, RequestKind.SIGNAL}
+    assert agreement.take_requests() == frozenset()
     agreement.on_attach()
     agreement.close()
 

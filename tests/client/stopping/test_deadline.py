@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierd_client import BadConfig
-from tierd_client.stopping.deadline import FLOOR_S, UNMEASURED_S, Pace, find_deadline, reserve_s
+from tierd_client.stopping.deadline import FLOOR_S, UNMEASURED_S, Pace, find_deadline
 
 NOW_S = 1_700_000_000.0
 seconds = st.floats(0, 10_000)
@@ -66,15 +66,23 @@ def test_invalid_max_runtime_is_refused(max_runtime_s: float) -> None:
         find_deadline({}, max_runtime_s, NOW_S)
 
 
+def reserve_s(step_s: float, stage_s: float, persist_s: float) -> float:
+    pace = Pace()
+    pace.steps_s.append(step_s)
+    pace.stages_s.append(stage_s)
+    pace.persists_s.append(persist_s)
+    return pace.reserve_s(0)
+
+
 @given(seconds, seconds, seconds, seconds)
 def test_reserve_covers_the_measured_times_and_grows_with_them(
     step_s: float, stage_s: float, persist_s: float, more_s: float
 ) -> None:
-    reserve = reserve_s(step_s=step_s, stage_s=stage_s, persist_s=persist_s)
+    reserve = reserve_s(step_s, stage_s, persist_s)
     assert reserve >= FLOOR_S + 2 * step_s + stage_s + persist_s
-    assert reserve_s(step_s=step_s + more_s, stage_s=stage_s, persist_s=persist_s) >= reserve
-    assert reserve_s(step_s=step_s, stage_s=stage_s + more_s, persist_s=persist_s) >= reserve
-    assert reserve_s(step_s=step_s, stage_s=stage_s, persist_s=persist_s + more_s) >= reserve
+    assert reserve_s(step_s + more_s, stage_s, persist_s) >= reserve
+    assert reserve_s(step_s, stage_s + more_s, persist_s) >= reserve
+    assert reserve_s(step_s, stage_s, persist_s + more_s) >= reserve
 
 
 @settings(deadline=None)
@@ -91,8 +99,8 @@ def test_run_that_stops_at_the_reserve_is_durable_before_the_walltime(
     """Steps differ by up to 40 %, the ranks agree a step later, and the last snapshot is the slowest of all."""
     pace, now_s = Pace(), 0.0
     pace.stepped(now_s)
-    pace.staged(stage_s)
-    pace.persisted(persist_s)
+    pace.stages_s.append(stage_s)
+    pace.persists_s.append(persist_s)
     for factor in itertools.cycle(factors):
         now_s += step_s * factor
         pace.stepped(now_s)
@@ -102,17 +110,17 @@ def test_run_that_stops_at_the_reserve_is_durable_before_the_walltime(
 
 
 def test_before_the_first_snapshot_the_reserve_assumes_a_slow_persist_of_at_most_a_tenth_of_the_run() -> None:
-    assert Pace().reserve_s(86_400) == reserve_s(step_s=0, stage_s=0, persist_s=UNMEASURED_S)
-    assert Pace().reserve_s(60) == reserve_s(step_s=0, stage_s=0, persist_s=6)
+    assert Pace().reserve_s(86_400) == reserve_s(0, 0, UNMEASURED_S)
+    assert Pace().reserve_s(60) == reserve_s(0, 0, 6)
     assert Pace().reserve_s(-5) == FLOOR_S
 
 
 def test_slow_step_long_ago_is_forgotten() -> None:
     pace = Pace()
-    pace.persisted(0.0)
+    pace.persists_s.append(0.0)
     pace.stepped(0)
     pace.stepped(600)  # an evaluation
     assert pace.reserve_s(0) > 600
     for step in range(20):
         pace.stepped(601 + step)
-    assert pace.reserve_s(0) == reserve_s(step_s=1, stage_s=0, persist_s=0)
+    assert pace.reserve_s(0) == reserve_s(1, 0, 0)
