@@ -40,7 +40,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
-    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
+    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults. Raises
+    BadConfig when a named file does not exist."""
     named = option or environ.get("TIERD_CONFIG")
     if named:
         path = cwd / named
@@ -49,12 +50,6 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
         return path
     default = cwd / DEFAULT_FILE
     return default if default.is_file() else None
-
-
-def found_at(option: str | None) -> str:
-    """The file that `load` reads, for messages. Raises BadConfig when a named file does not exist."""
-    path = find_file(option, os.environ, Path.cwd())
-    return str(path) if path else "the built-in config (everything under ./.tierd)"
 
 
 def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:

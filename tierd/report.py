@@ -21,6 +21,7 @@ from tierd.format.manifest import Manifest
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action
 from tierd.lifecycle.selection import MEMORY
+from tierd.tiers.tier import ReadableTier
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
@@ -207,6 +208,24 @@ def checkpoint_rows(
     rows.sort(key=lambda row: (row.generation, row.step), reverse=True)
     rows.sort(key=lambda row: row.run)
     return rows
+
+
+async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
+    """From the health marker of one replica; None if the checkpoint was not examined."""
+    if not entry.diagnoses:
+        return None
+    tier, is_healthy = min(entry.diagnoses.items(), key=lambda marker: marker[1])  # the worst counts
+    return await tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
+
+
+def checkpoint_report(entry: Entry, tiers: list[str], diagnosis: Diagnosis | None) -> CheckpointReport:
+    return CheckpointReport(
+        manifest=entry.manifest,
+        tiers=tiers,
+        milestones=sorted(entry.all_milestones),
+        healthy=diagnosis.healthy if diagnosis else None,
+        diagnosis=diagnosis,
+    )
 
 
 def lifecycle_report(

@@ -15,26 +15,27 @@ import msgspec
 from aiohttp import web
 
 import tierd
+from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.decisions import halted, waiting
 from tierd.errors import TierdError
-from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, Run, is_run, parse_name
+from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot_states import SlotState
 from tierd.metrics import HALT_REASONS
 from tierd.report import (
-    CheckpointReport,
     FailureReport,
     QueueReport,
     RunReport,
     StatusReport,
     age_s,
+    checkpoint_report,
     checkpoint_rows,
     lifecycle_report,
     newest_report,
+    read_diagnosis,
     run_report,
     tier_report,
 )
@@ -194,28 +195,16 @@ class Operator:
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
         checkpoint = parse_name(Run(run), name) if is_run(run) else None
-        in_memory = {manifest.id: manifest for manifest in self._in_memory()}
+        in_memory = next((manifest for manifest in self._in_memory() if manifest.id == checkpoint), None)
         entry = self._catalog.get(checkpoint) if checkpoint else None
-        if checkpoint is None or (entry is None and checkpoint not in in_memory):
+        if entry is None and in_memory is not None:
+            entry = Entry(in_memory.id, in_memory)
+        if entry is None:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
-        diagnosis = await self._diagnosis(checkpoint)
-        report = CheckpointReport(
-            manifest=entry.manifest if entry else in_memory[checkpoint],
-            tiers=[MEMORY] * (checkpoint in in_memory)
-            + [tier for tier in self._tiers if entry and tier in entry.tiers],
-            milestones=sorted(entry.all_milestones) if entry else [],
-            healthy=diagnosis.healthy if diagnosis else None,
-            diagnosis=diagnosis,
-        )
-        return _json(report)
-
-    async def _diagnosis(self, checkpoint: CheckpointId) -> Diagnosis | None:
-        snapshot_set, entry = self._memory.find(checkpoint), self._catalog.get(checkpoint)
-        if snapshot_set is not None and snapshot_set.diagnosis is not None:
-            return snapshot_set.diagnosis
-        for tier, is_healthy in entry.diagnoses.items() if entry else ():
-            return await self._tiers[tier].diagnosis(checkpoint, is_healthy=is_healthy)
-        return None
+        snapshot_set = self._memory.find(entry.id)
+        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._tiers)
+        tiers = [MEMORY] * (in_memory is not None) + [tier for tier in self._tiers if tier in entry.tiers]
+        return _json(checkpoint_report(entry, tiers, diagnosis))
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         return _json(lifecycle_report(self._catalog, self._config))

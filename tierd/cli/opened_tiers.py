@@ -51,8 +51,9 @@ class OpenedTiers:
     def unreachable(self) -> dict[str, str]:
         return {name: known.error for name, known in self.catalog.tiers.items() if not known.is_known}
 
-    def check_reachable(self) -> bool:
-        """Report the tiers that could not be listed; False if there are any. Raises TierUnreachable if none could."""
+    def check_reachable(self) -> int:
+        """Report the tiers that could not be listed. Returns the exit code of an answer from the others: PARTIAL, or 0
+        if all were listed. Raises TierUnreachable if none was."""
         unreachable = self.unreachable
         if len(unreachable) == len(self.by_name):
             raise TierUnreachable(
@@ -63,7 +64,7 @@ class OpenedTiers:
             print_note(f"tierd: {name} is empty: {self.by_name[name].store.url} does not exist")
         for name, why in unreachable.items():
             print_note(f"tierd: {name} is left out, it cannot be listed: {why}")
-        return not unreachable
+        return PARTIAL if unreachable else 0
 
     def report_unreadable(self, query: CheckpointQuery) -> None:
         for (_, checkpoint), why in self.catalog.unreadable().items():

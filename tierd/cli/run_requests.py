@@ -49,7 +49,7 @@ def stop(
     force: Annotated[bool, typer.Option("--force", help="Interrupt the trainers at once; no snapshot.")] = False,
     wait_s: options.Wait = 300.0,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Stop a run at the end of its step, with a snapshot to resume from."""
     from tierd.api.operator_socket import stop_run
 
@@ -65,7 +65,7 @@ def stop(
         print_json(Stopped(run=run, generation=agreed.generation, step=agreed.step, state=state, reason=ended.reason))
     else:
         print_result(f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
-    raise typer.Exit(EXIT_CODES.get(state, 1) if not force else 0)
+    return 0 if force else EXIT_CODES.get(state, 1)
 
 
 def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunReport:
@@ -90,7 +90,7 @@ def snapshot(
     ] = None,
     wait_s: options.Wait = 300.0,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Have a run take a snapshot now, in addition to its regular ones; training continues."""
     from tierd.api.operator_socket import take_snapshot
 
@@ -103,3 +103,4 @@ def snapshot(
     else:
         named = f" as {milestone}" if milestone is not None else ""
         print_result(f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}")
+    return 0
