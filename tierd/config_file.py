@@ -39,11 +39,11 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(base, "tierd") if os.path.isabs(base) else None
 
 
-def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
+def find_file(option: str | None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Path | None:
     """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults. Raises
     BadConfig when a named file does not exist."""
-    named = option or environ.get("TIERD_CONFIG")
-    if named:
+    cwd = cwd or Path.cwd()
+    if named := option or environ.get("TIERD_CONFIG"):
         path = cwd / named
         if not path.is_file():
             raise BadConfig(f"read config {path}: no such file", hint="check --config or $TIERD_CONFIG")
@@ -52,11 +52,9 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
     return default if default.is_file() else None
 
 
-def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
+def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Config:
     """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
-    environ = os.environ if environ is None else environ
-    cwd = Path.cwd() if cwd is None else cwd
-    path = find_file(option, environ, cwd)
+    path = find_file(option, environ=environ, cwd=cwd)
     where = str(path) if path else "the built-in defaults"
     tree: dict[str, Any] = {"cold": [{}]}
     if path is not None:
@@ -71,7 +69,7 @@ def load(option: str | None = None, *, environ: Mapping[str, str] | None = None,
         raise BadConfig(
             f"read config {where}: {_explained(error, tree)}", hint="deploy/tierd.toml lists every key with its default"
         ) from error
-    return _check(_absolute(config, path.parent if path else cwd, where), where)
+    return _check(_absolute(config, path.parent if path else cwd or Path.cwd(), where), where)
 
 
 def _explained(error: msgspec.ValidationError, tree: Any) -> str:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.workers.test_restorer import handover, restorer
+from tierd.descriptors import close_all
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
@@ -25,7 +26,6 @@ from tierd.lifecycle.selection import (
     UnreadableReplica,
     select,
 )
-from tierd.workers.restorer import close_all
 
 TIERS = ("hot", "cold", "dr")
 

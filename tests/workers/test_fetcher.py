@@ -14,10 +14,11 @@ import torch
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import commit, shard_of
 from tierd.catalog import Entry
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import wire
 from tierd.workers.fetcher import Fetcher
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer
 
 CHUNK_BYTES = 4096
 ELEMENTS = 40 * CHUNK_BYTES // 4

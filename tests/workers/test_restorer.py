@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.descriptors import close_all
 from tierd.errors import (
     BadRequest,
     Corrupt,
@@ -33,7 +34,7 @@ from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.memory.slot_states import SlotEvent
 from tierd.workers import restorer as restorer_module
-from tierd.workers.restorer import Handover, Judge, Restorer, close_all
+from tierd.workers.restorer import Handover, Judge, Restorer
 
 SHARD = layout.shard_name(Rank(1), 2)
 

@@ -15,13 +15,14 @@ import tierd
 from tierd.api.packets import PacketConnection
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Stale, TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.manifest import CheckpointRef
 from tierd.memory.slot import MappedSlot
 from tierd.memory.slot_states import SlotState
-from tierd.workers.restorer import Restorer, close_all, duplicates
+from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
 
@@ -55,7 +56,7 @@ class Admission:
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
-        session.post(self._welcome(session, slots), duplicates([slot.fd for slot in slots.values()]))
+        session.post(self._welcome(session, slots), open_all(os.dup(slot.fd) for slot in slots.values()))
 
     def forget_writers(self, run: Run) -> None:
         """The run's slots were given back: no process can write into them any more."""

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tierd.api.packets import close_all
 from tierd.api.session import TrainerSession
+from tierd.descriptors import close_all
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.incidents import Incidents

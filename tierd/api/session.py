@@ -12,7 +12,8 @@ import os
 import select
 from dataclasses import dataclass
 
-from tierd.api.packets import PacketConnection, close_all
+from tierd.api.packets import PacketConnection
+from tierd.descriptors import close_all
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank, Run
 

@@ -21,11 +21,12 @@ from tierd.api.rank_requests import RankRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession
 from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.memory.slot import MappedSlot
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
 

@@ -52,7 +52,7 @@ def _print(advice: list[Advice]) -> None:
 
 async def _check(settings: Settings, only: str | None) -> list[Advice]:
     try:
-        path, loaded = config_file.find_file(settings.config_file, os.environ, Path.cwd()), settings.config()
+        path, loaded = config_file.find_file(settings.config_file), settings.config()
     except BadConfig as error:
         return [problem_of("config", "config", error)]
     check_tier(only, loaded)

@@ -6,10 +6,10 @@ A store for reading only, so that a restore from memory is the same copy, with t
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -28,8 +28,7 @@ def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
     try:
         return DescriptorStore(raw, descriptors, checkpoint)
     except TierdError:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
 
 
@@ -64,8 +63,7 @@ class DescriptorStore:
         return StoredSource(self, key)
 
     async def close(self) -> None:
-        for _, descriptor in self._files.values():
-            os.close(descriptor)
+        close_all(descriptor for _, descriptor in self._files.values())
         self._files = {}
 
     def _file(self, key: str) -> tuple[FileEntry, int]:

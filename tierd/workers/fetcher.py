@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
+from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
@@ -76,13 +76,13 @@ class Fetcher:
                 await self._fetch_headers(fetch, cold, on_progress)
             if not fetch.is_whole:
                 self._parts[manifest.id.run] = part
-                return _open_all(manifest, fetch.open_fd), True
+                return open_all(fetch.open_fd(file.name) for file in manifest.files), True
             await self._commit(part, entry.all_milestones)
             return self.open_hot(manifest), False
 
     def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
-        return _open_all(manifest, lambda name: self._hot_store.open_fd(layout.file_key(manifest.id, name)))
+        return open_all(self._hot_store.open_fd(layout.file_key(manifest.id, file.name)) for file in manifest.files)
 
     async def restored(self, run: Run) -> None:
         """All ranks of the run have what they need: delete the part."""
@@ -174,14 +174,3 @@ class Fetcher:
                     f"fetch {manifest.id} into hot: another checkpoint is committed there under this name",
                     hint="do two jobs write one run into one place? Nothing was overwritten",
                 )
-
-
-def _open_all(manifest: Manifest, open_fd: Callable[[str], int]) -> list[int]:
-    """Descriptors in the manifest's order: all of them, or none and the error."""
-    with contextlib.ExitStack() as opened:
-        descriptors: list[int] = []
-        for file in manifest.files:
-            descriptors.append(open_fd(file.name))
-            opened.callback(os.close, descriptors[-1])
-        opened.pop_all()
-    return descriptors

@@ -7,12 +7,12 @@ one is tried.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierd.context import DaemonContext
+from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, parse_name
@@ -170,7 +170,7 @@ class Restorer:
         _check_count(checkpoint, snapshot_set.world_size)
         manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
         descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
-        return Handover(MEMORY, manifest, duplicates(descriptors))
+        return Handover(MEMORY, manifest, open_all(map(os.dup, descriptors)))
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""
@@ -203,19 +203,3 @@ def _check_count(checkpoint: CheckpointId, files: int) -> None:
             f"open {checkpoint}: {files} files, a message carries {DESCRIPTORS_MAX - 1} at most",
             hint="`tierd restore` writes it to a directory",
         )
-
-
-def duplicates(descriptors: Sequence[int]) -> list[int]:
-    """A duplicate of each, for the caller to close: of all of them, or of none and the error."""
-    with contextlib.ExitStack() as opened:
-        copies: list[int] = []
-        for descriptor in descriptors:
-            copies.append(os.dup(descriptor))
-            opened.callback(os.close, copies[-1])
-        opened.pop_all()
-    return copies
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
