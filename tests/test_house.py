@@ -80,7 +80,7 @@ DOORS = {
         files={
             "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
-            "tierd/api/handover.py": "a manifest is sent as a descriptor",
+            "tierd/api/restore_requests.py": "a manifest is sent as a descriptor",
             "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),

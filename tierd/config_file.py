@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, DaemonConfig, TierPolicy
+from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config
 from tierd.errors import BadConfig
 
 DEFAULT_FILE = "tierd.toml"
@@ -69,7 +69,9 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
         raise BadConfig(
             f"read config {where}: {_explained(error, tree)}", hint="deploy/tierd.toml lists every key with its default"
         ) from error
-    return _check(_absolute(config, path.parent if path else cwd or Path.cwd(), where), where)
+    config = _absolute(config, path.parent if path else cwd or Path.cwd(), where)
+    _check(config, where)
+    return config
 
 
 def _explained(error: msgspec.ValidationError, tree: Any) -> str:
@@ -117,14 +119,14 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
             raise _refusal(where, key, path, "a path")
         return os.path.normpath(base / path)
 
-    def at(cold: ColdConfig) -> ColdConfig:
-        if cold.ca_bundle:
-            cold = msgspec.structs.replace(cold, ca_bundle=absolute(f"cold.ca_bundle of {cold.name}", cold.ca_bundle))
-        if not cold.url.startswith("file://"):
-            return cold
-        path = absolute(f"cold.url of {cold.name}", cold.url.removeprefix("file://"))
-        return msgspec.structs.replace(cold, url=f"file://{path}")
-
+    cold: list[ColdConfig] = []
+    for tier in config.cold:
+        url, ca_bundle = tier.url, tier.ca_bundle
+        if url.startswith("file://"):
+            url = "file://" + absolute(f"cold.url of {tier.name}", url.removeprefix("file://"))
+        if ca_bundle:
+            ca_bundle = absolute(f"cold.ca_bundle of {tier.name}", ca_bundle)
+        cold.append(msgspec.structs.replace(tier, url=url, ca_bundle=ca_bundle))
     daemon = msgspec.structs.replace(
         config.daemon,
         socket=absolute("daemon.socket", config.daemon.socket),
@@ -133,34 +135,11 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
     scratch = config.drill.scratch and absolute("drill.scratch", config.drill.scratch)
     drill = msgspec.structs.replace(config.drill, scratch=scratch)
-    cold = [at(cold) for cold in config.cold]
     return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill)
 
 
-def _check(config: Config, where: str) -> Config:
-    _check_daemon(config.daemon, where)
-    if config.limits.retry_max_s < config.limits.retry_min_s:
-        raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
-    _check_policy(config.lifecycle.hot, where, "lifecycle.hot")
-    _check_policy(config.lifecycle.cold, where, "lifecycle.cold")
-    for cold in config.cold:
-        _check_cold(cold, where)
-        if cold.lifecycle is not None:
-            _check_policy(cold.lifecycle, where, f"cold.lifecycle of {cold.name}")
-        _check_storage_classes(cold, cold.lifecycle or config.lifecycle.cold, where)
-    _check_apart(config, where)
-    return config
-
-
-def _check_policy(policy: TierPolicy, where: str, key: str) -> None:
-    """keep_best and best_metric only work together: one without the other would keep nothing."""
-    if policy.keep_best and not policy.best_metric:
-        raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
-    if policy.best_metric and not policy.keep_best:
-        raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
-
-
-def _check_daemon(daemon: DaemonConfig, where: str) -> None:
+def _check(config: Config, where: str) -> None:
+    daemon = config.daemon
     if len(os.fsencode(daemon.socket)) > _SOCKET_PATH_MAX:
         raise BadConfig(
             f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {daemon.socket}",
@@ -171,9 +150,22 @@ def _check_daemon(daemon: DaemonConfig, where: str) -> None:
         raise _refusal(where, "daemon.listen", daemon.listen, "host:port")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         raise _refusal(where, "daemon.node", daemon.node, "a host name")
+    if config.limits.retry_max_s < config.limits.retry_min_s:
+        raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
+    policies = {"lifecycle.hot": config.lifecycle.hot, "lifecycle.cold": config.lifecycle.cold}
+    policies |= {f"cold.lifecycle of {name}": policy for name, policy in config.own_policies.items()}
+    for key, policy in policies.items():
+        # One without the other would keep nothing.
+        if policy.keep_best and not policy.best_metric:
+            raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
+        if policy.best_metric and not policy.keep_best:
+            raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
+    for cold in config.cold:
+        _check_cold(cold, cold.lifecycle or config.lifecycle.cold, where)
+    _check_apart(config, where)
 
 
-def _check_cold(cold: ColdConfig, where: str) -> None:
+def _check_cold(cold: ColdConfig, policy: ColdPolicy, where: str) -> None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", cold.name) or cold.name in _TIER_WORDS:
         raise _refusal(where, "cold.name", cold.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}")
     if not cold.url.startswith("file:///"):
@@ -190,9 +182,6 @@ def _check_cold(cold: ColdConfig, where: str) -> None:
         raise _refusal(where, f"cold.ca_bundle of {cold.name}", cold.ca_bundle, "a file of CA certificates")
     if cold.sse_kms_key_id and cold.sse != "aws:kms":
         raise _refusal(where, f"cold.sse of {cold.name}", cold.sse, "'aws:kms', since sse_kms_key_id is set")
-
-
-def _check_storage_classes(cold: ColdConfig, policy: ColdPolicy, where: str) -> None:
     for name in ("storage_class", "milestone_storage_class"):
         key, storage_class = f"cold.{name} of {cold.name}", getattr(cold, name)
         if storage_class and not cold.url.startswith("s3://"):

@@ -114,7 +114,12 @@ class _Daemon:
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
         self._listers = {
-            name: Lister(context.catalog, tier, self._list_interval_s(name)) for name, tier in context.tiers.items()
+            name: Lister(
+                context.catalog,
+                tier,
+                config.limits.reconcile_interval_s if name == HOT else config.limits.cold_list_interval_s,
+            )
+            for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
@@ -207,7 +212,7 @@ class _Daemon:
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
             self._wake("persist")  # without backoff: there is little time left
-            await self._persist_ended.wait(DRAIN_POLL_S)
+            await self._persist_ended.take(DRAIN_POLL_S)
         return [snapshot_set.id for snapshot_set in self._memory.pending()]
 
     def _notify_systemd(self, state: str) -> None:
@@ -273,13 +278,9 @@ class _Daemon:
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
         self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
-    def _list_interval_s(self, tier: str) -> float:
-        limits = self._config.limits
-        return limits.reconcile_interval_s if tier == HOT else limits.cold_list_interval_s
-
     def _wake(self, worker: str) -> None:
         if worker in self._wakes:
-            self._wakes[worker]()
+            self._wakes[worker].set()
 
     # ── Notifier ──
 
@@ -294,7 +295,7 @@ class _Daemon:
     def persist_ended(self, run: Run) -> None:
         self._throttle.queued(len(self._memory.pending()))
         self._door.release_slots(run)
-        self._persist_ended()
+        self._persist_ended.set()
         self.examined()
         self._wake("examine")
 
@@ -313,7 +314,7 @@ class _Daemon:
         self._wake(f"list {tier}")
 
     def run_forgotten(self, run: Run) -> None:
-        self._door.forget(run)
+        self._door.admission.forget_writers(run)
 
     # ── for the trainers' socket ──
 

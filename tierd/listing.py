@@ -20,25 +20,25 @@ BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together
 
 async def refresh(catalog: Catalog, tier: Tier) -> None:
     """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised."""
-    moment = catalog.moment()
+    since = catalog.changes
     try:
-        await enter(catalog, tier, await tier.listing(), moment)
+        await enter(catalog, tier, await tier.listing(), since)
     except TierdError as error:
-        catalog.lost_tier(tier.name, str(error))
+        catalog.listing_failed(tier.name, str(error))
 
 
-async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
-    """Enter a listing that was begun at `moment`."""
+async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int) -> None:
+    """Enter a listing that was begun when the catalog had `since` changes."""
     manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
     listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     diagnoses = {c: diagnosis for c in listed if (diagnosis := listing.diagnosis(c)) is not None}
-    catalog.saw_tier(
+    catalog.enter_listing(
         tier.name,
         listed,
         unreadable,
-        since=moment,
+        since=since,
         diagnoses=diagnoses,
         fingerprints={c: listing.fingerprints[c] for c in listed},
         partial=listing.partial,

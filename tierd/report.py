@@ -167,7 +167,7 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
 
 
 def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -> TierReport:
-    knowledge, manifests = catalog.tiers[name], catalog.held(name)
+    knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
         name=name,
         url=url,

@@ -54,7 +54,7 @@ class Asked:
         return sorted(self.rooms.hot_store.root.rglob("*.partial"))
 
     async def bring(self, chunks: list[list[int]] | None, tier: str = "cold", *, is_hot_bad: bool = False) -> bool:
-        """Returns whether the handover is a part. Checks its chunks and headers, in files of full size."""
+        """Returns whether the checkpoint was opened as a part. Checks its chunks and headers, in files of full size."""
         descriptors, is_part = await self.fetcher.bring(
             self.entry, self.rooms.cold[tier], chunks, lambda done, total: None, is_hot_bad=is_hot_bad
         )

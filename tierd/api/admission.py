@@ -56,7 +56,30 @@ class Admission:
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
-        session.post(self._welcome(session, slots), open_all(os.dup(slot.fd) for slot in slots.values()))
+        config = self._context.config
+        newest = self._restorer.newest(session.run)
+        welcome = wire.Welcome(
+            protocol=wire.PROTOCOL_VERSION,
+            version=tierd.__version__,
+            node=config.daemon.node,
+            boot=self._boot,
+            generation=session.generation,
+            slots=[
+                wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
+                for index, slot in slots.items()
+            ],
+            every_steps=config.snapshot.every_steps,
+            every_s=config.snapshot.every_s,
+            slots_per_rank=config.snapshot.slots,
+            slot_wait_s=config.snapshot.slot_wait_s,
+            when_busy=config.snapshot.when_busy,
+            staging=config.snapshot.staging,
+            stop_grace_s=config.snapshot.stop_grace_s,
+            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
+            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
+            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+        )
+        session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 
     def forget_writers(self, run: Run) -> None:
         """The run's slots were given back: no process can write into them any more."""
@@ -168,31 +191,6 @@ class Admission:
             former.close()
         self._writers[run, rank] = writer
         return slots
-
-    def _welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> wire.Welcome:
-        config = self._context.config
-        newest = self._restorer.newest(session.run)
-        return wire.Welcome(
-            protocol=wire.PROTOCOL_VERSION,
-            version=tierd.__version__,
-            node=config.daemon.node,
-            boot=self._boot,
-            generation=session.generation,
-            slots=[
-                wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
-                for index, slot in slots.items()
-            ],
-            every_steps=config.snapshot.every_steps,
-            every_s=config.snapshot.every_s,
-            slots_per_rank=config.snapshot.slots,
-            slot_wait_s=config.snapshot.slot_wait_s,
-            when_busy=config.snapshot.when_busy,
-            staging=config.snapshot.staging,
-            stop_grace_s=config.snapshot.stop_grace_s,
-            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
-            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
-            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
-        )
 
 
 def _check_user(connection: PacketConnection) -> None:

@@ -121,8 +121,8 @@ class Operator:
         ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]
         queues = [_queue(HOT, ages)]
         for tier, checkpoints in waiting(self._catalog, self._config).items():
-            manifests = [self._catalog.manifest(checkpoint) for checkpoint in checkpoints]
-            queues.append(_queue(tier, [age_s(one.created_at, self._now()) for one in manifests if one]))
+            entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
+            queues.append(_queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries]))
         return queues
 
     async def refresh_gauges(self) -> None:
@@ -153,7 +153,7 @@ class Operator:
             if tier.free_bytes is not None:
                 metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
             metrics.damaged_checkpoints.labels(tier.name).set(len(self._catalog.tiers[tier.name].damaged))
-            counts = Counter(manifest.run for manifest in self._catalog.held(tier.name))
+            counts = Counter(manifest.run for manifest in self._catalog.manifests_in(tier.name))
             for run in self._catalog.runs():
                 metrics.checkpoints.labels(run, tier.name).set(counts[run])
         for queue in status.queues:

@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.api.handover import refused
-from tierd.api.session import FIRST, TrainerSession
+from tierd.api.session import FIRST, TrainerSession, refused
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run

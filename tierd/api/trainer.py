@@ -15,10 +15,10 @@ from datetime import datetime
 from typing import Any
 
 from tierd.api.admission import Admission
-from tierd.api.handover import RestoreRequests, refused
 from tierd.api.packets import PacketConnection
 from tierd.api.rank_requests import RankRequests
-from tierd.api.session import FIRST, NO_RANK, TrainerSession
+from tierd.api.restore_requests import RestoreRequests
+from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
 from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
@@ -54,7 +54,7 @@ class TrainerDoor:
         self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
-        self._admission = Admission(context, restorer, self._sessions)
+        self.admission = Admission(context, restorer, self._sessions)
         self._requests = RankRequests(self._sessions)
         self._connections = 0
 
@@ -92,10 +92,6 @@ class TrainerDoor:
                     ),
                 )
 
-    def forget(self, run: Run) -> None:
-        """The run's slots were given back."""
-        self._admission.forget_writers(run)
-
     # ── the door ──
 
     async def serve(self, listener: socket.socket) -> None:
@@ -112,11 +108,27 @@ class TrainerDoor:
                 self._incidents.record("wire", Transient(f"accept a connection: {self._connections} are open"))
                 continue
             self._connections += 1
-            self._spawn(self._serve_one(PacketConnection(sock)))
+            self._spawn(self._serve_peer(PacketConnection(sock)))
 
-    async def _serve_one(self, connection: PacketConnection) -> None:
+    async def _serve_peer(self, connection: PacketConnection) -> None:
+        """From Hello to the end of the connection."""
         try:
-            await self._attend(connection)
+            session, slots = await self.admission.admit(connection)
+            try:
+                self.admission.welcome(session, slots)
+                self._requests.rank_entered(session)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(session.send_queued())
+                    try:
+                        await self._converse(session)
+                    finally:
+                        self._leave(session)
+                        session.finish()
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                self._leave(session)
+                session.close()
         except TierdError as error:
             await self._refuse(connection, error)
         except OSError:
@@ -126,24 +138,6 @@ class TrainerDoor:
         finally:
             self._connections -= 1
             connection.close()
-
-    async def _attend(self, connection: PacketConnection) -> None:
-        session, slots = await self._admission.admit(connection)
-        try:
-            self._admission.welcome(session, slots)
-            self._requests.rank_entered(session)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(session.send_queued())
-                try:
-                    await self._converse(session)
-                finally:
-                    self._leave(session)
-                    session.finish()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self._leave(session)
-            session.close()
 
     async def _converse(self, session: TrainerSession) -> None:
         while True:
@@ -298,7 +292,7 @@ class TrainerDoor:
             if session.rank == FIRST:
                 self._throttle.left(session.run)
             self._memory.leave(session.run, session.rank, now_s=self._context.monotonic_s())
-            self._admission.left(session)
+            self.admission.left(session)
             log.info("%s rank %d left; its sealed snapshots stay", session.run, session.rank)
 
 

@@ -75,7 +75,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
 
 async def _space(settings: Settings, loaded: Config) -> Advice:
     async with open_tiers(settings, only=HOT) as tiers:
-        manifests = tiers.catalog.held(HOT)
+        manifests = tiers.catalog.manifests_in(HOT)
         newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
     largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
     return probe_space(

@@ -106,7 +106,13 @@ async def restore_to(
 ) -> Restored:
     """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it."""
     config = None if place else settings.config()
-    health = _health_in_memory(config, query.tier) if config else {}
+    health: dict[CheckpointId, bool | None] = {}
+    if config and query.tier in (AUTO, MEMORY):
+        try:
+            health = daemon_http.find(config).health_in_memory()
+        except DaemonUnreachable:
+            if query.tier == MEMORY:  # else nothing is in memory
+                raise
     only = None if place or query.tier in (AUTO, MEMORY) else query.tier
     async with open_tiers(settings, place=place, only=only) as tiers:
         if query.tier != MEMORY:
@@ -116,19 +122,6 @@ async def restore_to(
             if config:
                 _check_outside_tiers(replicas.chosen.id, target, config, is_whole=convert is None and subset is None)
             return await _fetch(replicas, target, convert, subset)
-
-
-def _health_in_memory(config: Config, tier: str) -> dict[CheckpointId, bool | None]:
-    """The checkpoints in memory, and whether each is healthy. Without a daemon there are none, unless they are asked
-    for by name: then this raises DaemonUnreachable."""
-    if tier not in (AUTO, MEMORY):
-        return {}
-    try:
-        return daemon_http.find(config).health_in_memory()
-    except DaemonUnreachable:
-        if tier == MEMORY:
-            raise
-        return {}
 
 
 def _check_outside_tiers(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> None:

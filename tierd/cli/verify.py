@@ -76,9 +76,10 @@ async def verify(
     async with open_tiers(settings, place=place, only=None if repair else tier) as tiers:
         checked = {name for name in tiers.by_name if tier in (None, name)}
         tiers.check_reachable()
-        unreachable = checked & tiers.unreachable.keys()
+        unlisted = tiers.catalog.unlisted()
+        unreachable = checked & unlisted.keys()
         if unreachable == checked:
-            raise TierUnreachable(f"list {tier}: {tiers.unreachable[min(checked)]}")
+            raise TierUnreachable(f"list {tier}: {unlisted[min(checked)]}")
         found = _matching(query, tiers, checked, is_newest_only=step == "latest")
         if not found:
             where = place or tier or "any tier"

@@ -56,7 +56,7 @@ class Driller:
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
         # Leave room for the next snapshots.
-        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.held("hot")), default=0)
+        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in("hot")), default=0)
         try:
             done = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=self._read(tier))
         except TierdError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierd.context import DaemonContext
@@ -18,7 +18,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
-from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select
+from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.memory.slot import snapshot_entry
 from tierd.memory.tier import SnapshotSet
 from tierd.workers.fetcher import Fetcher, OnProgress
@@ -32,7 +32,7 @@ Judge = Callable[[CheckpointId], Awaitable[bool | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class OpenCheckpoint:
     """An open checkpoint. `descriptors`: of its files in the manifest's order; the caller closes them. `is_part`: the
     files hold only their headers and the chunks that were asked for."""
 
@@ -57,7 +57,7 @@ class Restorer:
         self._first_listings = first_listings
         self._judge = judge
 
-    async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
+    async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:
         """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
         if find.tier in (AUTO, *self._cold):
             await self.wait_first_listings()
@@ -74,9 +74,18 @@ class Restorer:
         )
         failed = _excluded(run, find)
         health: dict[CheckpointId, bool | None] = {}
+        selections: Iterator[Selected] = iter(())
+        selected_from: object = None
         while True:
+            # What memory released meanwhile is in hot.
+            in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(run)}
+            state = (self._catalog.changes, in_memory, len(health))
+            if state != selected_from:
+                selected_from = state
+                inventory = self._catalog.inventory(run, in_memory=in_memory, health=health)
+                selections = select_each(query, inventory, failed)
             try:
-                selected = self._select(query, failed, health)
+                selected = next(selections)
             except TierdError:
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
                 is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
@@ -90,7 +99,7 @@ class Restorer:
                 continue
             try:
                 is_hot_bad = (checkpoint, self._hot.name) in failed
-                handover = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
+                opened = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
             except TierdError as error:
                 failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
                 replaced = [name for _, name in failed if name == MEMORY]
@@ -99,17 +108,7 @@ class Restorer:
                 continue
             await self._fetcher.sweep(run)
             passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
-            return replace(handover, passed_over=passed_over)
-
-    def _select(
-        self,
-        query: CheckpointQuery,
-        failed: Mapping[tuple[CheckpointId, str], TierdError | None],
-        health: Mapping[CheckpointId, bool | None],
-    ) -> Selected:
-        """From what the tiers hold now: what memory released meanwhile is in hot."""
-        in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(query.run)}
-        return select(query, self._catalog.inventory(query.run, in_memory=in_memory, health=health), failed)
+            return replace(opened, passed_over=passed_over)
 
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)
@@ -143,11 +142,11 @@ class Restorer:
 
     def unlisted(self) -> list[str]:
         """The tiers that could not be listed, with the reason."""
-        return [f"{name} ({known.error})" for name, known in self._catalog.tiers.items() if not known.is_known]
+        return [f"{name} ({why})" for name, why in self._catalog.unlisted().items()]
 
     async def _open(
         self, checkpoint: CheckpointId, tier: str, find: Find, on_progress: OnProgress, *, is_hot_bad: bool
-    ) -> Handover:
+    ) -> OpenCheckpoint:
         if tier == MEMORY:
             return await self._open_memory(checkpoint)
         entry = self._catalog.get(checkpoint)
@@ -156,21 +155,21 @@ class Restorer:
         manifest = entry.manifest
         _check_count(checkpoint, len(manifest.files))
         if tier == self._hot.name:
-            return Handover(tier, manifest, self._fetcher.open_hot(manifest))
+            return OpenCheckpoint(tier, manifest, self._fetcher.open_hot(manifest))
         chunks = None if find.chunks is None else [unpack_indexes(packed) for packed in find.chunks]
         descriptors, is_part = await self._fetcher.bring(
             entry, self._cold[tier], chunks, on_progress, is_hot_bad=is_hot_bad
         )
-        return Handover(tier, manifest, descriptors, is_part=is_part)
+        return OpenCheckpoint(tier, manifest, descriptors, is_part=is_part)
 
-    async def _open_memory(self, checkpoint: CheckpointId) -> Handover:
+    async def _open_memory(self, checkpoint: CheckpointId) -> OpenCheckpoint:
         snapshot_set = self._memory.find(checkpoint)
         if snapshot_set is None:
             raise NotFound(f"open {checkpoint} in memory: a newer snapshot has just replaced it")
         _check_count(checkpoint, snapshot_set.world_size)
         manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
         descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
-        return Handover(MEMORY, manifest, open_all(map(os.dup, descriptors)))
+        return OpenCheckpoint(MEMORY, manifest, open_all(map(os.dup, descriptors)))
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""

@@ -65,7 +65,7 @@ class Scrubber:
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_began_s
         if not self._remaining and since_s >= self._config.interval_s:
-            self._remaining = [manifest.id for manifest in self._catalog.held(self._tier.name)]
+            self._remaining = [manifest.id for manifest in self._catalog.manifests_in(self._tier.name)]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
@@ -127,6 +127,6 @@ class Scrubber:
 
     def _repaired(self, checkpoint: CheckpointId) -> None:
         """It counts as a replica again after the next listing of the tier, which also shows its markers."""
-        self._catalog.mended(checkpoint, self._tier.name)
+        self._catalog.forget_damage(checkpoint, self._tier.name)
         self._known.pop(checkpoint, None)
         self._context.notify.relist(self._tier.name)
