@@ -232,5 +232,5 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     assert await find("auto", exclude, NOTHING) == ("dr", True)
     assert await find("dr", exclude, [[20, 25], [30]]) == ("dr", True)
     assert asked.given_bytes("dr") == CHUNK_BYTES
-    await worker.restored(RUN)
+    await worker.fetcher.restored(RUN)
     assert asked.arriving() == []

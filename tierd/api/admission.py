@@ -47,7 +47,12 @@ class Admission:
     async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
         """The session of a peer that has sent Hello, and the slots that it may adopt. Raises BadRequest, Stale,
         TierUnreachable, or ConnectionResetError when it has gone."""
-        _check_user(connection)
+        if connection.peer_uid not in (0, os.geteuid()):
+            raise BadRequest(
+                f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, "
+                f"the daemon as {os.geteuid()}",
+                hint="run the daemon and the trainer as the same user",
+            )
         hello = await self._receive_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
@@ -191,11 +196,3 @@ class Admission:
             former.close()
         self._writers[run, rank] = writer
         return slots
-
-
-def _check_user(connection: PacketConnection) -> None:
-    if connection.peer_uid not in (0, os.geteuid()):
-        raise BadRequest(
-            f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, the daemon as {os.geteuid()}",
-            hint="run the daemon and the trainer as the same user",
-        )

@@ -157,8 +157,10 @@ class TrainerDoor:
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is not a trainer")
                 elif isinstance(message, wire.AttachSlot):
-                    attached, descriptors = descriptors, []
-                    self._attach(session, message, attached)
+                    if len(descriptors) != 1:
+                        raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
+                    slot = MappedSlot(descriptors.pop(), message.capacity_bytes)
+                    self._memory.attach(session.run, session.rank, message.slot, slot)
                 else:
                     self._take(session, message)
             finally:
@@ -168,13 +170,6 @@ class TrainerDoor:
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
         if self._sessions.get((session.run, session.rank)) is session:  # not fenced meanwhile
             self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, goodbye.reason)
-
-    def _attach(self, session: TrainerSession, message: wire.AttachSlot, descriptors: list[int]) -> None:
-        if len(descriptors) != 1:
-            close_all(descriptors)
-            raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
-        slot = MappedSlot(descriptors[0], message.capacity_bytes)
-        self._memory.attach(session.run, session.rank, message.slot, slot)
 
     def _take(self, session: TrainerSession, message: wire.ToDaemon) -> None:
         run, generation, rank = session.run, session.generation, session.rank
@@ -259,7 +254,7 @@ class TrainerDoor:
             case "restored":
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
                 log.info("restored %s to step %d from %s", run, report.step, tier)
-                self._spawn(self._restorer.restored(run))  # a rank reports it after all ranks have restored
+                self._spawn(self._restorer.fetcher.restored(run))  # a rank reports it after all ranks have restored
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it
                     self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()

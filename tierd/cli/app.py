@@ -72,25 +72,11 @@ def _print_error(error: Exception) -> int:
     return 1
 
 
-# Verb → the module of this package with its function. Only the verb that is called is imported: a daemon holds no other
-# verb in memory, and `tierd ls` starts faster.
-VERBS = {
-    "serve": "serve",
-    "status": "status",
-    "ls": "ls",
-    "show": "show",
-    "restore": "restore",
-    "export": "export",
-    "verify": "verify",
-    "drill": "drill",
-    "milestone": "milestone",
-    "stop": "run_requests",
-    "snapshot": "run_requests",
-    "lifecycle": "lifecycle",
-    "doctor": "doctor",
-    "demo": "demo",
-    "version": "serve",
-}
+VERBS = (
+    *("serve", "status", "ls", "show", "restore", "export", "verify", "drill", "milestone", "stop", "snapshot"),
+    *("lifecycle", "doctor", "demo", "version"),
+)
+_MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name
 
 
 def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
@@ -103,8 +89,10 @@ def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
         "JSON goes to stdout, the rest to stderr.",
     )
     app.callback()(settings)
+    # Only the verb that is called is imported: a daemon holds no other verb in memory, and `tierd ls` starts faster.
     for verb in verbs:
-        app.command(verb)(_guarded(getattr(importlib.import_module(f"tierd.cli.{VERBS[verb]}"), verb)))
+        module = importlib.import_module(f"tierd.cli.{_MODULES.get(verb, verb)}")
+        app.command(verb)(_guarded(getattr(module, verb)))
     return app
 
 

@@ -51,8 +51,7 @@ async def ls(
     if json:
         print_json(rows)
     elif rows:
-        headings = ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"]
-        table(headings, [_cells(row) for row in rows], right=("STEP", "GEN", "SIZE", "AGE"))
+        _print(rows)
     else:
         print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or 'any tier'}")
     return code
@@ -64,15 +63,21 @@ def _find_daemon(config: Config, tier: str | None) -> daemon_http.RunningDaemon 
     return daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
 
 
-def _cells(row: CheckpointRow) -> list[str]:
-    unhealthy = " unhealthy" if row.healthy is False else ""
-    return [
-        row.run,
-        str(row.step),
-        str(row.generation),
-        ",".join(row.tiers),
-        row.milestone or "",
-        size(row.size_bytes),
-        age(row.created_at),
-        metrics_line(row.metrics) + unhealthy,
-    ]
+def _print(rows: list[CheckpointRow]) -> None:
+    table(
+        ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"],
+        [
+            [
+                row.run,
+                str(row.step),
+                str(row.generation),
+                ",".join(row.tiers),
+                row.milestone or "",
+                size(row.size_bytes),
+                age(row.created_at),
+                metrics_line(row.metrics) + (" unhealthy" if row.healthy is False else ""),
+            ]
+            for row in rows
+        ],
+        right=("STEP", "GEN", "SIZE", "AGE"),
+    )

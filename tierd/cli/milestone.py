@@ -15,17 +15,6 @@ from tierd.format import layout
 from tierd.lifecycle.selection import select
 
 
-class Marked(msgspec.Struct, kw_only=True):
-    """What `tierd milestone --json` prints."""
-
-    run: str
-    step: int
-    generation: int
-    milestone: str
-    tiers: list[str]
-    is_dry_run: bool
-
-
 async def milestone(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, dots, dashes, underscores.")],
@@ -47,16 +36,8 @@ async def milestone(
                 await tiers.by_name[tier].mark_milestone(chosen.id, name, marked_at)
     checkpoint, names = chosen.id, list(chosen.tiers)
     if json:
-        print_json(
-            Marked(
-                run=checkpoint.run,
-                step=checkpoint.step,
-                generation=checkpoint.generation,
-                milestone=name,
-                tiers=names,
-                is_dry_run=dry_run,
-            )
-        )
+        about = msgspec.to_builtins(checkpoint)  # run, step and generation
+        print_json(about | {"milestone": name, "tiers": names, "is_dry_run": dry_run})
     else:
         which = f"{checkpoint.run} step {checkpoint.step} (generation {checkpoint.generation})"
         print_result(f"{'would mark' if dry_run else 'marked'} {which} as {name} in {', '.join(names)}")

@@ -23,26 +23,6 @@ POLL_INTERVAL_S = 0.2
 EXIT_CODES = {"finished": 0, "stopped": 0, "halted": EXIT_HALTED}  # any other: 1
 
 
-class Stopped(msgspec.Struct, kw_only=True):
-    """What `tierd stop --json` prints."""
-
-    run: str
-    generation: int
-    step: int
-    state: str
-    reason: str
-
-
-class Taken(msgspec.Struct, kw_only=True):
-    """What `tierd snapshot --json` prints."""
-
-    run: str
-    step: int
-    generation: int
-    milestone: str | None
-    path: str
-
-
 def stop(
     context: typer.Context,
     run: options.AttachedRun,
@@ -62,7 +42,8 @@ def stop(
     ended = _wait_ended(config, run, agreed.generation, deadline_s)
     state = ended.state or ""
     if json:
-        print_json(Stopped(run=run, generation=agreed.generation, step=agreed.step, state=state, reason=ended.reason))
+        about = {"run": run, "generation": agreed.generation, "step": agreed.step}
+        print_json(about | {"state": state, "reason": ended.reason})
     else:
         print_result(f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
     return 0 if force else EXIT_CODES.get(state, 1)
@@ -99,7 +80,7 @@ def snapshot(
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
     path = str(config.hot_path / checkpoint.run / checkpoint.name)
     if json:
-        print_json(Taken(run=run, step=agreed.step, generation=agreed.generation, milestone=milestone, path=path))
+        print_json(msgspec.to_builtins(checkpoint) | {"milestone": milestone, "path": path})
     else:
         named = f" as {milestone}" if milestone is not None else ""
         print_result(f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}")

@@ -47,13 +47,12 @@ class Restorer:
     """`first_listings`: set when each cold tier was listed once."""
 
     def __init__(self, context: DaemonContext, first_listings: Sequence[asyncio.Event], judge: Judge) -> None:
+        self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = context.cold
-        self._metrics = context.metrics
-        self._incidents = context.incidents
-        self._fetcher = Fetcher(context)
+        self.fetcher = Fetcher(context)
         self._first_listings = first_listings
         self._judge = judge
 
@@ -90,7 +89,7 @@ class Restorer:
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
                 is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
                 if is_final and not find.chunks:
-                    await self._fetcher.sweep(run)
+                    await self.fetcher.sweep(run)
                 raise
             checkpoint, tier = selected.candidate.id, selected.tier
             if selected.candidate.is_healthy is None and not find.allow_unhealthy and checkpoint not in health:
@@ -106,7 +105,7 @@ class Restorer:
                 if tier == MEMORY and isinstance(error, Transient) and len(replaced) >= MEMORY_ATTEMPTS_MAX:
                     raise  # a trainer that snapshots faster than memory is read would keep this loop busy
                 continue
-            await self._fetcher.sweep(run)
+            await self.fetcher.sweep(run)
             passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
             return replace(opened, passed_over=passed_over)
 
@@ -116,8 +115,8 @@ class Restorer:
             # The manifest is there and a file is not: that is damage, and no reason to start fresh.
             error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
         if isinstance(error, Corrupt):
-            self._metrics.verify_failures_total.labels(tier=tier).inc()
-        self._incidents.record("restore", error, checkpoint)
+            self._context.metrics.verify_failures_total.labels(tier=tier).inc()
+        self._context.incidents.record("restore", error, checkpoint)
         return error
 
     async def wait_first_listings(self) -> None:
@@ -128,10 +127,6 @@ class Restorer:
                     await listed.wait()
         except TimeoutError:
             pass  # the catalog says which tiers are not listed
-
-    async def restored(self, run: Run) -> None:
-        """All ranks of the run have read what they asked for."""
-        await self._fetcher.restored(run)
 
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
@@ -155,9 +150,9 @@ class Restorer:
         manifest = entry.manifest
         _check_count(checkpoint, len(manifest.files))
         if tier == self._hot.name:
-            return OpenCheckpoint(tier, manifest, self._fetcher.open_hot(manifest))
+            return OpenCheckpoint(tier, manifest, self.fetcher.open_hot(manifest))
         chunks = None if find.chunks is None else [unpack_indexes(packed) for packed in find.chunks]
-        descriptors, is_part = await self._fetcher.bring(
+        descriptors, is_part = await self.fetcher.bring(
             entry, self._cold[tier], chunks, on_progress, is_hot_bad=is_hot_bad
         )
         return OpenCheckpoint(tier, manifest, descriptors, is_part=is_part)

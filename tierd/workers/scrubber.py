@@ -79,13 +79,10 @@ class Scrubber:
         # Retry soon, unless what follows shows that it cannot help.
         known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_reported)
         self._known[checkpoint] = known
+        count_read = self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc if is_deep else None
         try:
             verification = await verify_replica(
-                self._tier,
-                checkpoint,
-                is_deep=is_deep,
-                bandwidth=self._bandwidth,
-                progress=self._read if is_deep else None,
+                self._tier, checkpoint, is_deep=is_deep, bandwidth=self._bandwidth, progress=count_read
             )
         except NewerFormat:
             known.again_at_s = self._now_s() + self._config.interval_s
@@ -99,9 +96,6 @@ class Scrubber:
             self._repaired(checkpoint)  # by someone else
         else:
             known.again_at_s = self._now_s() + self._config.interval_s
-
-    def _read(self, size_bytes: int) -> None:
-        self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc(size_bytes)
 
     async def _handle_damage(self, checkpoint: CheckpointId, verification: Verification, known: _Known) -> None:
         """Mark the replica as damaged, report it once, and repair it if the config allows."""
