@@ -61,11 +61,10 @@ class TrainerDoor:
     # ── for workers ──
 
     def send(self, run: Run, message: wire.ToClient) -> None:
-        """To every rank of the run's current generation."""
-        for session in self._sessions.values():
+        """To every rank of the run's current generation, and to the operators who have requested something of it."""
+        for session in (*self._sessions.values(), *self._requests.operators):
             if session.run == run:
                 session.post(message)
-        self._requests.send_to_operators(run, message)
 
     def release_slots(self, run: Run) -> None:
         """Tell ranks which slots are free again: a newer snapshot is complete, or an older one was persisted."""

@@ -70,7 +70,16 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_run(run, settings)
     table(
         ["TIER", "CHECKPOINTS", "USED", "FREE", "WHERE"],
-        [_tier_cells(tier) for tier in report.tiers],
+        [
+            [
+                tier.name,
+                str(tier.checkpoints),
+                "" if tier.used_bytes is None else size(tier.used_bytes),
+                "" if tier.free_bytes is None else size(tier.free_bytes),
+                tier.url + (f"  {'note' if tier.is_known else 'NOT REACHABLE'}: {tier.error}" if tier.error else ""),
+            ]
+            for tier in report.tiers
+        ],
         right=("CHECKPOINTS", "USED", "FREE"),
     )
     for queue in report.queues:
@@ -109,14 +118,3 @@ def _restore_command(run: RunReport, settings: Settings) -> str:
     config = ["--config", settings.config_file] if settings.config_file else []
     which = ["--run", run.run, "--step", str(newest.step), "--generation", str(newest.generation)]
     return shlex.join(["tierd", *config, "restore", *which, "--to", f"./restored-{run.run}-{newest.step}"])
-
-
-def _tier_cells(tier: TierReport) -> list[str]:
-    problem = f"  {'NOT REACHABLE' if not tier.is_known else 'note'}: {tier.error}" if tier.error else ""
-    return [
-        tier.name,
-        str(tier.checkpoints),
-        "" if tier.used_bytes is None else size(tier.used_bytes),
-        "" if tier.free_bytes is None else size(tier.free_bytes),
-        tier.url + problem,
-    ]
