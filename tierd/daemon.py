@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -116,13 +117,13 @@ class _Daemon:
         }
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
-        self._wakes = {name: Wake() for name in self._workers}
+        self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         first_listings = [self._listers[name].has_listed for name in context.cold]
         self._door = TrainerDoor(context, Restorer(context, first_listings, self._judge), spawn=self._spawn)
         self._operator = Operator(context, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
-        """By the name that `_wake` takes: the kind, then the tier where there is one per tier."""
+        """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config = self._context, self._config
         workers: dict[str, Worker] = {"persist": Persister(context), "reap": Reaper(context)}
         if config.health.examine:
@@ -156,7 +157,7 @@ class _Daemon:
                     group.create_task(run_forever(worker, self._wakes[name], limits, record))
                     for name, worker in self._workers.items()
                 ]
-                with watch(self._config.hot_path, lambda: self._wake(f"list {HOT}")):
+                with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
                     self._notify_systemd("READY=1")
@@ -200,7 +201,7 @@ class _Daemon:
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
-            self._wake("persist")  # without backoff: there is little time left
+            self._wakes["persist"].set()  # without backoff: there is little time left
             await self._persist_ended.take(DRAIN_POLL_S)
         return [snapshot_set.id for snapshot_set in self._memory.pending()]
 
@@ -266,10 +267,6 @@ class _Daemon:
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
         self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
-    def _wake(self, worker: str) -> None:
-        if worker in self._wakes:
-            self._wakes[worker].set()
-
     # ── Notifier ──
 
     def send(self, run: Run, message: wire.ToClient) -> None:
@@ -277,29 +274,29 @@ class _Daemon:
 
     def snapshot_sealed(self) -> None:
         self._throttle.queued(len(self._memory.pending()))
-        self._wake("persist")
-        self._wake("examine")
+        self._wakes["persist"].set()
+        self._wakes["examine"].set()
 
     def persist_ended(self, run: Run) -> None:
         self._throttle.queued(len(self._memory.pending()))
         self._door.release_slots(run)
         self._persist_ended.set()
         self.examined()
-        self._wake("examine")
+        self._wakes["examine"].set()
 
     def replicated(self) -> None:
-        self._wake("reap")
+        self._wakes["reap"].set()
 
     def examined(self) -> None:
-        for name in self._wakes:
+        for name in self._workers:
             if name == "reap" or name.startswith("replicate"):
                 self._wakes[name].set()
 
     def space_freed(self) -> None:
-        self._wake("persist")
+        self._wakes["persist"].set()
 
     def relist(self, tier: str) -> None:
-        self._wake(f"list {tier}")
+        self._wakes[f"list {tier}"].set()
 
     def run_forgotten(self, run: Run) -> None:
         self._door.admission.forget_writers(run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierd.catalog import Catalog, Entry
+from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -76,7 +76,10 @@ async def _manifests(
     if tier.cache is not None and len(unread) > BATCH:
         await tier.cache.write(found, listing.fingerprints)
     for checkpoint, manifest in list(found.items()):
-        why = _conflict(catalog.get(checkpoint), tier, manifest)
+        known, why = catalog.get(checkpoint), ""
+        others = known.tiers - {tier.name} if known else None
+        if known and others and known.manifest is not manifest and known.manifest != manifest:
+            why = f"its manifest differs from the one in {', '.join(sorted(others))}"
         if _missing(manifest, listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
@@ -108,14 +111,6 @@ def _missing(manifest: Manifest, files: dict[str, int]) -> str:
         if files.get(entry.name) != entry.size_bytes:
             return f"{entry.name} is missing or has another size"
     return ""
-
-
-def _conflict(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
-    """Whether another tier has a different manifest of this checkpoint, as text; empty if not."""
-    others = known.tiers - {tier.name} if known else frozenset()
-    if known is None or not others or known.manifest is manifest or known.manifest == manifest:
-        return ""
-    return f"its manifest differs from the one in {', '.join(sorted(others))}"
 
 
 async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:

@@ -95,14 +95,12 @@ class Operator:
             report.world_size = self._memory.world_size(run)
         report.ranks_attached = len(self._memory.present(run))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
-        report.unhealthy_steps = self._unhealthy_steps(run)
-        return report
-
-    def _unhealthy_steps(self, run: Run) -> list[int]:
-        """Oldest first. A snapshot in memory may be diagnosed before there is a marker."""
+        # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
-        return [checkpoint.step for checkpoint in sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)]
+        oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
+        report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
+        return report
 
     def _in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints as manifests. Sizes are exact; checksums may be missing."""
