@@ -137,7 +137,9 @@ def select_each(
     errors: list[TierdError] = []
     for candidate in sorted(matching, key=lambda candidate: candidate.id.recency, reverse=True):
         checkpoint = candidate.id
-        _check_formats([one for one in newer_formats if one.id.recency > checkpoint.recency])
+        for one in newer_formats:
+            if one.id.recency > checkpoint.recency:
+                raise _newer_format(one)
         if candidate.is_healthy is False and not query.allow_unhealthy:
             hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
             errors.append(Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite", hint=hint))
@@ -164,13 +166,12 @@ def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
     return replace(query, run=names[0])
 
 
-def _check_formats(newer_formats: Sequence[UnreadableReplica]) -> None:
+def _newer_format(replica: UnreadableReplica) -> NewerFormat:
     """Only a person may choose a checkpoint older than one that a later tierd wrote."""
-    for one in newer_formats:
-        raise NewerFormat(
-            f"select {one.id}: a later tierd wrote it: {one.reason}",
-            hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",
-        )
+    return NewerFormat(
+        f"select {replica.id}: a later tierd wrote it: {replica.reason}",
+        hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",
+    )
 
 
 def _refusal(
@@ -189,7 +190,9 @@ def _refusal(
     if gravest:
         return min(gravest, key=_gravity)
     if unreadable:
-        _check_formats([one for one in unreadable if one.is_newer_format])
+        for one in unreadable:
+            if one.is_newer_format:
+                return _newer_format(one)
         why = f"find {query}: no manifest can be read: {unreadable[0].reason}"
         return Corrupt(why, hint="docs/RUNBOOK.md#unreadable-manifest")
     unlisted = [f"{name} ({why})" for name, why in inventory.unlisted.items() if query.allows(name)]
