@@ -80,7 +80,7 @@ DOORS = {
         files={
             "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
-            "tierd/api/handover.py": "a manifest is sent as a descriptor",
+            "tierd/api/restore_requests.py": "a manifest is sent as a descriptor",
             "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),
@@ -106,16 +106,7 @@ DOORS = {
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
-            "tierd/cli/doctor.py": "a command that reads the tiers itself",
-            "tierd/cli/drill.py": "a command that reads the tiers itself",
-            "tierd/cli/export.py": "a command that reads the tiers itself",
-            "tierd/cli/lifecycle.py": "a command that reads the tiers itself",
-            "tierd/cli/ls.py": "a command that reads the tiers itself",
-            "tierd/cli/milestone.py": "a command that reads the tiers itself",
-            "tierd/cli/restore.py": "a command that reads the tiers itself",
-            "tierd/cli/show.py": "a command that reads the tiers itself",
-            "tierd/cli/status.py": "a command that reads the tiers itself",
-            "tierd/cli/verify.py": "a command that reads the tiers itself",
+            "tierd/cli/app.py": "the verbs that are coroutines",
         },
     ),
     "the environment": Door(

@@ -65,7 +65,7 @@ async def test_sequences_follow_the_order_of_sealing(rooms: Rooms) -> None:
     for step in (30, 40, 50):
         rooms.seal(step)
     await rooms.persister().run_once()
-    assert [(manifest.step, manifest.sequence) for manifest in reversed(rooms.catalog.held("hot"))] == [
+    assert [(manifest.step, manifest.sequence) for manifest in reversed(rooms.catalog.manifests_in("hot"))] == [
         (50, 3),
         (40, 2),
         (30, 1),
@@ -149,7 +149,7 @@ async def test_a_resent_snapshot_that_is_only_in_cold_is_not_written_again(rooms
     """A second manifest with a later sequence would be another checkpoint with the same id."""
     rooms.seal(7)
     await rooms.persister().run_once()
-    manifest = rooms.catalog.held("hot")[0]
+    manifest = rooms.catalog.manifests_in("hot")[0]
     rooms.catalog.add(manifest, "cold")
     rooms.catalog.drop(manifest.id, "hot")
     await rooms.hot.delete(manifest.id)

@@ -49,7 +49,7 @@ class Examiner:
     async def run_once(self) -> bool:
         """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
         in_memory = [snapshots.id for snapshots in self._memory.complete() if snapshots.diagnosis is None]
-        began_at = self._catalog.moment()
+        began_at = self._catalog.changes
         if began_at == self._done_at and not in_memory:
             return True
         entries = [entry for entry in self._catalog.entries() if self._hot.name in entry.tiers]
