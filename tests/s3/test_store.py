@@ -125,7 +125,7 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
     most = 0
 
     class Counting(BytesSource):
-        async def fill(self, offset: int, buffer: memoryview) -> None:
+        async def read_piece(self, offset: int, buffer: memoryview) -> None:
             nonlocal filling, most
             filling += 1
             most = max(most, filling)
@@ -134,7 +134,7 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
                 most = max(most, filling)
                 if most >= 2:
                     break
-            await super().fill(offset, buffer)
+            await super().read_piece(offset, buffer)
             filling -= 1
 
     store = bucket(moto, parts_in_flight=2)

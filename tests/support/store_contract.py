@@ -11,7 +11,7 @@ import pytest
 from tierd.errors import BadRequest, Corrupt, NotFound
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry, file_entry
-from tierd.tiers.store import Store
+from tierd.tiers.store import Source, Store
 
 CHUNK_BYTES = 16 << 20
 SIZES = [(0, 0), (0, 1), (0, 4095), (0, 4096), (1, 1), (4, 12345)]  # (chunks, bytes after them)
@@ -48,23 +48,24 @@ def entry_of(data: bytes, name: str = KEY.rpartition("/")[2], chunk_bytes: int =
     return file_entry(name, len(data), chunk_bytes, chunks)
 
 
-class BytesSource:
+class BytesSource(Source):
     """Bytes that arrive in pieces."""
 
     def __init__(self, data: bytes) -> None:
+        super().__init__(self.read_piece)
         self._data = data
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
+    async def read_piece(self, offset: int, buffer: memoryview) -> None:
         buffer[:] = self._data[offset : offset + len(buffer)]
 
 
 class FailingSource(BytesSource):
     """Ends early, as a truncated file does."""
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
+    async def read_piece(self, offset: int, buffer: memoryview) -> None:
         if offset > 0:
             raise Corrupt("the source ends early")
-        await super().fill(offset, buffer)
+        await super().read_piece(offset, buffer)
 
 
 async def read_whole(store: Store, key: str, size_bytes: int) -> bytes:
@@ -194,13 +195,12 @@ class StoreContract:
     async def test_cancelled_put_leaves_nothing(self, store: Store) -> None:
         begun = asyncio.Event()
 
-        class Endless:
-            async def fill(self, offset: int, buffer: memoryview) -> None:
-                begun.set()
-                await asyncio.Event().wait()
+        async def wait(offset: int, buffer: memoryview) -> None:
+            begun.set()
+            await asyncio.Event().wait()
 
         size_bytes = 2 * self.chunk_bytes + 12345
-        put = asyncio.ensure_future(store.put(KEY, Endless(), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes))
+        put = asyncio.ensure_future(store.put(KEY, Source(wait), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes))
         await begun.wait()
         put.cancel()
         with pytest.raises(asyncio.CancelledError):

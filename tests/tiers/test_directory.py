@@ -70,9 +70,9 @@ class WatchingSource(BytesSource):
         super().__init__(data)
         self.flags: list[int] = []
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
+    async def read_piece(self, offset: int, buffer: memoryview) -> None:
         self.flags += open_flags_of_partials()
-        await super().fill(offset, buffer)
+        await super().read_piece(offset, buffer)
 
 
 # ── writing ──
@@ -222,9 +222,9 @@ async def test_sweep_removes_partial_files_of_dead_writers_only(store: Directory
     swept: list[int] = []
 
     class Sweeping(BytesSource):
-        async def fill(self, offset: int, buffer: memoryview) -> None:
+        async def read_piece(self, offset: int, buffer: memoryview) -> None:
             swept.append(await store.sweep_partials())
-            await super().fill(offset, buffer)
+            await super().read_piece(offset, buffer)
 
     assert len(await store.list()) == 1
     await store.put("run/a/y", Sweeping(b"living"), size_bytes=6, chunk_bytes=CHUNK_BYTES)

@@ -30,6 +30,7 @@ from tierd.format.shard import Shard, header_length, parse_header
 from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
@@ -127,10 +128,10 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
     try:
         with progress_bar("assembling", sum(file.size_bytes for file in files)) as progress:
             for name, file in zip(names, files, strict=True):
-                with _Assembly(folder, shards, file) as source:
+                with _Assembly(folder, shards, file) as assembly:
                     await store.put(
                         f"{_FOLDER}/{name}",
-                        source,
+                        Source(assembly.fill),
                         size_bytes=file.size_bytes,
                         chunk_bytes=checksum.CHUNK_BYTES,
                         progress=progress,
@@ -158,7 +159,7 @@ def _read_shard(path: Path) -> Shard:
 
 
 class _Assembly:
-    """A whole file as a source for the store: assembled from the shards in `folder` while it is written."""
+    """The bytes of a whole file: assembled from the shards in `folder` while it is written."""
 
     def __init__(self, folder: Path, shards: Sequence[str], file: WholeFile) -> None:
         self._folder = folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tierd.errors import Corrupt, NotFound, TierdError
@@ -15,7 +16,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, decode
 from tierd.tiers.direct_io import read_all
-from tierd.tiers.store import Source, StoredSource
+from tierd.tiers.store import Source
 
 
 def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
@@ -61,7 +62,7 @@ class DescriptorStore:
         return bytes(content)
 
     def source(self, key: str) -> Source:
-        return StoredSource(self, key)
+        return Source(partial(self.read, key))
 
     async def close(self) -> None:
         for _, descriptor in self._files.values():

@@ -11,7 +11,7 @@ import os
 
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.store import LocalSource, Source
+from tierd.tiers.store import Source
 
 PIECE_BYTES = 4 << 20  # each is a request where the source is another bucket
 SEND_BYTES = 256 << 10  # one send, which must end within the socket's timeout
@@ -78,7 +78,7 @@ class Body:
         length = min(PIECE_BYTES, self._length - self._at)
         begin = self._offset + self._at
         piece = self._buffer[:length]
-        if isinstance(self._source, LocalSource):
+        if self._source.fill_blocking is not None:
             self._source.fill_blocking(begin, piece)
         else:
             asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()

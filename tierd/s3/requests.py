@@ -187,8 +187,8 @@ class S3Requests:
         stop_timer = _abort_after(deadline_s, connection, abort)
         outcome = "cancelled"
         try:
-            outcome, result = await self.pool.run_abortable(
-                abort, self._client.call, operation, action, connection, use, arguments
+            outcome, result = await self.pool.run(
+                self._client.call, operation, action, connection, use, arguments, abort=abort
             )
         except Exception as error:
             if body is not None and body.source_error is not None and not connection.is_aborted:

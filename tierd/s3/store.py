@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from tierd.config import ColdConfig, LimitsConfig
@@ -21,7 +22,7 @@ from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import MemorySource, Progress, Source, StoredObject, StoredSource, check_key, is_key
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key, source_in_memory
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
@@ -70,7 +71,7 @@ class S3Store:
         if isinstance(source, memoryview):
             if source.nbytes < size_bytes:
                 raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
-            source = MemorySource(source)
+            source = source_in_memory(source)
         entry = expect or await measure(source, key.rpartition("/")[2], size_bytes, chunk_bytes)
         if (entry.size_bytes, entry.chunk_bytes) != (size_bytes, chunk_bytes):
             raise BadRequest(f"{action}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
@@ -167,7 +168,7 @@ class S3Store:
         )
 
     def source(self, key: str) -> Source:
-        return StoredSource(self, key)
+        return Source(partial(self.read, key))
 
     async def stored_checksum(self, key: str) -> str | None:
         return whole_checksum(await self._existing(key, self.requests.action("read the checksum of", key)))

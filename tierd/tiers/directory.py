@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
@@ -152,7 +152,7 @@ class DirectoryStore:
             raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
 
     def source(self, key: str) -> Source:
-        return _LocalFile(self, key)
+        return Source(partial(self.read, key), partial(self.read_blocking, key))
 
     async def stored_checksum(self, key: str) -> str | None:
         with translated(f"open {check_key(key)} in {self.url}"):
@@ -238,17 +238,3 @@ class DirectoryStore:
         """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""
         with translated(f"open {check_key(key)} in {self.url}"):
             return self.tree.open_file(key)
-
-
-@dataclass(frozen=True)
-class _LocalFile:
-    """A file of the directory as a source."""
-
-    store: DirectoryStore
-    key: str
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self.store.read(self.key, offset, buffer)
-
-    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
-        self.store.read_blocking(self.key, offset, buffer)

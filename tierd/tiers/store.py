@@ -7,9 +7,9 @@ TierUnreachable, and no exception of the operating system or of boto3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
@@ -47,22 +47,27 @@ class StoredObject(msgspec.Struct, frozen=True):
     etag: str = ""
 
 
-class Source(Protocol):
-    """Bytes that a put reads piece by piece."""
+@dataclass(eq=False)
+class Source:
+    """Bytes that a put reads piece by piece. `fill(offset, buffer)` fills the whole buffer from `offset`, and raises
+    Corrupt when the source ends early.
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`. Raises Corrupt when the source ends early."""
-        ...
+    `fill_blocking`: the same in the caller's thread; None where only the event loop can read. A round trip through the
+    loop takes 0.5 ms of processor time, which is 0.3 CPU-s per GB at pieces of 4 MiB.
+    """
+
+    fill: Callable[[int, memoryview], Awaitable[None]]
+    fill_blocking: Callable[[int, memoryview], None] | None = None
 
 
-@runtime_checkable
-class LocalSource(Source, Protocol):
-    """A source that a thread can read without the event loop. A round trip through the loop takes 0.5 ms of processor
-    time, which is 0.3 CPU-s per GB at pieces of 4 MiB."""
+def source_in_memory(view: memoryview) -> Source:
+    def fill_blocking(offset: int, buffer: memoryview) -> None:
+        buffer[:] = view[offset : offset + len(buffer)]
 
-    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
-        """As `fill`, but blocks."""
-        ...
+    async def fill(offset: int, buffer: memoryview) -> None:
+        fill_blocking(offset, buffer)
+
+    return Source(fill, fill_blocking)
 
 
 class ReadableStore(Protocol):
@@ -155,27 +160,3 @@ class Store(ReadableStore, Protocol):
         older than `grace_s`.
         """
         ...
-
-
-@dataclass(frozen=True)
-class StoredSource:
-    """An object of a store as a source."""
-
-    store: ReadableStore
-    key: str
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self.store.read(self.key, offset, buffer)
-
-
-@dataclass(frozen=True)
-class MemorySource:
-    """Bytes in memory as a source."""
-
-    view: memoryview
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        self.fill_blocking(offset, buffer)
-
-    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self.view[offset : offset + len(buffer)]

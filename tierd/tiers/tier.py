@@ -17,7 +17,7 @@ from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, ReadableStore, Source, Store
+from tierd.tiers.store import Progress, ReadableStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,13 @@ class Listing:
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        names = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
+        names = map(layout.milestone_of, self.files.get(checkpoint, ()))
         return frozenset(name for name in names if name is not None)
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether the checkpoint is healthy; None when it was not examined."""
-        return layout.diagnosis_of(self.files.get(checkpoint, ()))
-
-    def add_generation(self, run: Run, generation: Generation) -> None:
-        self.generations[run] = max(generation, self.generations.get(run, generation))
+        """Whether the checkpoint is healthy; None when it was not examined. If both markers exist, it is unhealthy."""
+        names = self.files.get(checkpoint, ())
+        return False if layout.UNHEALTHY in names else True if layout.HEALTHY in names else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +68,6 @@ class ReadableTier:
         except TierdError:
             return Diagnosis(healthy=is_healthy)
 
-    def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
-        """The bytes of one file of a checkpoint."""
-        return self.store.source(layout.file_key(checkpoint, entry.name))
-
     async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
         return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
 
@@ -101,14 +95,15 @@ class Tier(ReadableTier):
         for stored in await self.store.list():
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
-                if parsed := layout.parse_key(stored.key):
-                    checkpoint = folders[folder] = parsed[0]
-                    listing.files[checkpoint] = {}
-                    listing.add_generation(checkpoint.run, checkpoint.generation)
-                else:
-                    if claimed := layout.parse_generation_key(stored.key):
-                        listing.add_generation(*claimed)
+                parsed = layout.parse_key(stored.key)
+                claimed = (parsed.run, parsed.generation) if parsed else layout.parse_generation_key(stored.key)
+                if claimed:
+                    run, generation = claimed
+                    listing.generations[run] = max(generation, listing.generations.get(run, generation))
+                if parsed is None:
                     continue
+                folders[folder] = parsed
+                listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
             if name == layout.MANIFEST:
                 listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
@@ -215,9 +210,10 @@ async def copy_file(
     replace: bool = False,
 ) -> None:
     """Copies one file of a checkpoint. Options and errors as of `Store.put`."""
+    key = layout.file_key(checkpoint, entry.name)
     await target.store.put(
-        layout.file_key(checkpoint, entry.name),
-        source.source(checkpoint, entry),
+        key,
+        source.store.source(key),
         size_bytes=entry.size_bytes,
         chunk_bytes=entry.chunk_bytes,
         expect=entry,

@@ -52,7 +52,7 @@ class Fetch:
         self._files = {
             entry.name: _File(
                 entry=entry,
-                partial=PartialFile(store, self._key(entry.name), entry),
+                partial=PartialFile(store, layout.file_key(manifest.id, entry.name), entry),
                 wanted=bytearray(len(entry.chunks)),
                 missing=bytearray(len(entry.chunks)),
                 sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
@@ -80,16 +80,17 @@ class Fetch:
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Verifies what the directory has already, and makes files for the rest. `progress`: of what is read."""
-        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(self._key(""))}
+        folder = layout.checkpoint_prefix(self.manifest.id)
+        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(folder)}
 
         async def prepare(file: _File) -> None:
-            has_size = sizes.get(self._key(file.entry.name)) == file.entry.size_bytes
+            has_size = sizes.get(file.partial.key) == file.entry.size_bytes
             file.is_in_place = has_size and not await self.store.pool.run(file.partial.exists)
             if not file.is_in_place:
                 await make(file)
 
         async def make(file: _File) -> None:
-            if not await self.store.pool.run(file.partial.begin, is_whole=all(file.wanted)):
+            if not await self.store.pool.run(file.partial.begin, all(file.wanted)):
                 self.missing_bytes += file.forget()  # an earlier file may have been removed
                 file.is_blank = True
 
@@ -114,7 +115,7 @@ class Fetch:
             for _ in range(READS):
                 result = await self._read(
                     list(self._files.values()),
-                    lambda file: tier.source(self.manifest.id, file.entry),
+                    lambda file: tier.store.source(file.partial.key),
                     verified_progress=progress,
                 )
                 if not result.differing:
@@ -138,7 +139,7 @@ class Fetch:
     def open_fd(self, name: str) -> int:
         """As `source`, but a read-only descriptor of the file's full size. The caller closes it."""
         file = self._files[name]
-        return self.store.open_fd(self._key(name)) if file.is_in_place else file.partial.open_fd()
+        return self.store.open_fd(file.partial.key) if file.is_in_place else file.partial.open_fd()
 
     async def header_bytes(self, name: str) -> int:
         """The length of a shard's header, read from its first chunk, which must be here. Raises Corrupt."""
@@ -148,10 +149,7 @@ class Fetch:
         return header_length(bytes(first), entry.size_bytes, where=f"{self.manifest.id}/{name}")
 
     def _source(self, file: _File) -> Source:
-        return self.store.source(self._key(file.entry.name)) if file.is_in_place else file.partial
-
-    def _key(self, name: str) -> str:
-        return layout.checkpoint_prefix(self.manifest.id) + name
+        return self.store.source(file.partial.key) if file.is_in_place else file.partial.source
 
     async def _read(
         self,
@@ -225,15 +223,12 @@ class _File:
     def chunk_length(self, index: int) -> int:
         return min(self.entry.chunk_bytes, self.entry.size_bytes - index * self.entry.chunk_bytes)
 
-    def missing_bytes(self) -> int:
-        return sum(self.chunk_length(index) for index, flag in enumerate(self.missing) if flag)
-
     def forget(self) -> int:
         """All wanted chunks are missing again. Returns by how many bytes more are missing."""
-        before = self.missing_bytes()
+        verified = [index for index, flag in enumerate(self.wanted) if flag and not self.missing[index]]
         self.missing[:] = self.wanted
         self.is_in_place = False
-        return self.missing_bytes() - before
+        return sum(map(self.chunk_length, verified))
 
     def missing_pieces(self) -> Iterator[tuple[int, int]]:
         """(offset, length) of each: within one chunk, or several whole chunks; at most PIECE_BYTES."""

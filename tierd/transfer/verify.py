@@ -95,7 +95,7 @@ async def verify_files(
         if sizes[key] != entry.size_bytes:
             return [f"{sizes[key]} bytes, expected {entry.size_bytes}"]
         if is_deep:
-            source, size = tier.source(manifest.id, entry), entry.size_bytes
+            source, size = tier.store.source(key), entry.size_bytes
             actual = await measure(source, entry.name, size, entry.chunk_bytes, bandwidth=bandwidth, progress=progress)
             return differences(entry, actual)
         checksum = await tier.store.stored_checksum(key)

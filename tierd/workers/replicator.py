@@ -124,8 +124,8 @@ class Replicator:
         local_runs, pending = self._local_runs(), set(self.pending())
 
         def is_abandoned(key: str) -> bool:
-            parsed = layout.parse_key(key)
-            return parsed is not None and parsed[0].run in local_runs and parsed[0] not in pending
+            checkpoint = layout.parse_key(key)
+            return checkpoint is not None and checkpoint.run in local_runs and checkpoint not in pending
 
         removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
         self._uploads_swept_at_s = self._context.monotonic_s()
