@@ -7,6 +7,7 @@ a process that holds the whole state. Every chunk is verified; PATH appears whol
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import os
 import re
@@ -26,7 +27,7 @@ from tierd.cli.restore import resolve_target, restore_to
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
-from tierd.format.shard import Shard, header_length, parse_header
+from tierd.format.shard import Shard, read_header
 from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
@@ -153,9 +154,7 @@ def _file_name(number: int, count: int) -> str:
 def _read_shard(path: Path) -> Shard:
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        length = header_length(file.read(8), size_bytes, where=path.name)
-        file.seek(0)
-        return parse_header(file.read(length), size_bytes, where=path.name)
+        return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
 class _Assembly:

@@ -11,9 +11,10 @@ import mmap
 import os
 
 from tierd.errors import BadRequest
-from tierd.format import checksum
-from tierd.format.manifest import FileEntry, file_entry
+from tierd.format.checksum import CHUNK_BYTES
+from tierd.format.manifest import FileEntry
 from tierd.memory.slot_states import SlotEvent, SlotState, next_state
+from tierd.tiers.chunks import ChunkSums
 
 
 class MappedSlot:
@@ -62,8 +63,6 @@ def _check_sealed(fd: int, capacity_bytes: int) -> None:
 
 def snapshot_entry(view: memoryview, name: str) -> FileEntry:
     """The file entry of a snapshot that is not persisted yet. Reads the whole slot: blocks for seconds."""
-    chunks = [
-        checksum.crc64nvme(view[offset : offset + length])
-        for offset, length in checksum.chunk_ranges(len(view), checksum.CHUNK_BYTES)
-    ]
-    return file_entry(name, len(view), checksum.CHUNK_BYTES, chunks)
+    sums = ChunkSums(len(view), CHUNK_BYTES)
+    sums.add(0, view)
+    return sums.entry(name)

@@ -12,8 +12,8 @@ import secrets
 from contextlib import suppress
 
 from tierd.format import layout
-from tierd.format.shard import ALIGN_BYTES
-from tierd.tiers.direct_io import page_aligned, reserve, round_up, set_direct, write_all
+from tierd.format.shard import ALIGN_BYTES, round_up
+from tierd.tiers.direct_io import page_aligned, reserve, set_direct, write_all
 from tierd.tiers.tree import NO_LINK, Tree
 
 

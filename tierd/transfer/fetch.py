@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.shard import header_length
+from tierd.format.shard import header_length, round_up
 from tierd.tiers.chunks import ChunkSums, difference
-from tierd.tiers.direct_io import round_up
 from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, Source

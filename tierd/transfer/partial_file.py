@@ -15,8 +15,8 @@ from functools import partial
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
-from tierd.format.shard import ALIGN_BYTES
-from tierd.tiers.direct_io import read_all, reserve, round_up, set_direct, write_all
+from tierd.format.shard import ALIGN_BYTES, round_up
+from tierd.tiers.direct_io import read_all, reserve, set_direct, write_all
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
 from tierd.tiers.tree import translated
