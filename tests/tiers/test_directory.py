@@ -116,7 +116,7 @@ async def test_bytes_after_the_given_length_are_never_in_the_file(store: Directo
     data = content(4097)
     view = memoryview(data + b"slack" * 2000)
     assert await store.put(KEY, view, size_bytes=4097, chunk_bytes=CHUNK_BYTES) == entry_of(data)
-    assert store.path(KEY).read_bytes() == data
+    assert (store.root / KEY).read_bytes() == data
 
 
 async def test_put_fsyncs_the_file_then_renames_it_then_fsyncs_the_folder(
@@ -291,7 +291,7 @@ async def test_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: 
 
 async def test_truncated_file_is_corrupt(store: DirectoryStore) -> None:
     await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
-    os.truncate(store.path(KEY), 4095)
+    os.truncate((store.root / KEY), 4095)
     with pytest.raises(Corrupt, match="ends at byte 4095"):
         await read_whole(store, KEY, 4096)
 

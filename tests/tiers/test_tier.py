@@ -372,7 +372,7 @@ async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Pa
 
 def path(tier: Tier, name: str) -> Path:
     assert isinstance(tier.store, DirectoryStore)
-    return tier.store.path(layout.file_key(ID, name))
+    return tier.store.root / layout.file_key(ID, name)
 
 
 def flip(tier: Tier, name: str, at: int) -> None:

@@ -47,7 +47,7 @@ async def test_a_set_is_written_unchanged_and_committed_with_the_fields_of_rank_
     entry = rooms.catalog.get(snapshot_set.id)
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best"})
-    assert snapshot_set.is_persisted
+    assert not snapshot_set.is_pending
     assert [type(message) for message in rooms.sent] == [wire.Persisted]
     assert rooms.count("tierd_snapshots_total", run=RUN, outcome="persisted") == 1
     assert rooms.count("tierd_bytes_total", tier="hot", direction="write") == sum(map(len, shards))

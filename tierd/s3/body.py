@@ -35,15 +35,11 @@ class Body:
         self._action = action
         self._loop = asyncio.get_running_loop()
         self._fill_task: asyncio.Task[None] | None = None
+        self._at = 0
         self._is_aborted = False
         self.source_error: Exception | None = None
         self.limits_reads = False  # whether `read` returns at most `size` bytes, as a signed payload needs
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self._at = 0
-        self._piece = memoryview(b"")
-        self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
+        self.seek(0)
 
     def read(self, size: int = -1) -> memoryview:
         """The next SEND_BYTES, mostly whatever `size` says: 16 KiB at a time would be 4096 system calls for a part."""
@@ -62,7 +58,8 @@ class Body:
         """boto3 finds the length by seeking to the end and back. Reading continues only from the beginning."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if self._at == 0:
-            self._rewind()
+            self._piece = memoryview(b"")
+            self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
         return self._at
 
     def tell(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -88,22 +88,22 @@ async def abort_upload(requests: S3Requests, object_key: str, upload_id: str, ac
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size."""
+    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size. `options`: of the new object."""
 
     requests: S3Requests
     object_key: str
     source: Source
     entry: FileEntry
     part_bytes: int
-    progress: Progress | None
-    storage_class: str
+    progress: Progress
+    options: Mapping[str, str]
     action: str
 
     async def run(self) -> bool:
         """Sends the file. Returns whether the last answer proves that all of it arrived. Raises Corrupt, and nothing
         becomes visible, when a chunk differs from the entry."""
         if self.entry.size_bytes <= self.part_bytes:
-            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self._class}
+            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options}
             return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **about))
         upload_id, etags = await self._resume()
         try:
@@ -136,10 +136,6 @@ class Upload:
         stored = whole_checksum(head)
         return None if stored is None else stored == self.entry.crc64nvme
 
-    @property
-    def _class(self) -> dict[str, Any]:
-        return {"StorageClass": self.storage_class} if self.storage_class else {}
-
     def _ranges(self) -> list[tuple[int, int]]:
         """(offset, length) of each part."""
         return list(checksum.chunk_ranges(self.entry.size_bytes, self.part_bytes))
@@ -154,7 +150,7 @@ class Upload:
             number, (offset, length) = numbered
             sums[number] = self._sum(offset, length)
             if number in etags:
-                self._report(length)
+                self.progress(length)
                 return
             about = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
             etags[number] = (await self._send("upload_part", offset, length, **about))["ETag"]
@@ -164,8 +160,10 @@ class Upload:
             {"PartNumber": number, "ETag": etags[number], "ChecksumCRC64NVME": sums[number]} for number in sorted(etags)
         ]
         try:
-            answer = await self._request(
+            answer = await self.requests.request(
                 "complete_multipart_upload",
+                self.action,
+                Key=self.object_key,
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=self.entry.crc64nvme,
@@ -191,20 +189,11 @@ class Upload:
         async with self.requests.window.part(), self.requests.buffers.borrow(PIECE_BYTES) as buffer:
             await self.requests.bandwidth.take(length)
             make_body = partial(Body, self.source, self.entry, offset, length, buffer=buffer, action=self.action)
-            answer = await self._request(operation, size_bytes=length, make_body=make_body, **about)
-        self._report(length)
+            answer = await self.requests.request(
+                operation, self.action, size_bytes=length, make_body=make_body, Key=self.object_key, **about
+            )
+        self.progress(length)
         return answer
-
-    async def _request(
-        self, operation: str, *, size_bytes: int = 0, make_body: Callable[[], Body] | None = None, **about: Any
-    ) -> Answer:
-        return await self.requests.request(
-            operation, self.action, size_bytes=size_bytes, make_body=make_body, Key=self.object_key, **about
-        )
-
-    def _report(self, length: int) -> None:
-        if self.progress is not None:
-            self.progress(length)
 
     def _sum(self, offset: int, length: int) -> str:
         """The checksum of a part, combined from those of its chunks."""
@@ -234,18 +223,17 @@ class Upload:
                 resumed = (upload.upload_id, await self._proven(parts))
         if resumed is not None:
             return resumed
-        created = await self._request(
-            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT", **self._class
-        )
+        kind: dict[str, Any] = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT", **self.options}
+        created = await self.requests.request("create_multipart_upload", self.action, Key=self.object_key, **kind)
         return created["UploadId"], {}
 
     async def _list_parts(self, upload_id: str) -> dict[int, Answer] | None:
         """By number; None when the upload is gone, or has another checksum algorithm."""
         parts: dict[int, Answer] = {}
-        after: dict[str, Any] = {}
+        listing: dict[str, Any] = {"Key": self.object_key, "UploadId": upload_id}
         while True:
             try:
-                page = await self._request("list_parts", UploadId=upload_id, **after)
+                page = await self.requests.request("list_parts", self.action, **listing)
             except (TierUnreachable, NotFound) as error:
                 if trouble_of(error.__cause__) is Trouble.REFUSED:
                     return None
@@ -255,7 +243,7 @@ class Upload:
             parts |= {part["PartNumber"]: part for part in page.get("Parts", ())}
             if not page.get("IsTruncated"):
                 return parts
-            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+            listing["PartNumberMarker"] = page["NextPartNumberMarker"]
 
     async def _proven(self, parts: dict[int, Answer]) -> dict[int, str]:
         """ETags of the parts whose bytes are those of the source: by the server's checksum, or, where it keeps none,

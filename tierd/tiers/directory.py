@@ -23,7 +23,7 @@ from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
-from tierd.tiers.tree import Tree, translated
+from tierd.tiers.tree import Tree, closing_fd, translated
 
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
 
@@ -125,13 +125,9 @@ class DirectoryStore:
 
     def _get(self, key: str, size_max: int) -> bytes:
         action = f"read {check_key(key)} in {self.url}"
-        with translated(action):
-            fd = self.tree.open_file(key)
-            try:
-                size_bytes = os.fstat(fd).st_size
-                content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
-            finally:
-                os.close(fd)
+        with translated(action), closing_fd(self.tree.open_file(key)) as fd:
+            size_bytes = os.fstat(fd).st_size
+            content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
         if size_bytes > size_max:
             raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
         return content
@@ -142,12 +138,8 @@ class DirectoryStore:
     def read_blocking(self, key: str, offset: int, buffer: memoryview) -> None:
         """As `read`, in the caller's thread."""
         action = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
-        with translated(action):
-            fd = self.tree.open_file(key)
-            try:
-                missing = read_all(fd, offset, buffer)
-            finally:
-                os.close(fd)
+        with translated(action), closing_fd(self.tree.open_file(key)) as fd:
+            missing = read_all(fd, offset, buffer)
         # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
         if missing:
             raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
@@ -230,10 +222,6 @@ class DirectoryStore:
     async def close(self) -> None:
         self.pool.close()
         self.buffers.close()
-
-    def path(self, key: str) -> Path:
-        """The object's path, for messages. To read it, use `open_fd`."""
-        return self.root / check_key(key)
 
     def open_fd(self, key: str) -> int:
         """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""

@@ -161,12 +161,12 @@ class Tier(ReadableTier):
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
-        await self.store.put_bytes(key, health.encode(diagnosis), if_absent=True)
+        await self.store.put_bytes(key, encode_marker(diagnosis), if_absent=True)
 
     async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
         """False when it is claimed already."""
         key = layout.generation_key(run, generation)
-        return await self.store.put_bytes(key, encode_marker(dict(content)), if_absent=True)
+        return await self.store.put_bytes(key, encode_marker(content), if_absent=True)
 
 
 async def copy_checkpoint(

@@ -7,19 +7,18 @@ opened for each piece, because thousands may be fetched at once. All calls block
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import ALIGN_BYTES, round_up
 from tierd.tiers.direct_io import read_all, reserve, set_direct, write_all
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
-from tierd.tiers.tree import translated
+from tierd.tiers.tree import closing_fd, translated
 
 
 def partial_name(entry: FileEntry) -> str:
@@ -44,7 +43,7 @@ class PartialFile:
     def begin(self, is_whole: bool) -> bool:
         """Makes the file, in its full size, unless it exists; returns whether it existed. `is_whole`: all of it will
         be written, so disk space is reserved."""
-        with self._opened(os.O_RDWR | os.O_CREAT, create=True) as fd:
+        with self._opened(os.O_RDWR | os.O_CREAT) as fd:
             existing_bytes = os.fstat(fd).st_size
             if is_whole and self._size_bytes:
                 reserve(fd, self._size_bytes)
@@ -79,11 +78,9 @@ class PartialFile:
         """Gives the file its final name, durably."""
         with translated(self._action, missing=TierUnreachable):
             folder, name = self._store.tree.open_folder(self.key, create=False)
-            try:
+            with closing_fd(folder):
                 os.rename(self._name, name, src_dir_fd=folder, dst_dir_fd=folder)
                 os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def open_fd(self) -> int:
         """A read-only descriptor, which the caller closes."""
@@ -91,18 +88,7 @@ class PartialFile:
             return os.dup(fd)
 
     @contextmanager
-    def _opened(
-        self, flags: int, *, create: bool = False, missing: type[TierdError] = TierUnreachable
-    ) -> Generator[int]:
-        with translated(self._action, missing=missing):
-            folder, _ = self._store.tree.open_folder(self.key, create=create)
-            try:
-                fd = os.open(self._name, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
-            finally:
-                os.close(folder)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise BadRequest(f"{self._action}: {self._name} is not a regular file")
-                yield fd
-            finally:
-                os.close(fd)
+    def _opened(self, flags: int, *, missing: type[TierdError] = TierUnreachable) -> Generator[int]:
+        key = f"{self.key.rpartition('/')[0]}/{self._name}"
+        with translated(self._action, missing=missing), closing_fd(self._store.tree.open_file(key, flags)) as fd:
+            yield fd

@@ -111,13 +111,10 @@ async def verify_files(
             continue
         try:
             sentences = await compare(entry)
-        except NotFound as error:
-            missing.add(entry.name)
-            sentences = [error.message]
-        except Corrupt as error:
-            sentences = [error.message]
-        except TierUnreachable as error:
-            if not _is_bad_sector(error):
+        except (NotFound, Corrupt, TierUnreachable) as error:
+            if isinstance(error, NotFound):
+                missing.add(entry.name)
+            elif isinstance(error, TierUnreachable) and not _is_bad_sector(error):
                 raise
             sentences = [error.message]
         if sentences:
