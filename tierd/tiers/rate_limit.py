@@ -70,19 +70,17 @@ class UploadWindow:
         finally:
             self._in_flight -= 1
             self._sent_before_halving = max(0, self._sent_before_halving - 1)
-            self._wake()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def grow(self) -> None:
         """A part succeeded."""
         self._limit = min(float(self._count_max), self._limit + 1 / self._limit)
-        self._wake()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def shrink(self) -> None:
         """The server throttled a part."""
         if self._sent_before_halving == 0:
             self._limit = max(1.0, self._limit / 2)
             self._sent_before_halving = self._in_flight
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
@@ -185,11 +186,10 @@ async def copy_checkpoint(
     milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
 
-    async def copy(entry: FileEntry) -> None:
-        await copy_file(manifest.id, entry, source, target, progress=progress, is_lasting=bool(milestones))
-
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
+        options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
+        copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)

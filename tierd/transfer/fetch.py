@@ -119,9 +119,16 @@ class Fetch:
                 )
                 if not result.differing:
                     break
-            return result.problem(f"{self.manifest.id} in {tier.name}")
         except _ReplicaUnavailable as unavailable:
             return unavailable.error
+        if not result.failed and not result.differing:
+            return None
+        failure = next(iter(result.failed.values()), None)
+        message = failure.message if failure else f"read {self.manifest.id} in {tier.name}: {result.first}"
+        counts = [f"{len(result.failed)} files"] * (len(result.failed) > 1)
+        counts += [f"{result.differing} chunks"] * (result.differing > 1)
+        message += f" ({' and '.join(counts)} in all)" if counts else ""
+        return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
     async def finish(self) -> None:
         """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole."""
@@ -250,15 +257,6 @@ class _ReadResult:
     failed: dict[str, TierdError] = field(default_factory=dict[str, TierdError])
     differing: int = 0
     first: str = ""
-
-    def problem(self, where: str) -> TierdError | None:
-        if not self.failed and not self.differing:
-            return None
-        message = next(iter(self.failed.values())).message if self.failed else f"read {where}: {self.first}"
-        counts = [f"{len(self.failed)} files"] * (len(self.failed) > 1)
-        counts += [f"{self.differing} chunks"] * (self.differing > 1)
-        message += f" ({' and '.join(counts)} in all)" if counts else ""
-        return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
 
 class _ReplicaUnavailable(Exception):
