@@ -314,7 +314,7 @@ async def test_server_with_internal_errors_is_unreachable(moto: str, status: str
     with faulty_proxy(moto, lambda method, path: status) as url:
         store = bucket(url)
         with pytest.raises(TierUnreachable):
-            await store.put(KEY, memoryview(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x"))
+            await store.put(KEY, BytesSource(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x"))
         await store.close()
 
 
@@ -360,7 +360,7 @@ async def test_missing_bucket_is_unreachable_and_not_empty(moto: str) -> None:
         store.list(),
         store.get_bytes("run/x", size_max=1),
         store.put_bytes("run/x", b"", if_absent=True),
-        store.put(KEY, memoryview(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x")),
+        store.put(KEY, BytesSource(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x")),
     ):
         with pytest.raises(TierUnreachable, match="there is no such bucket"):
             await attempt

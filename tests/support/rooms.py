@@ -13,6 +13,7 @@ from typing import Any
 from tests.support.cli import content, make_manifest
 from tests.support.config import make_config
 from tests.support.slots import make_memfd, make_sealed
+from tests.support.store_contract import BytesSource
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.context import DaemonContext
@@ -160,7 +161,7 @@ class Rooms:
                 shard = content(checkpoint, rank, size_bytes)
                 key = layout.file_key(checkpoint, layout.shard_name(Rank(rank), 2))
                 entries.append(
-                    await tier.store.put(key, memoryview(shard), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+                    await tier.store.put(key, BytesSource(shard), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
                 )
             for milestone in milestones:
                 await tier.mark_milestone(checkpoint, milestone, "now")

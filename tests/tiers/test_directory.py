@@ -112,6 +112,11 @@ async def test_buffer_at_any_address_is_written_correctly(store: DirectoryStore,
     assert await read_whole(store, KEY, len(data)) == data
 
 
+async def test_short_buffer_is_refused(store: DirectoryStore) -> None:
+    with pytest.raises(BadRequest):
+        await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=CHUNK_BYTES)
+
+
 async def test_bytes_after_the_given_length_are_never_in_the_file(store: DirectoryStore) -> None:
     data = content(4097)
     view = memoryview(data + b"slack" * 2000)

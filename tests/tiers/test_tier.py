@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.kill import kill_when_stalled
 from tests.support.s3 import BUCKET, faulty_proxy
-from tests.support.store_contract import content, entry_of
+from tests.support.store_contract import BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound
@@ -55,7 +55,7 @@ async def persist(tier: Tier, made: Manifest) -> None:
     for entry, data in zip(made.files, SHARDS, strict=True):
         await tier.store.put(
             layout.file_key(made.id, entry.name),
-            memoryview(data),
+            BytesSource(data),
             size_bytes=len(data),
             chunk_bytes=CHUNK_BYTES,
             expect=entry,
@@ -89,7 +89,7 @@ async def test_checkpoint_is_listed_once_its_manifest_exists(cold: Tier) -> None
     made = manifest()
     for entry, data in zip(made.files, SHARDS, strict=True):
         key = layout.file_key(ID, entry.name)
-        await cold.store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+        await cold.store.put(key, BytesSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
     before = await cold.listing()
     assert (before.committed, before.partial) == (set(), {ID})
     with pytest.raises(NotFound):
@@ -248,7 +248,7 @@ async def test_copy_writes_shards_concurrently_then_markers_then_the_manifest(ho
     store = Watched(tmp_path / "watched")
     async with asyncio.timeout(60):
         await copy_checkpoint(made, hot, Tier("cold", store), milestones=["best"], is_healthy=True)
-    markers = [layout.milestone_key(ID, "best"), layout.diagnosis_key(ID, is_healthy=True)]
+    markers = [layout.file_key(ID, "milestone-best.json"), layout.diagnosis_key(ID, is_healthy=True)]
     assert store.written == [
         *(entry.name for entry in reversed(made.files)),
         *(key.rpartition("/")[2] for key in markers),

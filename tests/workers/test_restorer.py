@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.store_contract import BytesSource
 from tierd.errors import (
     BadRequest,
     Corrupt,
@@ -175,7 +176,7 @@ async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
         for rank, entry in enumerate(manifest.files):
             shard = content(manifest.id, rank, 20_000)
             await tier.store.put(
-                layout.file_key(manifest.id, entry.name), memoryview(shard), size_bytes=20_000, chunk_bytes=1 << 26
+                layout.file_key(manifest.id, entry.name), BytesSource(shard), size_bytes=20_000, chunk_bytes=1 << 26
             )
         await tier.commit(manifest, raw=raw)
     await rooms.look()

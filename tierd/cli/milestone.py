@@ -52,7 +52,7 @@ async def _mark(settings: Settings, query: CheckpointQuery, name: str, *, is_dry
     async with open_tiers(settings) as tiers:
         is_complete = tiers.check_reachable()
         chosen = select(query, tiers.catalog.inventory()).candidate
-        layout.milestone_key(chosen.id, name)  # refuses a bad name before the first marker is written
+        layout.milestone_file(name)  # refuses a bad name before the first marker is written
         marked_at = now().isoformat(timespec="milliseconds")
         for tier in chosen.tiers:
             if not is_dry_run:

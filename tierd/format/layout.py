@@ -45,11 +45,6 @@ def manifest_key(checkpoint: CheckpointId) -> str:
     return file_key(checkpoint, MANIFEST)
 
 
-def milestone_key(checkpoint: CheckpointId, milestone: str) -> str:
-    """Raises BadRequest when the milestone's name cannot be part of a file name."""
-    return file_key(checkpoint, milestone_file(milestone))
-
-
 def milestone_file(milestone: str) -> str:
     """The name of the marker file. Raises BadRequest when the milestone's name cannot be part of a file name."""
     name = f"milestone-{milestone}.json"

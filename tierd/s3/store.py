@@ -22,7 +22,7 @@ from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key, source_in_memory
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
@@ -58,7 +58,7 @@ class S3Store:
     async def put(
         self,
         key: str,
-        source: memoryview | Source,
+        source: Source,
         *,
         size_bytes: int,
         chunk_bytes: int,
@@ -68,10 +68,6 @@ class S3Store:
         replace: bool = False,
     ) -> FileEntry:
         action = self.requests.action("write", key)
-        if isinstance(source, memoryview):
-            if source.nbytes < size_bytes:
-                raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
-            source = source_in_memory(source)
         object_key = self.requests.object_key(key)
         report: Progress = progress or (lambda length: None)
         storage_class = self._lasting_storage_class if is_lasting else self._storage_class

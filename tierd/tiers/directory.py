@@ -60,6 +60,8 @@ class DirectoryStore:
         is_lasting: bool = False,
         replace: bool = False,
     ) -> FileEntry:
+        """As of `Store`. A memoryview may be read up to the next multiple of 4096 after `size_bytes` where it is that
+        long."""
         action = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
             raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")

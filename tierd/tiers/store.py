@@ -60,16 +60,6 @@ class Source:
     fill_blocking: Callable[[int, memoryview], None] | None = None
 
 
-def source_in_memory(view: memoryview) -> Source:
-    def fill_blocking(offset: int, buffer: memoryview) -> None:
-        buffer[:] = view[offset : offset + len(buffer)]
-
-    async def fill(offset: int, buffer: memoryview) -> None:
-        fill_blocking(offset, buffer)
-
-    return Source(fill, fill_blocking)
-
-
 class ReadableStore(Protocol):
     """What a restore needs of a store. The memory tier has no more than this."""
 
@@ -99,7 +89,7 @@ class Store(ReadableStore, Protocol):
     async def put(
         self,
         key: str,
-        source: memoryview | Source,
+        source: Source,
         *,
         size_bytes: int,
         chunk_bytes: int,
@@ -113,8 +103,7 @@ class Store(ReadableStore, Protocol):
         Returns the file's entry, named as the last component of the key. Repeating a put of the same bytes is harmless.
         `expect`: raises Corrupt at the first chunk whose checksum differs, and nothing becomes visible.
         `replace`: the object is damaged, whatever the store reports about it; it stays until the new one is whole.
-        `is_lasting`: the object is never deleted, so it may be stored where that is cheaper. A memoryview may be read
-        up to the next multiple of 4096 after `size_bytes` where it is that long.
+        `is_lasting`: the object is never deleted, so it may be stored where that is cheaper.
         """
         ...
 

@@ -158,7 +158,8 @@ class Tier(ReadableTier):
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         content = encode_marker({"milestone": milestone, "created_at": created_at})
-        await self.store.put_bytes(layout.milestone_key(checkpoint, milestone), content, if_absent=True)
+        key = layout.file_key(checkpoint, layout.milestone_file(milestone))
+        await self.store.put_bytes(key, content, if_absent=True)
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)

@@ -122,7 +122,7 @@ class Persister:
 
     async def _put(self, snapshot_set: SnapshotSet, snapshot: Snapshot, progress: Progress) -> None:
         name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
-        snapshot.entry = await self._hot.store.put(
+        snapshot.entry = await self._context.hot_store.put(
             layout.file_key(snapshot_set.id, name),
             snapshot.slot.view,
             size_bytes=snapshot.sealed.size_bytes,

@@ -128,14 +128,14 @@ class Snapshotter:
         self._generation.check_open()
         self.overlap.finish()
         self._generation.pool.reclaim()  # an interrupt may have come before `clean_up`
-        checkpoint = checkpoint_id(self._generation.run, step, self._generation.number)
+        checkpoint_id(self._generation.run, step, self._generation.number)  # raises where a part is out of range
         if self.last_step is not None and step <= self.last_step:
             raise BadRequest(
                 f"snapshot step {step} of {self._generation.run}: step {self.last_step} was taken before it",
                 hint="to go back, restore that step first: it begins a new generation",
             )
         if milestone is not None:
-            layout.milestone_key(checkpoint, milestone)
+            layout.milestone_file(milestone)
 
     def _divide(self, captured: Captured) -> None:
         """Decide which rank writes a tensor that several ranks have. Only when the tensors of some rank changed."""
