@@ -17,6 +17,7 @@ from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound
 from tierd.format import layout
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from tierd.tiers.directory import DirectoryStore
@@ -381,3 +382,11 @@ def flip(tier: Tier, name: str, at: int) -> None:
         old = file.read(1)
         file.seek(at)
         file.write(bytes([old[0] ^ 1]))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b'{"healthy": "no"}', b"\xff", b"[" * 60_000, b" " * (64 << 10) + b"{}"])
+async def test_marker_that_cannot_be_read_still_gives_the_verdict_of_its_name(tmp_path: Path, raw: bytes) -> None:
+    tier = Tier("hot", DirectoryStore(tmp_path))
+    await tier.store.put_bytes(layout.diagnosis_key(ID, is_healthy=False), raw)
+    assert await tier.diagnosis(ID, is_healthy=False) == Diagnosis(healthy=False)
+    await tier.store.close()

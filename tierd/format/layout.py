@@ -24,7 +24,7 @@ NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 2
 
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
-_GENERATION = re.compile(r"generation-(\d{4,8})\.json")
+_GENERATION = re.compile(r"generation-([0-9]{4}|[1-9][0-9]{4,7})\.json")
 # One path component, no leading dot: no file name in a manifest leads out of its folder.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -107,7 +107,4 @@ def parse_generation_key(key: str) -> tuple[Run, Generation] | None:
     """(run, generation) of the key of a generation marker, or None if it is not one."""
     run, _, name = key.partition("/")
     match = _GENERATION.fullmatch(name)
-    if match is None or not is_run(run):
-        return None
-    generation = Generation(int(match[1]))
-    return (Run(run), generation) if key == generation_key(Run(run), generation) else None
+    return (Run(run), Generation(int(match[1]))) if match and is_run(run) else None

@@ -105,11 +105,10 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     """
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
-    ends = list(itertools.accumulate(spec.size_bytes for spec in ordered))
-    begins = [0, *ends[:-1]]
+    offsets = list(itertools.accumulate((spec.size_bytes for spec in ordered), initial=0))
     rows = {
         spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        for spec, begin, end in zip(ordered, begins, ends, strict=False)
+        for spec, (begin, end) in zip(ordered, itertools.pairwise(offsets), strict=True)
     }
     table = "," + _dump(rows)[1:-1] if rows else ""
     fixed = len(table) + len(json.dumps(sharding))
@@ -128,9 +127,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
             saved_offsets=spec.saved_offsets,
             offset=header_bytes + begin,
         )
-        for spec, begin in zip(ordered, begins, strict=False)
+        for spec, begin in zip(ordered, offsets, strict=False)
     )
-    return Layout(entries, header_bytes, header_bytes + (ends[-1] if ends else 0), table, sharding)
+    return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding)
 
 
 def _element_bytes(spec: TensorSpec) -> int:

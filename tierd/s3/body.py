@@ -44,11 +44,20 @@ class Body:
     def read(self, size: int = -1) -> memoryview:
         """The next SEND_BYTES, mostly whatever `size` says: 16 KiB at a time would be 4096 system calls for a part."""
         if not self._piece and self._at < self._length:
+            begin, length = self._offset + self._at, min(PIECE_BYTES, self._length - self._at)
+            piece = self._buffer[:length]
             try:
-                self._piece = self._read_piece()
+                if self._source.fill_blocking is not None:
+                    self._source.fill_blocking(begin, piece)
+                else:
+                    asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()
+                self._sums.add(self._at, piece)
+                if self._at + length == self._length:
+                    self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, action=self._action)
             except Exception as error:
                 self.source_error = error
                 raise
+            self._piece = piece
         count = size if self.limits_reads and size >= 0 else SEND_BYTES
         sent, self._piece = self._piece[:count], self._piece[count:]
         self._at += len(sent)
@@ -70,19 +79,6 @@ class Body:
         self._is_aborted = True
         if self._fill_task is not None:
             self._fill_task.cancel()
-
-    def _read_piece(self) -> memoryview:
-        length = min(PIECE_BYTES, self._length - self._at)
-        begin = self._offset + self._at
-        piece = self._buffer[:length]
-        if self._source.fill_blocking is not None:
-            self._source.fill_blocking(begin, piece)
-        else:
-            asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()
-        self._sums.add(self._at, piece)
-        if self._at + length == self._length:
-            self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, action=self._action)
-        return piece
 
     async def _fill(self, offset: int, piece: memoryview) -> None:
         # `abort` cancels this task, not the future that the thread waits for: the thread must wait until nobody writes

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
-from tierd.format import health, layout
-from tierd.format.health import Diagnosis
+from tierd.format import layout
+from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
@@ -64,9 +66,8 @@ class ReadableTier:
         """What the marker here says; without details where it cannot be read."""
         key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
         try:
-            raw = await self.store.get_bytes(key, size_max=health.MARKER_BYTES_MAX)
-            return health.decode(raw, where=f"of {checkpoint} in {self.name}")
-        except TierdError:
+            return msgspec.json.decode(await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), type=Diagnosis)
+        except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return Diagnosis(healthy=is_healthy)
 
     async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
