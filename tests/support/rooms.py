@@ -23,8 +23,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.listing import refresh
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import MappedSlot, SlotEvent
 from tierd.memory.tier import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle

@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 
 MIB = 1 << 20
 

@@ -32,7 +32,7 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.workers import restorer as restorer_module
 from tierd.workers.restorer import Handover, Judge, Restorer, close_all
 

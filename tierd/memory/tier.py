@@ -19,8 +19,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent, SlotState
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 
 @dataclass(slots=True)

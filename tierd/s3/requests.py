@@ -188,7 +188,7 @@ class S3Requests:
                 raise
             outcome = "deadline" if connection.is_aborted else code_of(error.__cause__ or error)
             if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
-                self.client.renew(connection)
+                self.client.close(connection)  # another attempt reads credentials again
             raise
         finally:
             stop_timer()

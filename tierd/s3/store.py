@@ -84,7 +84,7 @@ class S3Store:
             options={"StorageClass": storage_class} if storage_class else {},
             action=action,
         )
-        if expect and not replace and await upload.is_done(await self.requests.head(object_key, action)):
+        if expect and not replace and await upload.is_done(await self.requests.head(object_key, action) or {}):
             report(size_bytes)
         elif not await upload.run():
             await self._check_arrived(object_key, entry, action)

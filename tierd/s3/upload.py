@@ -116,11 +116,9 @@ class Upload:
                     await abort_upload(self.requests, self.object_key, upload_id, self.action)
             raise
 
-    async def is_done(self, head: Answer | None) -> bool:
+    async def is_done(self, head: Answer) -> bool:
         """Whether the object has these very bytes already: by the server's checksum, or, where it keeps none, by the
-        MD5 of what would be sent, which reads the source once."""
-        if head is None:
-            return False
+        MD5 of what would be sent, which reads the source once. `head`: empty where there is no object."""
         if (is_same := self._compare(head)) is not None:
             return is_same
         if _is_md5(head):
@@ -131,7 +129,7 @@ class Upload:
 
     def _compare(self, head: Answer) -> bool | None:
         """Whether size and checksum are those of the entry; None where the size is, and there is no checksum."""
-        if head["ContentLength"] != self.entry.size_bytes:
+        if head.get("ContentLength") != self.entry.size_bytes:
             return False
         stored = whole_checksum(head)
         return None if stored is None else stored == self.entry.crc64nvme
@@ -177,9 +175,7 @@ class Upload:
             return False
 
     async def _is_made_of(self, parts: list[dict[str, Any]]) -> bool:
-        head = await self.requests.head(self.object_key, self.action)
-        if head is None:
-            return False
+        head = await self.requests.head(self.object_key, self.action) or {}
         if (is_same := self._compare(head)) is not None:
             return is_same
         md5s = [bytes.fromhex(_etag(part)) for part in parts if _is_md5(part)]

@@ -13,7 +13,7 @@ from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.memory.tier import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress
