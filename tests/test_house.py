@@ -90,7 +90,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "SIGTERM drains, SIGHUP reloads the config",
             "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
-            "tierd/health/program.py": "its process ends with the daemon",
+            "tierd/health/finiteness.py": "its process ends with the daemon",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
@@ -141,7 +141,7 @@ DOORS = {
     "numpy": Door(
         modules=frozenset({"numpy"}),
         files={path: "the client" for path in SOURCES if path.startswith("client/")}
-        | {"tierd/health/program.py": "counts NaN in a separate process"},
+        | {"tierd/health/finiteness.py": "counts NaN in a separate process"},
     ),
     "the terminal": Door(
         modules=frozenset({"typer", "click", "rich"}),

@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 
 MIB = 1 << 20
 
@@ -47,7 +47,7 @@ async def test_a_set_is_written_unchanged_and_committed_with_the_fields_of_rank_
     entry = rooms.catalog.get(snapshot_set.id)
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best"})
-    assert snapshot_set.is_persisted
+    assert not snapshot_set.is_pending
     assert [type(message) for message in rooms.sent] == [wire.Persisted]
     assert rooms.count("tierd_snapshots_total", run=RUN, outcome="persisted") == 1
     assert rooms.count("tierd_bytes_total", tier="hot", direction="write") == sum(map(len, shards))

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.store_contract import BytesSource
 from tierd.descriptors import close_all
 from tierd.errors import (
     BadRequest,
@@ -32,7 +33,7 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.workers import restorer as restorer_module
 from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
 
@@ -176,7 +177,7 @@ async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
         for rank, entry in enumerate(manifest.files):
             shard = content(manifest.id, rank, 20_000)
             await tier.store.put(
-                layout.file_key(manifest.id, entry.name), memoryview(shard), size_bytes=20_000, chunk_bytes=1 << 26
+                layout.file_key(manifest.id, entry.name), BytesSource(shard), size_bytes=20_000, chunk_bytes=1 << 26
             )
         await tier.commit(manifest, raw=raw)
     await rooms.look()

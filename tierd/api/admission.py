@@ -20,8 +20,7 @@ from tierd.errors import BadRequest, Stale, TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.manifest import CheckpointRef
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import MappedSlot, SlotState
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")

@@ -23,7 +23,7 @@ from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS
 from tierd.report import (
     FailureReport,

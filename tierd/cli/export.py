@@ -7,6 +7,7 @@ a process that holds the whole state. Every chunk is verified; PATH appears whol
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import os
 import re
@@ -27,10 +28,11 @@ from tierd.descriptors import close_all, open_all
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
-from tierd.format.shard import Shard, header_length, parse_header
+from tierd.format.shard import Shard, read_header
 from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
@@ -135,7 +137,7 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
             for name, file in zip(names, files, strict=True):
                 await store.put(
                     f"{_FOLDER}/{name}",
-                    _Assembly(file, opened),
+                    Source(_Assembly(file, opened).fill),
                     size_bytes=file.size_bytes,
                     chunk_bytes=checksum.CHUNK_BYTES,
                     progress=progress,
@@ -154,9 +156,7 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
 def _read_shard(path: Path) -> Shard:
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        length = header_length(file.read(8), size_bytes, where=path.name)
-        file.seek(0)
-        return parse_header(file.read(length), size_bytes, where=path.name)
+        return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
 class _Assembly:

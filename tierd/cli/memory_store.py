@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tierd.descriptors import close_all
@@ -15,7 +16,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import decode
 from tierd.tiers.direct_io import read_all
-from tierd.tiers.store import Source, StoredSource
+from tierd.tiers.store import Source
 
 
 def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
@@ -58,7 +59,7 @@ class DescriptorStore:
         return self._raw
 
     def source(self, key: str) -> Source:
-        return StoredSource(self, key)
+        return Source(partial(self.read, key))
 
     async def close(self) -> None:
         close_all(self._files.values())

@@ -29,7 +29,7 @@ async def milestone(
     async with open_tiers(settings_of(context)) as tiers:
         code = tiers.check_reachable()
         chosen = select(query, tiers.catalog.inventory()).candidate
-        layout.milestone_key(chosen.id, name)  # refuses a bad name before the first marker is written
+        layout.milestone_file(name)  # refuses a bad name before the first marker is written
         marked_at = now().isoformat(timespec="milliseconds")
         for tier in chosen.tiers:
             if not dry_run:

@@ -97,7 +97,7 @@ async def fetch_subset(
             file.source = fetch.source(name)
             await store.put(
                 f"{_FOLDER}/{name}",
-                file,
+                Source(file.fill),
                 size_bytes=file.layout.size_bytes,
                 chunk_bytes=checksum.CHUNK_BYTES,
                 progress=progress,
@@ -133,7 +133,7 @@ async def _shards(
 
 
 class _SubsetFile:
-    """A shard with some of its tensors, as a source for the store. Each tensor keeps its offsets in the global one."""
+    """The bytes of a shard with some of its tensors. Each tensor keeps its offsets in the global one."""
 
     source: Source
 

@@ -13,7 +13,7 @@ from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.memory.tier import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
 from tierd.workers.recovery import clear_uncommitted, is_listed
@@ -98,7 +98,7 @@ class Persister:
 
                 async def put(snapshot: Snapshot) -> None:
                     name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
-                    snapshot.entry = await self._hot.store.put(
+                    snapshot.entry = await self._context.hot_store.put(
                         layout.file_key(checkpoint, name),
                         snapshot.slot.view,
                         size_bytes=snapshot.sealed.size_bytes,

@@ -117,8 +117,8 @@ class Replicator:
             return
 
         def is_abandoned(key: str) -> bool:
-            parsed = layout.parse_key(key)
-            return parsed is not None and parsed[0].run in local_runs and parsed[0] not in to_copy
+            checkpoint = layout.parse_key(key)
+            return checkpoint is not None and checkpoint.run in local_runs and checkpoint not in to_copy
 
         removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
         self._uploads_swept_at_s = now_s

@@ -123,14 +123,14 @@ class Snapshotter:
         self._generation.check_open()
         self.overlap.finish()
         self._generation.pool.reclaim()  # an interrupt may have come before the client did it
-        checkpoint = checkpoint_id(self._generation.run, step, self._generation.number)
+        checkpoint_id(self._generation.run, step, self._generation.number)  # raises where a part is out of range
         if self.last_step is not None and step <= self.last_step:
             raise BadRequest(
                 f"snapshot step {step} of {self._generation.run}: step {self.last_step} was taken before it",
                 hint="to go back, restore that step first: it begins a new generation",
             )
         if milestone is not None:
-            layout.milestone_key(checkpoint, milestone)
+            layout.milestone_file(milestone)
         return state.capture(self._ranks.rank, self._ranks.world_size), plain_metrics(metrics)
 
     def _own_part(self, captured: Captured) -> Captured:
