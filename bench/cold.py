@@ -234,7 +234,7 @@ async def make_checkpoint(root: Path, size: str, shards: int, shard_bytes: int) 
     from tierd.tiers.directory import DirectoryStore
     from tierd.tiers.tier import Tier
 
-    tier, made = Tier("hot", DirectoryStore(root)), checkpoint_id(size, 1, 1)
+    store, made = DirectoryStore(root), checkpoint_id(size, 1, 1)
     block = secrets.token_bytes(min(MIB, shard_bytes))
     files = []
     for rank in range(shards):
@@ -243,7 +243,7 @@ async def make_checkpoint(root: Path, size: str, shards: int, shard_bytes: int) 
             (rank << 32 | number).to_bytes(8) + block[8:] for number in range(-(-shard_bytes // len(block)))
         )[:shard_bytes]
         key = layout.file_key(made, layout.shard_name(Rank(rank), shards))
-        files.append(await tier.store.put(key, memoryview(content), size_bytes=shard_bytes, chunk_bytes=CHUNK_BYTES))
+        files.append(await store.put(key, memoryview(content), size_bytes=shard_bytes, chunk_bytes=CHUNK_BYTES))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         run=made.run,
@@ -259,8 +259,8 @@ async def make_checkpoint(root: Path, size: str, shards: int, shard_bytes: int) 
         versions={},
         files=files,
     )
-    await tier.commit(manifest)
-    await tier.store.close()
+    await Tier("hot", store).commit(manifest)
+    await store.close()
     return manifest.size_bytes
 
 

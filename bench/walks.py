@@ -13,6 +13,7 @@ of time.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import os
@@ -64,7 +65,8 @@ class Recorder:
 
     def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call" or code in self.calls or code.co_name.startswith("<"):
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a class, which an import runs
+        if event != "call" or code in self.calls or not is_function or code.co_name.startswith("<"):
             return
         if code not in self._known:
             self._known[code] = source_file(code.co_filename)

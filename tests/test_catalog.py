@@ -31,7 +31,7 @@ def catalog() -> Catalog:
 
 def saw(catalog: Catalog, tier: str, *manifests: Manifest, since: int, **more: Any) -> None:
     unreadable: dict[CheckpointId, str] = more.pop("unreadable", {})
-    catalog.saw_tier(tier, {one.id: (one, NONE) for one in manifests}, unreadable, since=since, **more)
+    catalog.enter_listing(tier, {one.id: (one, NONE) for one in manifests}, unreadable, since=since, **more)
 
 
 def steps(catalog: Catalog, tier: str) -> list[int]:
@@ -42,27 +42,27 @@ def steps(catalog: Catalog, tier: str) -> list[int]:
 
 
 def test_checkpoint_committed_during_a_listing_is_not_forgotten(catalog: Catalog) -> None:
-    since = catalog.moment()
+    since = catalog.changes
     catalog.add(A, "hot", ["best"])
     saw(catalog, "hot", since=since)  # it had been listed before the commit
     assert steps(catalog, "hot") == [100]
-    saw(catalog, "hot", since=catalog.moment())  # a listing begun after the commit lacks it
+    saw(catalog, "hot", since=catalog.changes)  # a listing begun after the commit lacks it
     assert steps(catalog, "hot") == []
 
 
 def test_checkpoint_deleted_during_a_listing_does_not_come_back(catalog: Catalog) -> None:
     catalog.add(A, "hot")
-    since = catalog.moment()
+    since = catalog.changes
     catalog.drop(A.id, "hot")
     saw(catalog, "hot", A, since=since)
     assert catalog.get(A.id) is None
-    saw(catalog, "hot", A, since=catalog.moment())  # someone put it there again
+    saw(catalog, "hot", A, since=catalog.changes)  # someone put it there again
     assert steps(catalog, "hot") == [100]
 
 
 def test_checkpoint_half_deleted_during_a_listing_is_not_damaged(catalog: Catalog) -> None:
     catalog.add(A, "hot")
-    since = catalog.moment()
+    since = catalog.changes
     catalog.drop(A.id, "hot")
     saw(catalog, "hot", since=since, unreadable={A.id: "its shard is missing"})
     assert catalog.unreadable() == {}
@@ -71,7 +71,7 @@ def test_checkpoint_half_deleted_during_a_listing_is_not_damaged(catalog: Catalo
 def test_change_in_one_tier_does_not_affect_the_listing_of_another(catalog: Catalog) -> None:
     catalog.add(A, "hot")
     catalog.add(A, "cold")
-    since = catalog.moment()
+    since = catalog.changes
     catalog.add(A, "cold")
     saw(catalog, "hot", since=since)
     assert steps(catalog, "hot") == []
@@ -80,7 +80,7 @@ def test_change_in_one_tier_does_not_affect_the_listing_of_another(catalog: Cata
 
 def test_milestone_marked_during_a_listing_stays(catalog: Catalog) -> None:
     catalog.add(A, "hot")
-    since = catalog.moment()
+    since = catalog.changes
     catalog.add(A, "hot", ["best"])
     saw(catalog, "hot", A, since=since)
     entry = catalog.get(A.id)
@@ -92,7 +92,7 @@ def test_listings_free_the_memory_of_deleted_checkpoints(catalog: Catalog) -> No
     for step in range(1000):
         catalog.add(manifest_of(step), "hot")
         catalog.drop(checkpoint_id("run42", step, 1), "hot")
-    saw(catalog, "hot", since=catalog.moment())
+    saw(catalog, "hot", since=catalog.changes)
     assert not any(catalog._changed.values()), "memory must not grow over months"
 
 
@@ -100,20 +100,20 @@ def test_listings_free_the_memory_of_deleted_checkpoints(catalog: Catalog) -> No
 
 
 def test_moment_changes_with_every_change_and_only_then(catalog: Catalog) -> None:
-    saw(catalog, "hot", A, since=catalog.moment())
-    before = catalog.moment()
-    saw(catalog, "hot", A, since=catalog.moment())
-    assert catalog.moment() == before
+    saw(catalog, "hot", A, since=catalog.changes)
+    before = catalog.changes
+    saw(catalog, "hot", A, since=catalog.changes)
+    assert catalog.changes == before
     for change in (
         lambda: catalog.add(B, "hot"),
         lambda: catalog.drop(B.id, "hot"),
-        lambda: catalog.lost_tier("hot", "disk gone"),
-        lambda: saw(catalog, "hot", A, since=catalog.moment()),
-        lambda: saw(catalog, "hot", since=catalog.moment(), unreadable={A.id: "torn"}),
+        lambda: catalog.listing_failed("hot", "disk gone"),
+        lambda: saw(catalog, "hot", A, since=catalog.changes),
+        lambda: saw(catalog, "hot", since=catalog.changes, unreadable={A.id: "torn"}),
     ):
-        before = catalog.moment()
+        before = catalog.changes
         change()
-        assert catalog.moment() > before
+        assert catalog.changes > before
 
 
 # ── what is known ──
@@ -121,8 +121,8 @@ def test_moment_changes_with_every_change_and_only_then(catalog: Catalog) -> Non
 
 def test_tier_that_cannot_be_listed_keeps_its_entries_and_is_not_known(catalog: Catalog) -> None:
     assert not catalog.tiers["cold"].is_known
-    saw(catalog, "cold", A, since=catalog.moment())
-    catalog.lost_tier("cold", "403")
+    saw(catalog, "cold", A, since=catalog.changes)
+    catalog.listing_failed("cold", "403")
     assert steps(catalog, "cold") == [100]
     assert (catalog.tiers["cold"].is_known, catalog.tiers["cold"].error) == (False, "403")
 
@@ -155,12 +155,12 @@ def test_newest_is_the_newest_step_of_the_newest_generation(catalog: Catalog) ->
     newest = {tier: catalog.newest(run, tier) for tier in ("hot", "cold", "dr")}
     assert {tier: one and one.step for tier, one in newest.items()} == {"hot": 500, "cold": 600, "dr": None}
     assert catalog.sequence_max(run) == 11
-    assert [one.step for one in catalog.held("hot")] == [900, 500]
+    assert [one.step for one in catalog.manifests_in("hot")] == [900, 500]
 
 
 def test_views_have_times_and_metrics(catalog: Catalog) -> None:
     for manifest, created_at in ((A, "2026-03-01T01:00:00+02:00"), (B, "yesterday")):
-        saw(catalog, "hot", msgspec.structs.replace(manifest, created_at=created_at), since=catalog.moment())
+        saw(catalog, "hot", msgspec.structs.replace(manifest, created_at=created_at), since=catalog.changes)
         (found,) = catalog.views()
         assert found.created_at == {A.id: datetime(2026, 2, 28, 23, tzinfo=UTC)}.get(manifest.id)
         assert found.metrics == {"loss": 2.5}

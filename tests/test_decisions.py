@@ -18,10 +18,10 @@ def test_halt_names_reason_tier_and_run() -> None:
     catalog = Catalog(["hot", "cold"])
     checkpoint = checkpoint_id("run42", 100, 1)
     files = [file_entry("rank-00000-of-00001.safetensors", 10, 4096, [1])]
-    catalog.saw_tier("hot", {}, {checkpoint: "torn"}, since=catalog.moment())
+    catalog.enter_listing("hot", {}, {checkpoint: "torn"}, since=catalog.changes)
     catalog.add(make_manifest(checkpoint, files), "cold")
     catalog.damaged(checkpoint, "cold", "chunk 1")
-    catalog.lost_tier("cold", "503")
+    catalog.listing_failed("cold", "503")
     halts = halted(catalog)
     assert halts == [
         Halt(HaltReason.UNREADABLE_MANIFEST, "hot", checkpoint.run, "torn"),

@@ -21,7 +21,7 @@ from tierd.cli.app import make_app
 from tierd.config import Config
 from tierd.format import checksum, layout, manifest, shard, wire
 from tierd.format.ids import Rank
-from tierd.memory.slot_states import TRANSITIONS
+from tierd.memory.slot import TRANSITIONS
 from tierd.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]

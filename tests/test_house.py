@@ -80,7 +80,7 @@ DOORS = {
         files={
             "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
-            "tierd/api/handover.py": "a manifest is sent as a descriptor",
+            "tierd/api/restore_requests.py": "a manifest is sent as a descriptor",
             "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),
@@ -90,7 +90,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "SIGTERM drains, SIGHUP reloads the config",
             "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
-            "tierd/health/program.py": "its process ends with the daemon",
+            "tierd/health/finiteness.py": "its process ends with the daemon",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
@@ -106,16 +106,7 @@ DOORS = {
         names=frozenset({"asyncio.run", "asyncio.new_event_loop", "asyncio.Runner"}),
         files={
             "tierd/daemon.py": "serve",
-            "tierd/cli/doctor.py": "a command that reads the tiers itself",
-            "tierd/cli/drill.py": "a command that reads the tiers itself",
-            "tierd/cli/export.py": "a command that reads the tiers itself",
-            "tierd/cli/lifecycle.py": "a command that reads the tiers itself",
-            "tierd/cli/ls.py": "a command that reads the tiers itself",
-            "tierd/cli/milestone.py": "a command that reads the tiers itself",
-            "tierd/cli/restore.py": "a command that reads the tiers itself",
-            "tierd/cli/show.py": "a command that reads the tiers itself",
-            "tierd/cli/status.py": "a command that reads the tiers itself",
-            "tierd/cli/verify.py": "a command that reads the tiers itself",
+            "tierd/cli/app.py": "the verbs that are coroutines",
         },
     ),
     "the environment": Door(
@@ -150,7 +141,7 @@ DOORS = {
     "numpy": Door(
         modules=frozenset({"numpy"}),
         files={path: "the client" for path in SOURCES if path.startswith("client/")}
-        | {"tierd/health/program.py": "counts NaN in a separate process"},
+        | {"tierd/health/finiteness.py": "counts NaN in a separate process"},
     ),
     "the terminal": Door(
         modules=frozenset({"typer", "click", "rich"}),

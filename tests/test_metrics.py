@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tierd import __version__
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 from tierd.metrics import Metrics
 
 # Used in docs and dashboards: name → (type, labels).

@@ -53,19 +53,16 @@ class TierKnowledge:
 
 
 class Catalog:
+    """`changes`: the number of changes so far. While it stays the same, a decision made before is still valid."""
+
     def __init__(self, tiers: Iterable[str]) -> None:
         self._entries: dict[CheckpointId, Entry] = {}
         self._generations: dict[Run, int] = {}
-        self._changes = 0
+        self.changes = 0
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     # ── reports of the workers ──
-
-    def moment(self) -> int:
-        """The number of changes so far. While it stays the same, a decision made at that moment is still valid. A
-        listing takes it before it begins, for `saw_tier`."""
-        return self._changes
 
     def add(self, manifest: Manifest, tier: str, milestones: Iterable[str] = ()) -> None:
         """A committed replica in `tier`."""
@@ -95,7 +92,7 @@ class Catalog:
         self._remove(checkpoint, tier)
         self.tiers[tier].damaged[checkpoint] = self.tiers[tier].unreadable[checkpoint] = why
 
-    def mended(self, checkpoint: CheckpointId, tier: str) -> None:
+    def forget_damage(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica was repaired. It counts again after the next listing, which also reads its markers."""
         self.tiers[tier].damaged.pop(checkpoint, None)
 
@@ -121,7 +118,7 @@ class Catalog:
     def saw_generation(self, run: Run, generation: int) -> None:
         self._generations[run] = max(self._generations.get(run, 0), generation)
 
-    def saw_tier(
+    def enter_listing(
         self,
         tier: str,
         listed: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
@@ -133,17 +130,13 @@ class Catalog:
         partial: Iterable[CheckpointId] = (),
         newer_format: Iterable[CheckpointId] = (),
     ) -> None:
-        """A whole listing of a tier, begun at the moment `since`: it replaces what was known, except for checkpoints
-        that changed after that moment. `listed`: (manifest, milestones). One listing of a tier at a time."""
+        """A whole listing of a tier, begun when `changes` was `since`: it replaces what was known, except for
+        checkpoints that have changed since. `listed`: (manifest, milestones). One listing of a tier at a time."""
         damaged = {c: why for c, why in self.tiers[tier].damaged.items() if c in listed or c in unreadable}
-        changed = self._changed.pop(tier, {})
-
-        def is_settled(checkpoint: CheckpointId) -> bool:
-            return changed.get(checkpoint, 0) <= since
-
+        changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
         known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
         has_changed = False
-        for checkpoint in filter(is_settled, known | listed.keys() - damaged.keys()):
+        for checkpoint in (known | listed.keys() - damaged.keys()) - changed:
             if checkpoint not in listed or checkpoint in damaged:
                 self._remove(checkpoint, tier)
                 has_changed = True
@@ -160,28 +153,24 @@ class Catalog:
                     entry.diagnoses[tier] = diagnosis
                 has_changed = True
         former = self.tiers[tier]
-        unreadable = {c: why for c, why in unreadable.items() if is_settled(c)} | damaged
-        uncommitted = frozenset(filter(is_settled, partial))
+        unreadable = {c: why for c, why in unreadable.items() if c not in changed} | damaged
+        uncommitted = frozenset(partial) - changed
         self.tiers[tier] = TierKnowledge(
             True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format)
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
-            self._changes += 1
+            self.changes += 1
 
-    def lost_tier(self, tier: str, error: str) -> None:
+    def listing_failed(self, tier: str, error: str) -> None:
         """A listing failed: what was known stays, but must not be the reason for a deletion."""
         self.tiers[tier].is_known = False
         self.tiers[tier].error = error
-        self._changes += 1
+        self.changes += 1
 
     # ── questions ──
 
     def get(self, checkpoint: CheckpointId) -> Entry | None:
         return self._entries.get(checkpoint)
-
-    def manifest(self, checkpoint: CheckpointId) -> Manifest | None:
-        entry = self._entries.get(checkpoint)
-        return entry.manifest if entry else None
 
     def entries(self, run: Run | None = None) -> list[Entry]:
         """Newest first within a run; runs by name."""
@@ -199,7 +188,7 @@ class Catalog:
         ]
         return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
 
-    def held(self, tier: str) -> list[Manifest]:
+    def manifests_in(self, tier: str) -> list[Manifest]:
         """The manifests of all checkpoints that are committed in a tier."""
         return [entry.manifest for entry in self._entries.values() if tier in entry.tiers]
 
@@ -209,6 +198,10 @@ class Catalog:
 
     def sequence_max(self, run: Run) -> int:
         return max((entry.manifest.sequence for entry in self._entries.values() if entry.id.run == run), default=0)
+
+    def unlisted(self) -> dict[str, str]:
+        """Why a tier is not known now, by tier."""
+        return {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
 
     def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
         """Why a replica cannot be used, by (tier, checkpoint)."""
@@ -251,8 +244,7 @@ class Catalog:
             )
             for (tier, checkpoint), reason in self.unreadable().items()
         ]
-        unlisted = {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
-        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted)
+        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=self.unlisted())
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
@@ -270,5 +262,5 @@ class Catalog:
         ]
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
-        self._changes += 1
-        self._changed.setdefault(tier, {})[checkpoint] = self._changes
+        self.changes += 1
+        self._changed.setdefault(tier, {})[checkpoint] = self.changes

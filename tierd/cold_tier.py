@@ -22,5 +22,6 @@ def open_cold_tier(
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store
 
-    cache = ManifestCache(cache_folder(), f"{config.url} {config.endpoint_url}")
+    folder = cache_folder()
+    cache = ManifestCache(folder, f"{config.url} {config.endpoint_url}") if folder else None
     return Tier(config.name, S3Store(config, limits, on_request=on_request), cache)

@@ -30,9 +30,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     node: str = "auto"  # auto: the host name
     drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to reach the hot tier
     memory_grace_s: Number = 3600.0  # how long the slots of a trainer that left are kept for its return
-    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = (
-        10  # CPU and disk priority of the daemon, 0 to 19; 0: as it was started
-    )
+    # CPU and disk priority of the daemon, 0 to 19; 0: as it was started
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10
     slowdown_max: Number = 0.05  # maximum fractional slowdown of a step by writes; 0: no write throttle
     write_min_mib_s: Positive = 32.0  # the throttle never goes below this rate
 
@@ -42,15 +41,13 @@ class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     every_steps: Count = 100  # due() is true at every multiple; 0: never by steps
     every_s: Number = 0.0  # due() is also true when so many seconds have passed; 0: never by time
-    slots: Annotated[int, msgspec.Meta(ge=SLOTS_MIN, le=SLOTS_MAX)] = (
-        2  # per rank: N + 1, for N snapshots in progress while the newest is retained
-    )
+    # per rank: N + 1, for N snapshots in progress while the newest is retained
+    slots: Annotated[int, msgspec.Meta(ge=SLOTS_MIN, le=SLOTS_MAX)] = 2
     slot_wait_s: Number = 60.0  # the longest wait of snapshot() for a free slot
     when_busy: Literal["wait", "skip"] = "wait"
     stop_grace_s: Number = 25.0  # after a stop: the time for the last snapshot to become durable; Kubernetes gives 30
-    staging: Literal["sync", "overlap"] = (
-        "sync"  # sync: snapshot() returns when the state is copied; overlap: it is copied during the next step
-    )
+    # sync: snapshot() returns when the state is copied; overlap: it is copied during the next step
+    staging: Literal["sync", "overlap"] = "sync"
 
 
 class HotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,9 +60,8 @@ class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep_last: PositiveCount = 3
     keep_every: Count = 0  # every n-th checkpoint of the run (sequence divisible by n); 0: off
     keep_every_steps: Count = 0  # steps divisible by n; 0: off
-    keep_hourly: Count = (
-        0  # the newest checkpoint of each of the last n hours that have one, by created_at in UTC; 0: off
-    )
+    # the newest checkpoint of each of the last n hours that have one, by created_at in UTC; 0: off
+    keep_hourly: Count = 0
     keep_daily: Count = 0
     keep_weekly: Count = 0  # ISO weeks, from Monday
     keep_best: Count = 0  # the n best by best_metric, a metric of snapshot(metrics=...); 0: off

@@ -18,12 +18,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, DaemonConfig, TierPolicy
+from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config
 from tierd.errors import BadConfig
 
 DEFAULT_FILE = "tierd.toml"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
 _TIER_WORDS = ("auto", "memory", "hot")
+
+_Mistake = tuple[str, object, str]  # (key, its value, what is expected)
 
 
 def notify_socket(environ: Mapping[str, str] = os.environ) -> str:
@@ -39,10 +41,11 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(base, "tierd") if os.path.isabs(base) else None
 
 
-def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
-    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults."""
-    named = option or environ.get("TIERD_CONFIG")
-    if named:
+def find_file(option: str | None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Path | None:
+    """The config file in force: the option, $TIERD_CONFIG, ./tierd.toml, or None for the built-in defaults. Raises
+    BadConfig when a named file does not exist."""
+    cwd = cwd or Path.cwd()
+    if named := option or environ.get("TIERD_CONFIG"):
         path = cwd / named
         if not path.is_file():
             raise BadConfig(f"read config {path}: no such file", hint="check --config or $TIERD_CONFIG")
@@ -51,17 +54,9 @@ def find_file(option: str | None, environ: Mapping[str, str], cwd: Path) -> Path
     return default if default.is_file() else None
 
 
-def found_at(option: str | None) -> str:
-    """The file that `load` reads, for messages. Raises BadConfig when a named file does not exist."""
-    path = find_file(option, os.environ, Path.cwd())
-    return str(path) if path else "the built-in config (everything under ./.tierd)"
-
-
-def load(option: str | None = None, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None) -> Config:
+def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Config:
     """The configuration in force, checked, with absolute paths. Raises BadConfig naming the file and the key."""
-    environ = os.environ if environ is None else environ
-    cwd = Path.cwd() if cwd is None else cwd
-    path = find_file(option, environ, cwd)
+    path = find_file(option, environ=environ, cwd=cwd)
     where = str(path) if path else "the built-in defaults"
     tree: dict[str, Any] = {"cold": [{}]}
     if path is not None:
@@ -76,7 +71,15 @@ def load(option: str | None = None, *, environ: Mapping[str, str] | None = None,
         raise BadConfig(
             f"read config {where}: {_explained(error, tree)}", hint="deploy/tierd.toml lists every key with its default"
         ) from error
-    return _check(_absolute(config, path.parent if path else cwd, where), where)
+    config = _absolute(config, path.parent if path else cwd or Path.cwd(), where)
+    if len(os.fsencode(config.daemon.socket)) > _SOCKET_PATH_MAX:
+        raise BadConfig(
+            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {config.daemon.socket}",
+            hint="Unix socket paths are short; use one under /run or /tmp",
+        )
+    for mistake in _mistakes(config):
+        raise _refusal(where, *mistake)
+    return config
 
 
 def _explained(error: msgspec.ValidationError, tree: Any) -> str:
@@ -124,14 +127,14 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
             raise _refusal(where, key, path, "a path")
         return os.path.normpath(base / path)
 
-    def at(cold: ColdConfig) -> ColdConfig:
-        if cold.ca_bundle:
-            cold = msgspec.structs.replace(cold, ca_bundle=absolute(f"cold.ca_bundle of {cold.name}", cold.ca_bundle))
-        if not cold.url.startswith("file://"):
-            return cold
-        path = absolute(f"cold.url of {cold.name}", cold.url.removeprefix("file://"))
-        return msgspec.structs.replace(cold, url=f"file://{path}")
-
+    cold: list[ColdConfig] = []
+    for tier in config.cold:
+        url, ca_bundle = tier.url, tier.ca_bundle
+        if url.startswith("file://"):
+            url = "file://" + absolute(f"cold.url of {tier.name}", url.removeprefix("file://"))
+        if ca_bundle:
+            ca_bundle = absolute(f"cold.ca_bundle of {tier.name}", ca_bundle)
+        cold.append(msgspec.structs.replace(tier, url=url, ca_bundle=ca_bundle))
     daemon = msgspec.structs.replace(
         config.daemon,
         socket=absolute("daemon.socket", config.daemon.socket),
@@ -140,100 +143,78 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
     scratch = config.drill.scratch and absolute("drill.scratch", config.drill.scratch)
     drill = msgspec.structs.replace(config.drill, scratch=scratch)
-    cold = [at(cold) for cold in config.cold]
     return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill)
 
 
-def _check(config: Config, where: str) -> Config:
-    _check_daemon(config.daemon, where)
-    if config.limits.retry_max_s < config.limits.retry_min_s:
-        raise _refusal(where, "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s")
-    _check_policy(config.lifecycle.hot, where, "lifecycle.hot")
-    _check_policy(config.lifecycle.cold, where, "lifecycle.cold")
-    for cold in config.cold:
-        _check_cold(cold, where)
-        if cold.lifecycle is not None:
-            _check_policy(cold.lifecycle, where, f"cold.lifecycle of {cold.name}")
-        _check_storage_classes(cold, cold.lifecycle or config.lifecycle.cold, where)
-    _check_apart(config, where)
-    return config
-
-
-def _check_policy(policy: TierPolicy, where: str, key: str) -> None:
-    """keep_best and best_metric only work together: one without the other would keep nothing."""
-    if policy.keep_best and not policy.best_metric:
-        raise _refusal(where, f"{key}: best_metric", "", "the name of a metric when keep_best is set")
-    if policy.best_metric and not policy.keep_best:
-        raise _refusal(where, f"{key}: keep_best", 0, "1 or more when best_metric is set")
-
-
-def _check_daemon(daemon: DaemonConfig, where: str) -> None:
-    if len(os.fsencode(daemon.socket)) > _SOCKET_PATH_MAX:
-        raise BadConfig(
-            f"read config {where}: daemon.socket has more than {_SOCKET_PATH_MAX} bytes: {daemon.socket}",
-            hint="Unix socket paths are short; use one under /run or /tmp",
-        )
+def _mistakes(config: Config) -> Iterator[_Mistake]:
+    daemon = config.daemon
     host, _, port = daemon.listen.rpartition(":")
     if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise _refusal(where, "daemon.listen", daemon.listen, "host:port")
+        yield "daemon.listen", daemon.listen, "host:port"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
-        raise _refusal(where, "daemon.node", daemon.node, "a host name")
+        yield "daemon.node", daemon.node, "a host name"
+    if config.limits.retry_max_s < config.limits.retry_min_s:
+        yield "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s"
+    policies = {"lifecycle.hot": config.lifecycle.hot, "lifecycle.cold": config.lifecycle.cold}
+    policies |= {f"cold.lifecycle of {name}": policy for name, policy in config.own_policies.items()}
+    for key, policy in policies.items():
+        # One without the other would keep nothing.
+        if policy.keep_best and not policy.best_metric:
+            yield f"{key}: best_metric", "", "the name of a metric when keep_best is set"
+        if policy.best_metric and not policy.keep_best:
+            yield f"{key}: keep_best", 0, "1 or more when best_metric is set"
+    for cold in config.cold:
+        yield from _mistakes_of_cold(cold, cold.lifecycle or config.lifecycle.cold)
+    yield from _shared_places(config)
 
 
-def _check_cold(cold: ColdConfig, where: str) -> None:
+def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake]:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", cold.name) or cold.name in _TIER_WORDS:
-        raise _refusal(where, "cold.name", cold.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}")
+        yield "cold.name", cold.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}"
     if not cold.url.startswith("file:///"):
         parts = urlsplit(cold.url)
         # Only a bucket name: credentials in a URL would end up in logs.
         is_bucket = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parts.netloc)
         if parts.scheme != "s3" or not is_bucket or parts.query or parts.fragment:
-            raise _refusal(where, f"cold.url of {cold.name}", cold.url, "s3://bucket/prefix or file://directory")
+            yield f"cold.url of {cold.name}", cold.url, "s3://bucket/prefix or file://directory"
     if cold.endpoint_url:
         endpoint = urlsplit(cold.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
-            raise _refusal(where, f"cold.endpoint_url of {cold.name}", cold.endpoint_url, "http://host or https://host")
+            yield f"cold.endpoint_url of {cold.name}", cold.endpoint_url, "http://host or https://host"
     if cold.ca_bundle and not os.path.isfile(cold.ca_bundle):
-        raise _refusal(where, f"cold.ca_bundle of {cold.name}", cold.ca_bundle, "a file of CA certificates")
+        yield f"cold.ca_bundle of {cold.name}", cold.ca_bundle, "a file of CA certificates"
     if cold.sse_kms_key_id and cold.sse != "aws:kms":
-        raise _refusal(where, f"cold.sse of {cold.name}", cold.sse, "'aws:kms', since sse_kms_key_id is set")
-
-
-def _check_storage_classes(cold: ColdConfig, policy: ColdPolicy, where: str) -> None:
+        yield f"cold.sse of {cold.name}", cold.sse, "'aws:kms', since sse_kms_key_id is set"
     for name in ("storage_class", "milestone_storage_class"):
         key, storage_class = f"cold.{name} of {cold.name}", getattr(cold, name)
         if storage_class and not cold.url.startswith("s3://"):
-            raise _refusal(where, key, storage_class, "empty: only a bucket has storage classes")
+            yield key, storage_class, "empty: only a bucket has storage classes"
         if storage_class and not re.fullmatch(r"[A-Z][A-Z0-9_-]{0,63}", storage_class):
-            raise _refusal(
-                where, key, storage_class, "a storage class as S3 spells it, such as STANDARD_IA or GLACIER_IR"
-            )
+            yield key, storage_class, "a storage class as S3 spells it, such as STANDARD_IA or GLACIER_IR"
     if cold.storage_class in ARCHIVED:
         expected = "a class that can be read at once: an archived object takes hours to restore"
-        raise _refusal(where, f"cold.storage_class of {cold.name}", cold.storage_class, expected)
+        yield f"cold.storage_class of {cold.name}", cold.storage_class, expected
     if cold.milestone_storage_class and not policy.milestones:
         key = f"cold.milestone_storage_class of {cold.name}"
-        raise _refusal(
-            where, key, cold.milestone_storage_class, "empty: the lifecycle of this tier keeps no milestones"
-        )
+        yield key, cold.milestone_storage_class, "empty: the lifecycle of this tier keeps no milestones"
 
 
-def _check_apart(config: Config, where: str) -> None:
-    """Raises BadConfig if two tiers share a place: one replica would be counted twice."""
+def _shared_places(config: Config) -> Iterator[_Mistake]:
+    """Of two tiers that share a place, one replica would be counted twice."""
     directories = {"hot": config.hot_path}
     buckets: dict[tuple[str, str], str] = {}
     for cold in config.cold:
         if [other.name for other in config.cold].count(cold.name) > 1:
-            raise _refusal(where, "cold.name", cold.name, "a different name for each cold tier")
+            yield "cold.name", cold.name, "a different name for each cold tier"
         if not cold.url.startswith("file://"):
             other = buckets.setdefault((cold.url.rstrip("/"), cold.endpoint_url), cold.name)
             if other != cold.name:
-                raise _refusal(where, f"cold.url of {cold.name}", cold.url, f"another place than that of {other}")
+                yield f"cold.url of {cold.name}", cold.url, f"another place than that of {other}"
             continue
         path = Path(cold.url.removeprefix("file://"))
         for other, taken in directories.items():
             if path.is_relative_to(taken) or taken.is_relative_to(path):
-                raise _refusal(where, f"cold.url of {cold.name}", cold.url, f"a directory apart from that of {other}")
+                yield f"cold.url of {cold.name}", cold.url, f"a directory apart from that of {other}"
         directories[cold.name] = path
 
 

@@ -29,35 +29,27 @@ class Notifier(Protocol):
 
     def send(self, run: Run, message: wire.ToClient) -> None:
         """Send a message to every rank of the run's current generation."""
-        ...
 
     def snapshot_sealed(self) -> None:
         """All ranks have sealed a snapshot: it can be persisted and examined."""
-        ...
 
     def persist_ended(self, run: Run) -> None:
         """A snapshot was persisted, or an attempt to persist it failed."""
-        ...
 
     def replicated(self) -> None:
         """A cold tier has one more replica: hot may evict its own."""
-        ...
 
     def examined(self) -> None:
         """A checkpoint has a health verdict: the plan may be different now."""
-        ...
 
     def space_freed(self) -> None:
         """A replica was deleted: its tier has room again."""
-        ...
 
     def relist(self, tier: str) -> None:
         """The catalog may be wrong about the tier: list it again."""
-        ...
 
     def run_forgotten(self, run: Run) -> None:
         """The run's slots were given back to the system."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

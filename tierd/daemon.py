@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -60,15 +61,9 @@ DRAIN_POLL_S = 1.0
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(
-    config: Config,
-    ready: Callable[[str], None] | None = None,
-    *,
-    notify_socket: str = "",
-    read_config: Callable[[], Config] | None = None,
-) -> None:
-    """Run until SIGTERM or SIGINT. `ready` is called with the HTTP address once all sockets are open. `notify_socket`:
-    the socket of sd_notify(3). `read_config`: reads the config again on SIGHUP.
+def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Config]) -> None:
+    """Run until SIGTERM or SIGINT. `notify_socket`: the socket of sd_notify(3), or empty. `read_config`: reads the
+    config again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not reach the hot tier in time.
@@ -80,13 +75,13 @@ def serve(
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
         daemon = _Daemon(config, notify_socket, read_config)
-        asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address}), ready))
+        asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address})))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config] | None) -> None:
+    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config]) -> None:
         self._config = config
         self._notify_socket = notify_socket
         self._read_config = read_config
@@ -109,21 +104,26 @@ class _Daemon:
             throttle=self._throttle,
             notify=self,
         )
-        self._wakes: dict[str, Wake] = {}
-        self._group: asyncio.TaskGroup | None = None
+        self._group: asyncio.TaskGroup
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
         self._listers = {
-            name: Lister(context.catalog, tier, self._list_interval_s(name)) for name, tier in context.tiers.items()
+            name: Lister(
+                context.catalog,
+                tier,
+                config.limits.reconcile_interval_s if name == HOT else config.limits.cold_list_interval_s,
+            )
+            for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
+        self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         first_listings = [self._listers[name].has_listed for name in context.cold]
         self._door = TrainerDoor(context, Restorer(context, first_listings, self._judge), spawn=self._spawn)
         self._operator = Operator(context, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
-        """By the name that `_wake` takes: the kind, then the tier where there is one per tier."""
+        """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config = self._context, self._config
         workers: dict[str, Worker] = {"persist": Persister(context), "reap": Reaper(context)}
         if config.health.examine:
@@ -138,8 +138,8 @@ class _Daemon:
 
     # ── running ──
 
-    async def run(self, describe: Callable[[str], None], ready: Callable[[str], None] | None) -> None:
-        """`describe` and `ready` are called with the HTTP address: before and after all sockets are open."""
+    async def run(self, describe: Callable[[str], None]) -> None:
+        """`describe` is called with the HTTP address, before trainers are served."""
         stop = self._catch_signals()
         missing: list[CheckpointId] = []
         context = self._context
@@ -151,13 +151,16 @@ class _Daemon:
             describe(address)
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                tasks = [group.create_task(self._door.serve(listener)), *self._start_workers(group)]
-                with watch(self._config.hot_path, lambda: self._wake(f"list {HOT}")):
+                limits, record = self._config.limits, context.incidents.record
+                tasks = [group.create_task(self._door.serve(listener))]
+                tasks += [
+                    group.create_task(run_forever(worker, self._wakes[name], limits, record))
+                    for name, worker in self._workers.items()
+                ]
+                with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
                     self._notify_systemd("READY=1")
-                    if ready is not None:
-                        ready(address)
                     await stop.wait()
                     self._notify_systemd("STOPPING=1")
                     missing = await self._drain()
@@ -177,14 +180,6 @@ class _Daemon:
                 f"{self._config.daemon.drain_timeout_s:.0f} s",
                 hint="a trainer that still runs will send it again to the next daemon",
             )
-
-    def _start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        self._wakes = {name: Wake() for name in self._workers}
-        limits, record = self._config.limits, self._context.incidents.record
-        return [
-            group.create_task(run_forever(worker, self._wakes[name], limits, record))
-            for name, worker in self._workers.items()
-        ]
 
     async def _open_http(self, runner: web.AppRunner) -> str:
         host, port = self._config.listen_address
@@ -206,8 +201,8 @@ class _Daemon:
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
         deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
         while self._memory.pending() and time.monotonic() < deadline_s:
-            self._wake("persist")  # without backoff: there is little time left
-            await self._persist_ended.wait(DRAIN_POLL_S)
+            self._wakes["persist"].set()  # without backoff: there is little time left
+            await self._persist_ended.take(DRAIN_POLL_S)
         return [snapshot_set.id for snapshot_set in self._memory.pending()]
 
     def _notify_systemd(self, state: str) -> None:
@@ -232,14 +227,13 @@ class _Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        if self._read_config is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._reload, self._read_config)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         return stop
 
-    def _reload(self, read_config: Callable[[], Config]) -> None:
+    def _reload(self) -> None:
         """SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
         try:
-            fresh = read_config()
+            fresh = self._read_config()
         except BadConfig as error:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
@@ -273,14 +267,6 @@ class _Daemon:
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
         self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
 
-    def _list_interval_s(self, tier: str) -> float:
-        limits = self._config.limits
-        return limits.reconcile_interval_s if tier == HOT else limits.cold_list_interval_s
-
-    def _wake(self, worker: str) -> None:
-        if worker in self._wakes:
-            self._wakes[worker]()
-
     # ── Notifier ──
 
     def send(self, run: Run, message: wire.ToClient) -> None:
@@ -288,32 +274,32 @@ class _Daemon:
 
     def snapshot_sealed(self) -> None:
         self._throttle.queued(len(self._memory.pending()))
-        self._wake("persist")
-        self._wake("examine")
+        self._wakes["persist"].set()
+        self._wakes["examine"].set()
 
     def persist_ended(self, run: Run) -> None:
         self._throttle.queued(len(self._memory.pending()))
         self._door.release_slots(run)
-        self._persist_ended()
+        self._persist_ended.set()
         self.examined()
-        self._wake("examine")
+        self._wakes["examine"].set()
 
     def replicated(self) -> None:
-        self._wake("reap")
+        self._wakes["reap"].set()
 
     def examined(self) -> None:
-        for name in self._wakes:
+        for name in self._workers:
             if name == "reap" or name.startswith("replicate"):
-                self._wake(name)
+                self._wakes[name].set()
 
     def space_freed(self) -> None:
-        self._wake("persist")
+        self._wakes["persist"].set()
 
     def relist(self, tier: str) -> None:
-        self._wake(f"list {tier}")
+        self._wakes[f"list {tier}"].set()
 
     def run_forgotten(self, run: Run) -> None:
-        self._door.forget(run)
+        self._door.admission.forget_writers(run)
 
     # ── for the trainers' socket ──
 
@@ -322,8 +308,6 @@ class _Daemon:
         return await self._examiner.is_healthy(checkpoint, health.restore_wait_s) if health.examine else None
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> object:
-        if self._group is None:
-            raise RuntimeError("the daemon is not running")
         task = self._group.create_task(coroutine)
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)

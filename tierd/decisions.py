@@ -6,7 +6,7 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,7 +14,7 @@ from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.forecast import Forecast, forecast
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, plan
+from tierd.lifecycle.policy import HOT, Action, Decision, by_run, explain, plan
 
 
 class HaltReason(StrEnum):
@@ -43,29 +43,18 @@ def halted(catalog: Catalog) -> list[Halt]:
         is_damaged = checkpoint in catalog.tiers[tier].damaged
         reason = HaltReason.DAMAGED_REPLICA if is_damaged else HaltReason.UNREADABLE_MANIFEST
         halts.append(Halt(reason, tier, checkpoint.run, why))
-    for tier, known in catalog.tiers.items():
-        if not known.is_known:
-            halts.append(Halt(HaltReason.TIER_UNREACHABLE, tier, None, known.error))
-    return halts
+    return halts + [Halt(HaltReason.TIER_UNREACHABLE, tier, None, why) for tier, why in catalog.unlisted().items()]
 
 
 def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     """What becomes of every checkpoint in every tier, and why."""
-    return [
-        decision
-        for views, cold, hot_known in _known_parts(catalog, config)
-        for decision in explain(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
-    ]
+    return list(_by_run(catalog, config, explain))
 
 
 def deletions(catalog: Catalog, config: Config) -> list[Decision]:
     """The replicas to delete now, by run, the oldest first."""
-    return [
-        decision
-        for views, cold, hot_known in _known_parts(catalog, config)
-        for decision in plan(views, config.lifecycle, cold=cold, hot_known=hot_known, own=config.own_policies)
-        if decision.action in (Action.EVICT, Action.EXPIRE)
-    ]
+    planned = _by_run(catalog, config, plan)
+    return [decision for decision in planned if decision.action in (Action.EVICT, Action.EXPIRE)]
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
@@ -95,12 +84,10 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
     return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
 
 
-def _known_parts(catalog: Catalog, config: Config) -> Iterator[tuple[list[CheckpointView], dict[str, bool], bool]]:
-    """For each run, by name: (its checkpoints, whether each cold tier is known for it, whether hot is)."""
+def _by_run(catalog: Catalog, config: Config, decide: Callable[..., list[Decision]]) -> Iterator[Decision]:
+    """What `decide`, which is `explain` or `plan`, says of each run, given which tiers are known for that run."""
     unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    views: dict[Run, list[CheckpointView]] = {}
-    for view in catalog.views():
-        views.setdefault(view.id.run, []).append(view)
-    for run in sorted(views):
+    for run, views in by_run(catalog.views()):
         is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        yield views[run], {cold.name: is_known[cold.name] for cold in config.cold}, is_known[HOT]
+        cold = {cold.name: is_known[cold.name] for cold in config.cold}
+        yield from decide(views, config.lifecycle, cold=cold, hot_known=is_known[HOT], own=config.own_policies)

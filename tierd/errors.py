@@ -9,24 +9,26 @@ from __future__ import annotations
 import math
 import re
 
+_BY_KIND: dict[str, type[TierdError]] = {}
+
 
 class TierdError(Exception):
     """The base of all errors that tierd raises on purpose."""
 
     exit_code = 1
+    kind = "tierd_error"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
 
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()  # DaemonUnreachable: daemon_unreachable
+        _BY_KIND[cls.kind] = cls
+
     def __str__(self) -> str:
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message
-
-    @property
-    def kind(self) -> str:
-        """The name of this kind of error on the wire, in metrics and in logs."""
-        return _kind(type(self))
 
 
 class Transient(TierdError):
@@ -131,14 +133,6 @@ class TargetNotEmpty(TierdError):
     exit_code = 15
 
 
-def _kind(error: type[TierdError]) -> str:
-    """The class name in snake_case: `DaemonUnreachable` is `daemon_unreachable`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", error.__name__).lower()
-
-
 def from_kind(kind: str, message: str, hint: str) -> TierdError:
     """The error that a peer named by `kind`; a plain TierdError for an unknown kind."""
-    classes = [TierdError]
-    for error in classes:  # grows while it is read: all subclasses
-        classes += error.__subclasses__()
-    return {_kind(error): error for error in classes}.get(kind, TierdError)(message, hint=hint)
+    return _BY_KIND.get(kind, TierdError)(message, hint=hint)

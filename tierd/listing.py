@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierd.catalog import Catalog, Entry
+from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -20,25 +20,25 @@ BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together
 
 async def refresh(catalog: Catalog, tier: Tier) -> None:
     """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised."""
-    moment = catalog.moment()
+    since = catalog.changes
     try:
-        await enter(catalog, tier, await tier.listing(), moment)
+        await enter(catalog, tier, await tier.listing(), since)
     except TierdError as error:
-        catalog.lost_tier(tier.name, str(error))
+        catalog.listing_failed(tier.name, str(error))
 
 
-async def enter(catalog: Catalog, tier: Tier, listing: Listing, moment: int) -> None:
-    """Enter a listing that was begun at `moment`."""
+async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int) -> None:
+    """Enter a listing that was begun when the catalog had `since` changes."""
     manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
     listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     diagnoses = {c: diagnosis for c in listed if (diagnosis := listing.diagnosis(c)) is not None}
-    catalog.saw_tier(
+    catalog.enter_listing(
         tier.name,
         listed,
         unreadable,
-        since=moment,
+        since=since,
         diagnoses=diagnoses,
         fingerprints={c: listing.fingerprints[c] for c in listed},
         partial=listing.partial,
@@ -76,7 +76,10 @@ async def _manifests(
     if tier.cache is not None and len(unread) > BATCH:
         await tier.cache.write(found, listing.fingerprints)
     for checkpoint, manifest in list(found.items()):
-        why = _conflict(catalog.get(checkpoint), tier, manifest)
+        known, why = catalog.get(checkpoint), ""
+        others = known.tiers - {tier.name} if known else None
+        if known and others and known.manifest is not manifest and known.manifest != manifest:
+            why = f"its manifest differs from the one in {', '.join(sorted(others))}"
         if _missing(manifest, listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
@@ -108,14 +111,6 @@ def _missing(manifest: Manifest, files: dict[str, int]) -> str:
         if files.get(entry.name) != entry.size_bytes:
             return f"{entry.name} is missing or has another size"
     return ""
-
-
-def _conflict(known: Entry | None, tier: Tier, manifest: Manifest) -> str:
-    """Whether another tier has a different manifest of this checkpoint, as text; empty if not."""
-    others = known.tiers - {tier.name} if known else frozenset()
-    if known is None or not others or known.manifest is manifest or known.manifest == manifest:
-        return ""
-    return f"its manifest differs from the one in {', '.join(sorted(others))}"
 
 
 async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action
-from tierd.lifecycle.selection import MEMORY
+from tierd.tiers.tier import ReadableTier
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
@@ -166,7 +166,7 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
 
 
 def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -> TierReport:
-    knowledge, manifests = catalog.tiers[name], catalog.held(name)
+    knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
         name=name,
         url=url,
@@ -187,26 +187,43 @@ def checkpoint_rows(
 ) -> list[CheckpointRow]:
     """Newest first within a run, runs by name. `health`: of the checkpoints in memory."""
     manifests = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
-    entries = {entry.id: entry for entry in catalog.entries(run)}
-    rows: list[CheckpointRow] = []
-    for checkpoint in manifests.keys() | entries.keys():
-        entry = entries.get(checkpoint) or Entry(checkpoint, manifests[checkpoint])
-        rows.append(
-            CheckpointRow(
-                run=checkpoint.run,
-                step=checkpoint.step,
-                generation=checkpoint.generation,
-                tiers=[MEMORY] * (checkpoint in manifests) + [tier for tier in catalog.tiers if tier in entry.tiers],
-                milestone=min(entry.all_milestones, default=None),
-                healthy=health.get(checkpoint) if entry.healthy is None else entry.healthy,
-                size_bytes=entry.manifest.size_bytes,
-                created_at=entry.manifest.created_at,
-                metrics=entry.manifest.metrics,
-            )
+    candidates = catalog.inventory(run, in_memory=manifests.keys(), health=health).candidates
+    manifests |= {entry.id: entry.manifest for entry in catalog.entries(run)}
+    rows = [
+        CheckpointRow(
+            run=candidate.id.run,
+            step=candidate.id.step,
+            generation=candidate.id.generation,
+            tiers=list(candidate.tiers),
+            milestone=min(candidate.milestones, default=None),
+            healthy=candidate.is_healthy,
+            size_bytes=manifests[candidate.id].size_bytes,
+            created_at=manifests[candidate.id].created_at,
+            metrics=manifests[candidate.id].metrics,
         )
+        for candidate in candidates
+    ]
     rows.sort(key=lambda row: (row.generation, row.step), reverse=True)
     rows.sort(key=lambda row: row.run)
     return rows
+
+
+async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
+    """From the health marker of one replica; None if the checkpoint was not examined."""
+    if not entry.diagnoses:
+        return None
+    tier, is_healthy = min(entry.diagnoses.items(), key=lambda marker: marker[1])  # the worst counts
+    return await tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
+
+
+def checkpoint_report(entry: Entry, tiers: list[str], diagnosis: Diagnosis | None) -> CheckpointReport:
+    return CheckpointReport(
+        manifest=entry.manifest,
+        tiers=tiers,
+        milestones=sorted(entry.all_milestones),
+        healthy=diagnosis.healthy if diagnosis else None,
+        diagnosis=diagnosis,
+    )
 
 
 def lifecycle_report(

@@ -70,7 +70,7 @@ async def with_history(house: House) -> None:
 
 
 async def test_healthz_does_not_depend_on_the_tiers(house: House) -> None:
-    house.rooms.catalog.lost_tier("hot", "I/O error")
+    house.rooms.catalog.listing_failed("hot", "I/O error")
     assert (await house.get("/healthz"))[:2] == (200, "alive\n")
 
 
@@ -80,9 +80,9 @@ async def test_readyz_needs_recovery_and_a_listed_hot_tier(house: House) -> None
     assert (await house.get("/readyz"))[0] == 503
     house.operator.is_ready = True
     assert (await house.get("/readyz"))[:2] == (200, "ready\n")
-    house.rooms.catalog.lost_tier("cold", "503 everywhere")
+    house.rooms.catalog.listing_failed("cold", "503 everywhere")
     assert (await house.get("/readyz"))[0] == 200, "S3 does not count"
-    house.rooms.catalog.lost_tier("hot", "I/O error")
+    house.rooms.catalog.listing_failed("hot", "I/O error")
     assert (await house.get("/readyz"))[:2] == (503, "not ready: I/O error\n")
 
 
@@ -145,7 +145,7 @@ async def test_halted_deletion_shows_in_status_and_metrics(house: House) -> None
     await with_history(house)
     (house.rooms.folder("hot", checkpoint_id(RUN, 7, 1)) / "manifest.json").write_text("{")
     await house.rooms.look()
-    house.rooms.catalog.lost_tier("cold", "503")
+    house.rooms.catalog.listing_failed("cold", "503")
     halted = (await house.json("/api/v1/status"))["halted"]
     assert [one.partition(":")[0] for one in halted] == ["unreadable_manifest", "tier_unreachable"]
     samples = await house.samples()
@@ -156,7 +156,7 @@ async def test_halted_deletion_shows_in_status_and_metrics(house: House) -> None
 async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:
     """Otherwise the alert on a stalled queue could not fire while the tier is unreachable."""
     await with_history(house)
-    house.rooms.catalog.lost_tier("cold", "503")
+    house.rooms.catalog.listing_failed("cold", "503")
     queues = (await house.json("/api/v1/status"))["queues"]
     assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
 
@@ -217,7 +217,7 @@ async def test_page_shows_the_state_and_escapes_foreign_text(house: House) -> No
     await with_history(house)
     hostile = "<script>alert(1)</script>&amp;\"'"
     house.rooms.incidents.record("list", TierUnreachable(hostile, hint=hostile))
-    house.rooms.catalog.lost_tier("cold", hostile)
+    house.rooms.catalog.listing_failed("cold", hostile)
     house.rooms.catalog.tiers["hot"].unreadable[checkpoint_id(RUN, 7, 1)] = hostile
     status, body, content_type = await house.get("/")
     assert (status, content_type) == (200, "text/html; charset=utf-8")

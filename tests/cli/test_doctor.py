@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.bucket import bucket_server
 from tests.support.cli import House, make_checkpoint, make_house
 from tests.support.daemon import serving
 from tests.support.s3 import BUCKET, SECRET_KEY
 from tests.support.waiting import wait_until
+from tierd.cli.app import make_app
 
 
 def run_doctor(house: House, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -113,3 +115,13 @@ def test_interrupted_doctor_deletes_its_probe_objects(tmp_path: Path, number: si
         process.communicate(timeout=60)
         assert process.returncode == 128 + number
         assert (served.objects, served.uploads) == ({}, {})
+
+
+def test_doctor_without_a_config_file_names_the_hot_tier_of_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(make_app(["doctor"]), ["doctor", "--tier", "hot"])
+    assert f"there is no config file: the built-in defaults apply, and the hot tier is {tmp_path}/.tierd/hot" in (
+        result.stdout
+    )

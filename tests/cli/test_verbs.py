@@ -162,7 +162,7 @@ def test_lifecycle_forecasts_what_each_tier_will_hold_and_cost(tmp_path: Path) -
     assert cold["growth_cost"] == pytest.approx(72 * 40_000 / (1 << 30) * 1e6)
     assert forecasts["run42", "hot"]["steady_cost"] is None
     lines = [line.split() for line in printed.stdout.splitlines()]
-    assert lines[-2][:5] == ["hot", "run42", "1", "h", "0"]
+    assert lines[-2][:8] == ["hot", "run42", "1", "h", "0", "min", "120", "kB"], "three of 40 kB, in decimal units"
     assert lines[-1][-2:] == ["112", "2,682"], "the steady cost, and what each month adds"
 
 

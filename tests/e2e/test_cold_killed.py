@@ -12,7 +12,7 @@ from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import make_checkpoint, make_manifest
 from tests.support.daemon import serving
 from tests.support.s3 import BUCKET
-from tests.support.store_contract import content
+from tests.support.store_contract import BytesSource, content
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import layout, wire
@@ -33,7 +33,7 @@ def make_hot(root: Path, *, world_size: int = 1, size_bytes: int = SIZE_BYTES) -
 
     async def write() -> Manifest:
         tier = Tier("hot", DirectoryStore(root / "hot"))
-        shard = memoryview(content(size_bytes))
+        shard = BytesSource(content(size_bytes))
         entries = [
             await tier.store.put(
                 layout.file_key(checkpoint, layout.shard_name(Rank(rank), world_size)),

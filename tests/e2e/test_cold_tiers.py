@@ -84,8 +84,9 @@ def objects(served: Bucket, prefix: str) -> dict[str, bytes]:
     """Of the checkpoints, below the tier's root; of verdicts the fact, for details go with the replica in hot."""
     found: dict[str, bytes] = {}
     for key, stored in served.objects.items():
-        if parsed := layout.parse_key(key.removeprefix(prefix)):
-            found[key.removeprefix(prefix)] = stored.content if layout.diagnosis_of([parsed[1]]) is None else b""
+        if layout.parse_key(key.removeprefix(prefix)):
+            is_verdict = key.endswith((f"/{layout.HEALTHY}", f"/{layout.UNHEALTHY}"))
+            found[key.removeprefix(prefix)] = b"" if is_verdict else stored.content
     return found
 
 

@@ -19,7 +19,7 @@ def test_keys_have_the_specified_form() -> None:
     assert layout.file_key(ID, layout.shard_name(Rank(3), 8)) == (
         "run42/000000018000-g0003/rank-00003-of-00008.safetensors"
     )
-    assert layout.milestone_key(ID, "best") == "run42/000000018000-g0003/milestone-best.json"
+    assert layout.milestone_file("best") == "milestone-best.json"
     assert layout.generation_key(Run("run42"), Generation(3)) == "run42/generation-0003.json"
 
 
@@ -27,7 +27,7 @@ def test_parsed_keys_give_what_they_were_made_from() -> None:
     for name in (layout.MANIFEST, layout.shard_name(Rank(3), 8), "milestone-best.json"):
         key = layout.file_key(ID, name)
         assert is_key(key)
-        assert layout.parse_key(key) == (ID, name)
+        assert layout.parse_key(key) == ID
     assert layout.milestone_of("milestone-best.json") == "best"
     assert layout.parse_generation_key(layout.generation_key(Run("run42"), Generation(12_345))) == ("run42", 12_345)
 
@@ -52,7 +52,7 @@ def test_another_key_is_not_a_generation_marker(key: str) -> None:
 @pytest.mark.parametrize("milestone", ["", ".", "../x", "a/b", "a b", "x" * 65, "best\n", "é"])
 def test_an_invalid_name_of_a_milestone_is_refused(milestone: str) -> None:
     with pytest.raises(BadRequest, match="cannot name a milestone"):
-        layout.milestone_key(ID, milestone)
+        layout.milestone_file(milestone)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a\0b", "x.partial", "x" * 256, "a\n"])

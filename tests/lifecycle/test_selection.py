@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tests.workers.test_restorer import handover, restorer
+from tests.workers.test_restorer import find_with, restorer
+from tierd.descriptors import close_all
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
@@ -24,8 +25,8 @@ from tierd.lifecycle.selection import (
     Selected,
     UnreadableReplica,
     select,
+    select_each,
 )
-from tierd.workers.restorer import close_all
 
 TIERS = ("hot", "cold", "dr")
 
@@ -307,9 +308,9 @@ def test_restorer_agrees_with_the_table(case: Case, tmp_path: Path) -> None:
     async def find(rooms: Rooms) -> tuple[Outcome, str]:
         await rooms.look()
         for tier in case.unlisted:
-            rooms.catalog.lost_tier(tier, "503")
+            rooms.catalog.listing_failed(tier, "503")
         try:
-            found = await handover(restorer(rooms), exclude=exclusions(case), **case.query)
+            found = await find_with(restorer(rooms), exclude=exclusions(case), **case.query)
         except TierdError as error:
             return type(error), ""
         close_all(found.descriptors)
@@ -384,3 +385,27 @@ def test_query_without_a_run_needs_one_run_only() -> None:
         select(CheckpointQuery(), Inventory(candidates=[one, other]))
     assert f"other, {RUN}" in caught.value.hint
     assert select(CheckpointQuery(run=Run("other")), Inventory(candidates=[one, other])).candidate is other
+
+
+def test_selection_reads_the_inventory_once_however_many_replicas_fail() -> None:
+    class Candidates(list[Candidate]):
+        read_count = 0
+
+        def __iter__(self) -> Iterator[Candidate]:
+            self.read_count += 1
+            return super().__iter__()
+
+    candidates = Candidates(
+        Candidate(id=checkpoint_id(RUN, step, 1), milestones=frozenset(), tiers=TIERS) for step in range(200)
+    )
+    failed: dict[tuple[CheckpointId, str], TierdError | None] = {}
+    selections = select_each(CheckpointQuery(run=RUN, allow_older=True), Inventory(candidates=candidates), failed)
+
+    def fail_each() -> None:
+        for selected in selections:
+            failed[selected.candidate.id, selected.tier] = Corrupt("damaged")
+
+    with pytest.raises(Corrupt):
+        fail_each()
+    assert len(failed) == 200 * len(TIERS)
+    assert candidates.read_count <= 3

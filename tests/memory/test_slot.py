@@ -1,9 +1,10 @@
-"""A slot maps memory of another process, and only memory that cannot shrink."""
+"""A slot maps memory of another process, and only memory that cannot shrink. Its state follows the table."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.slots import PAGE_BYTES, make_memfd, make_slot
+from tierd import metrics
 from tierd.errors import BadRequest
 from tierd.format import checksum
-from tierd.memory.slot import MappedSlot, snapshot_entry
-from tierd.memory.slot_states import SlotEvent, SlotState
+from tierd.memory.slot import TRANSITIONS, MappedSlot, SlotEvent, SlotState, snapshot_entry
+from tierd.transitions import next_state
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +99,56 @@ def test_the_entry_of_a_snapshot_has_the_checksum_of_its_bytes_without_the_rest_
     assert (entry.size_bytes, entry.crc64nvme) == (5, checksum.encode(checksum.crc64nvme(b"state")))
     assert entry.chunks == [entry.crc64nvme]
     slot.close()
+
+
+# ── states: all pairs of state and event, compared with a second copy of the table ──
+
+MOVES = {
+    "free": {"fill": "filling", "trainer_died": "free"},
+    "filling": {"abandon": "free", "seal": "sealed", "trainer_died": "free"},
+    "sealed": {"persist": "persisting", "supersede": "free", "trainer_died": "sealed"},
+    "persisting": {"persisted": "retained", "persist_failed": "sealed", "trainer_died": "persisting"},
+    "retained": {"release": "free", "trainer_died": "retained"},
+}
+PAIRS = list(itertools.product(SlotState, SlotEvent))
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda member: member.value)
+def test_every_state_and_event_follows_the_table_or_is_refused(state: SlotState, event: SlotEvent) -> None:
+    expected = MOVES[state.value].get(event.value)
+    if expected is None:
+        with pytest.raises(BadRequest, match=f"{event.value} a slot that is {state.value}"):
+            next_state(TRANSITIONS, state, event, of="a slot")
+    else:
+        assert next_state(TRANSITIONS, state, event, of="a slot").value == expected
+
+
+def test_a_refusal_names_the_allowed_events() -> None:
+    with pytest.raises(BadRequest, match="expected one of abandon, seal, trainer_died"):
+        next_state(TRANSITIONS, SlotState.FILLING, SlotEvent.RELEASE, of="a slot")
+
+
+def test_the_normal_cycle_of_a_slot_ends_in_free() -> None:
+    state = SlotState.FREE
+    for event in (SlotEvent.FILL, SlotEvent.SEAL, SlotEvent.PERSIST, SlotEvent.PERSISTED, SlotEvent.RELEASE):
+        state = next_state(TRANSITIONS, state, event, of="a slot")
+    assert state is SlotState.FREE
+
+
+def test_the_death_of_the_trainer_keeps_a_sealed_snapshot() -> None:
+    for state in (SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED):
+        assert next_state(TRANSITIONS, state, SlotEvent.TRAINER_DIED, of="a slot") is state
+
+
+def test_a_snapshot_is_dropped_from_memory_only_when_durable_or_superseded() -> None:
+    complete = {SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED}
+    dropping = {
+        (source, event)
+        for (source, event), target in TRANSITIONS.items()
+        if source in complete and target not in complete
+    }
+    assert dropping == {(SlotState.RETAINED, SlotEvent.RELEASE), (SlotState.SEALED, SlotEvent.SUPERSEDE)}
+
+
+def test_every_state_has_a_series_in_the_metrics() -> None:
+    assert tuple(state.value for state in SlotState) == metrics.SLOT_STATES

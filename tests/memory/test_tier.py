@@ -9,8 +9,7 @@ import pytest
 from tests.support.slots import make_sealed, make_slot
 from tierd.errors import BadRequest, Stale
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent, SlotState
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 from tierd.memory.tier import MemoryTier, SnapshotSet
 
 RUN = Run("run42")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.store_contract import BytesSource, FailingSource, content, entry_of
 from tierd.errors import Corrupt
 from tierd.s3.body import PIECE_BYTES, SEND_BYTES, Body
-from tierd.tiers.store import MemorySource, Source
+from tierd.tiers.store import Source
 
 CHUNK_BYTES = PIECE_BYTES + 4096
 SIZE_BYTES = 2 * CHUNK_BYTES + 5
@@ -32,14 +32,19 @@ def read_all(found: Body) -> bytes:
     return b"".join(sent)
 
 
-@pytest.mark.parametrize("from_memory", [True, False], ids=["memory", "source"])
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "remote"])
 @pytest.mark.parametrize(
     ("offset", "length"), [(0, SIZE_BYTES), (0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, 5)]
 )
 async def test_body_returns_the_bytes_of_its_part_again_after_a_rewind(
-    from_memory: bool, offset: int, length: int
+    is_local: bool, offset: int, length: int
 ) -> None:
-    found = body(MemorySource(memoryview(DATA)) if from_memory else BytesSource(DATA), offset, length)
+    def read_piece(offset: int, buffer: memoryview) -> None:
+        buffer[:] = DATA[offset : offset + len(buffer)]
+
+    source = BytesSource(DATA)
+    source.fill_blocking = read_piece if is_local else None
+    found = body(source, offset, length)
     assert (found.seek(0, os.SEEK_END), found.tell(), found.seek(0)) == (length, length, 0)
     for _ in range(2):
         assert await asyncio.to_thread(read_all, found) == DATA[offset : offset + length]
@@ -78,15 +83,14 @@ async def test_error_of_the_source_is_kept_for_the_caller() -> None:
 async def test_aborted_body_ends_after_its_source_stops_writing_to_the_buffer() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    class Endless:
-        async def fill(self, offset: int, buffer: memoryview) -> None:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+    async def wait(offset: int, buffer: memoryview) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-    found = body(Endless())
+    found = body(Source(wait))
     reading = asyncio.ensure_future(asyncio.to_thread(found.read))
     await begun.wait()
     found.abort()

@@ -52,10 +52,10 @@ class TestCeph(StoreContract):
 class Ending(BytesSource):
     """Becomes unreachable at the fourth part."""
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
+    async def read_piece(self, offset: int, buffer: memoryview) -> None:
         if offset >= 3 * CHUNK_BYTES:
             raise TierUnreachable("read hot: out of reach")
-        await super().fill(offset, buffer)
+        await super().read_piece(offset, buffer)
 
 
 async def test_interrupted_upload_continues_and_whole_objects_are_not_sent_again(ceph: str) -> None:

@@ -99,11 +99,11 @@ async def test_part_whose_source_was_too_slow_is_read_again(served: Bucket) -> N
     class SlowOnce(BytesSource):
         begun = 0
 
-        async def fill(self, offset: int, buffer: memoryview) -> None:
+        async def read_piece(self, offset: int, buffer: memoryview) -> None:
             self.begun += 1
             if self.begun == 2:
                 await asyncio.sleep(60)
-            await super().fill(offset, buffer)
+            await super().read_piece(offset, buffer)
 
     store = store_at(served, request_timeout_s=2)
     data = content(SIZE_BYTES)

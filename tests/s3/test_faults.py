@@ -21,6 +21,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tierd.config import ColdPolicy, LifecycleConfig
+from tierd.decisions import pending
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
@@ -102,12 +103,13 @@ class Battle:
             known = self.rooms.catalog.tiers["cold"]
             # A manifest that was altered on its way is unreadable until the next listing, and is not copied again.
             is_whole = known.is_known and not known.unreadable
-            return await self.replicator.run_once() and is_whole and not self.replicator.pending()
+            has_copied = await self.replicator.run_once()
+            return has_copied and is_whole and not pending(self.rooms.catalog, self.rooms.config, "cold")
 
         for _ in range(TRIES_MAX):
             if await at_last(is_through):
                 break
-        held = {manifest.id for manifest in self.rooms.catalog.held("cold")}
+        held = {manifest.id for manifest in self.rooms.catalog.manifests_in("cold")}
         assert held >= {manifest.id for manifest in manifests}
 
     async def restore(self, manifest: Manifest) -> None:

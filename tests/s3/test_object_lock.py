@@ -13,7 +13,7 @@ from tests.support.bucket import Bucket
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
 from tests.support.s3_store import s3_store
-from tests.support.store_contract import KEY, content
+from tests.support.store_contract import KEY, BytesSource, content
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
 from tierd.format import layout
@@ -81,7 +81,7 @@ async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: 
     # Not a single PUT: moto requires x-amz-sdk-checksum-algorithm for it, AWS does not.
     for _ in range(2):
         for key in (KEY, KEY + "-2"):
-            await store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=5 << 20)
+            await store.put(key, BytesSource(data), size_bytes=len(data), chunk_bytes=5 << 20)
         await store.delete([KEY, KEY + "-2"])
         assert await store.list() == []
     await store.delete([KEY, KEY + "-2"])

@@ -11,7 +11,7 @@ from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import House, make_checkpoint
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
-from tests.support.store_contract import KEY, content, entry_of
+from tests.support.store_contract import KEY, BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import TierUnreachable
@@ -38,7 +38,7 @@ async def put(store: S3Store, key: str = KEY, *, size_bytes: int = CHUNK_BYTES, 
     data = content(size_bytes)
     await store.put(
         key,
-        memoryview(data),
+        BytesSource(data),
         size_bytes=size_bytes,
         chunk_bytes=CHUNK_BYTES,
         expect=entry_of(data, chunk_bytes=CHUNK_BYTES),

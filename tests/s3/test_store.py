@@ -125,7 +125,7 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
     most = 0
 
     class Counting(BytesSource):
-        async def fill(self, offset: int, buffer: memoryview) -> None:
+        async def read_piece(self, offset: int, buffer: memoryview) -> None:
             nonlocal filling, most
             filling += 1
             most = max(most, filling)
@@ -134,7 +134,7 @@ async def test_parts_in_flight_and_their_memory_are_bounded(moto: str) -> None:
                 most = max(most, filling)
                 if most >= 2:
                     break
-            await super().fill(offset, buffer)
+            await super().read_piece(offset, buffer)
             filling -= 1
 
     store = bucket(moto, parts_in_flight=2)
@@ -314,7 +314,7 @@ async def test_server_with_internal_errors_is_unreachable(moto: str, status: str
     with faulty_proxy(moto, lambda method, path: status) as url:
         store = bucket(url)
         with pytest.raises(TierUnreachable):
-            await store.put(KEY, memoryview(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x"))
+            await store.put(KEY, BytesSource(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x"))
         await store.close()
 
 
@@ -360,7 +360,7 @@ async def test_missing_bucket_is_unreachable_and_not_empty(moto: str) -> None:
         store.list(),
         store.get_bytes("run/x", size_max=1),
         store.put_bytes("run/x", b"", if_absent=True),
-        store.put(KEY, memoryview(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x")),
+        store.put(KEY, BytesSource(b"x"), size_bytes=1, chunk_bytes=CHUNK_BYTES, expect=entry_of(b"x")),
     ):
         with pytest.raises(TierUnreachable, match="there is no such bucket"):
             await attempt

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner, Result
 
+from tests.support.store_contract import BytesSource
 from tierd.cli.app import make_app
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -109,7 +110,7 @@ def make_checkpoint(
         tier = Tier("written", store)
         for name, shard in shards.items():
             key = layout.file_key(checkpoint, name)
-            await store.put(key, memoryview(shard), size_bytes=len(shard), chunk_bytes=CHUNK_BYTES)
+            await store.put(key, BytesSource(shard), size_bytes=len(shard), chunk_bytes=CHUNK_BYTES)
         await tier.commit(manifest)
         for name in milestones:
             await tier.mark_milestone(checkpoint, name, created_at)

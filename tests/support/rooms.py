@@ -13,6 +13,7 @@ from typing import Any
 from tests.support.cli import content, make_manifest
 from tests.support.config import make_config
 from tests.support.slots import make_memfd, make_sealed
+from tests.support.store_contract import BytesSource
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.context import DaemonContext
@@ -22,8 +23,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.listing import refresh
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import MappedSlot, SlotEvent
 from tierd.memory.tier import MemoryTier, SnapshotSet
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
@@ -160,7 +160,7 @@ class Rooms:
                 shard = content(checkpoint, rank, size_bytes)
                 key = layout.file_key(checkpoint, layout.shard_name(Rank(rank), 2))
                 entries.append(
-                    await tier.store.put(key, memoryview(shard), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+                    await tier.store.put(key, BytesSource(shard), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
                 )
             for milestone in milestones:
                 await tier.mark_milestone(checkpoint, milestone, "now")

@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from tierd.format import wire
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent, SlotState
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 CREATED_AT = "2025-01-01T00:00:00.000+00:00"
 PAGE_BYTES = 4096

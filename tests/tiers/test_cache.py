@@ -122,7 +122,7 @@ async def test_cache_over_its_limit_keeps_the_newest_manifests(tmp_path: Path, m
 
 async def test_cache_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for folder in (None, tmp_path / "file", tmp_path / "file" / "below"):
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         await ManifestCache(folder, PLACE).write(MANIFESTS, FINGERPRINTS)
         assert await ManifestCache(folder, PLACE).read(FINGERPRINTS) == {}
 

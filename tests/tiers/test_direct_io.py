@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tierd.tiers.direct_io import ALIGN_BYTES, page_aligned, reserve, round_up, set_direct
+from tierd.format.shard import ALIGN_BYTES, round_up
+from tierd.tiers.direct_io import page_aligned, reserve, set_direct
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, ALIGN_BYTES), (ALIGN_BYTES, ALIGN_BYTES), (4097, 8192)])

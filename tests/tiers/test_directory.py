@@ -70,9 +70,9 @@ class WatchingSource(BytesSource):
         super().__init__(data)
         self.flags: list[int] = []
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
+    async def read_piece(self, offset: int, buffer: memoryview) -> None:
         self.flags += open_flags_of_partials()
-        await super().fill(offset, buffer)
+        await super().read_piece(offset, buffer)
 
 
 # ── writing ──
@@ -112,11 +112,16 @@ async def test_buffer_at_any_address_is_written_correctly(store: DirectoryStore,
     assert await read_whole(store, KEY, len(data)) == data
 
 
+async def test_short_buffer_is_refused(store: DirectoryStore) -> None:
+    with pytest.raises(BadRequest):
+        await store.put(KEY, memoryview(b"ab"), size_bytes=3, chunk_bytes=CHUNK_BYTES)
+
+
 async def test_bytes_after_the_given_length_are_never_in_the_file(store: DirectoryStore) -> None:
     data = content(4097)
     view = memoryview(data + b"slack" * 2000)
     assert await store.put(KEY, view, size_bytes=4097, chunk_bytes=CHUNK_BYTES) == entry_of(data)
-    assert store.path(KEY).read_bytes() == data
+    assert (store.root / KEY).read_bytes() == data
 
 
 async def test_put_fsyncs_the_file_then_renames_it_then_fsyncs_the_folder(
@@ -222,9 +227,9 @@ async def test_sweep_removes_partial_files_of_dead_writers_only(store: Directory
     swept: list[int] = []
 
     class Sweeping(BytesSource):
-        async def fill(self, offset: int, buffer: memoryview) -> None:
+        async def read_piece(self, offset: int, buffer: memoryview) -> None:
             swept.append(await store.sweep_partials())
-            await super().fill(offset, buffer)
+            await super().read_piece(offset, buffer)
 
     assert len(await store.list()) == 1
     await store.put("run/a/y", Sweeping(b"living"), size_bytes=6, chunk_bytes=CHUNK_BYTES)
@@ -291,7 +296,7 @@ async def test_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: 
 
 async def test_truncated_file_is_corrupt(store: DirectoryStore) -> None:
     await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
-    os.truncate(store.path(KEY), 4095)
+    os.truncate((store.root / KEY), 4095)
     with pytest.raises(Corrupt, match="ends at byte 4095"):
         await read_whole(store, KEY, 4096)
 

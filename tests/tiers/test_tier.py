@@ -12,11 +12,12 @@ import pytest
 
 from tests.support.kill import kill_when_stalled
 from tests.support.s3 import BUCKET, faulty_proxy
-from tests.support.store_contract import content, entry_of
+from tests.support.store_contract import BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound
 from tierd.format import layout
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from tierd.tiers.directory import DirectoryStore
@@ -55,7 +56,7 @@ async def persist(tier: Tier, made: Manifest) -> None:
     for entry, data in zip(made.files, SHARDS, strict=True):
         await tier.store.put(
             layout.file_key(made.id, entry.name),
-            memoryview(data),
+            BytesSource(data),
             size_bytes=len(data),
             chunk_bytes=CHUNK_BYTES,
             expect=entry,
@@ -89,7 +90,7 @@ async def test_checkpoint_is_listed_once_its_manifest_exists(cold: Tier) -> None
     made = manifest()
     for entry, data in zip(made.files, SHARDS, strict=True):
         key = layout.file_key(ID, entry.name)
-        await cold.store.put(key, memoryview(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
+        await cold.store.put(key, BytesSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
     before = await cold.listing()
     assert (before.committed, before.partial) == (set(), {ID})
     with pytest.raises(NotFound):
@@ -248,7 +249,7 @@ async def test_copy_writes_shards_concurrently_then_markers_then_the_manifest(ho
     store = Watched(tmp_path / "watched")
     async with asyncio.timeout(60):
         await copy_checkpoint(made, hot, Tier("cold", store), milestones=["best"], is_healthy=True)
-    markers = [layout.milestone_key(ID, "best"), layout.diagnosis_key(ID, is_healthy=True)]
+    markers = [layout.file_key(ID, "milestone-best.json"), layout.diagnosis_key(ID, is_healthy=True)]
     assert store.written == [
         *(entry.name for entry in reversed(made.files)),
         *(key.rpartition("/")[2] for key in markers),
@@ -372,7 +373,7 @@ async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Pa
 
 def path(tier: Tier, name: str) -> Path:
     assert isinstance(tier.store, DirectoryStore)
-    return tier.store.path(layout.file_key(ID, name))
+    return tier.store.root / layout.file_key(ID, name)
 
 
 def flip(tier: Tier, name: str, at: int) -> None:
@@ -381,3 +382,11 @@ def flip(tier: Tier, name: str, at: int) -> None:
         old = file.read(1)
         file.seek(at)
         file.write(bytes([old[0] ^ 1]))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b'{"healthy": "no"}', b"\xff", b"[" * 60_000, b" " * (64 << 10) + b"{}"])
+async def test_marker_that_cannot_be_read_still_gives_the_verdict_of_its_name(tmp_path: Path, raw: bytes) -> None:
+    tier = Tier("hot", DirectoryStore(tmp_path))
+    await tier.store.put_bytes(layout.diagnosis_key(ID, is_healthy=False), raw)
+    assert await tier.diagnosis(ID, is_healthy=False) == Diagnosis(healthy=False)
+    await tier.store.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import make_manifest
-from tests.support.store_contract import content
+from tests.support.store_contract import BytesSource, content
 from tierd.errors import BadRequest, Corrupt, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.ids import checkpoint_id
@@ -55,7 +55,7 @@ class Rooms:
             for one in self.manifest.files:
                 await tier.store.put(
                     layout.file_key(ID, one.name),
-                    memoryview(content(one.size_bytes)),
+                    BytesSource(content(one.size_bytes)),
                     size_bytes=one.size_bytes,
                     chunk_bytes=one.chunk_bytes,
                 )

@@ -112,7 +112,7 @@ async def test_an_empty_tier_an_unlisted_tier_and_a_deleted_checkpoint_are_not_f
     await driller_with_clock.at(0.0)
     await driller_with_clock.at(INTERVAL_S)
     assert rooms.incidents.recent() == []
-    rooms.catalog.lost_tier("cold", "away")
+    rooms.catalog.listing_failed("cold", "away")
     await driller_with_clock.at(3 * INTERVAL_S)
     assert rooms.incidents.recent() == []
 

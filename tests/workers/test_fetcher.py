@@ -14,10 +14,11 @@ import torch
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import commit, shard_of
 from tierd.catalog import Entry
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import wire
 from tierd.workers.fetcher import Fetcher
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer
 
 CHUNK_BYTES = 4096
 ELEMENTS = 40 * CHUNK_BYTES // 4
@@ -53,7 +54,7 @@ class Asked:
         return sorted(self.rooms.hot_store.root.rglob("*.partial"))
 
     async def bring(self, chunks: list[list[int]] | None, tier: str = "cold", *, is_hot_bad: bool = False) -> bool:
-        """Returns whether the handover is a part. Checks its chunks and headers, in files of full size."""
+        """Returns whether the checkpoint was opened as a part. Checks its chunks and headers, in files of full size."""
         descriptors, is_part = await self.fetcher.bring(
             self.entry, self.rooms.cold[tier], chunks, lambda done, total: None, is_hot_bad=is_hot_bad
         )
@@ -231,5 +232,5 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     assert await find("auto", exclude, NOTHING) == ("dr", True)
     assert await find("dr", exclude, [[20, 25], [30]]) == ("dr", True)
     assert asked.given_bytes("dr") == CHUNK_BYTES
-    await worker.restored(RUN)
+    await worker.fetcher.restored(RUN)
     assert asked.arriving() == []

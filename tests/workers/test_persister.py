@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 
 MIB = 1 << 20
 
@@ -47,7 +47,7 @@ async def test_a_set_is_written_unchanged_and_committed_with_the_fields_of_rank_
     entry = rooms.catalog.get(snapshot_set.id)
     assert entry is not None
     assert (entry.manifest, entry.tiers, entry.all_milestones) == (manifest, {"hot"}, {"best"})
-    assert snapshot_set.is_persisted
+    assert not snapshot_set.is_pending
     assert [type(message) for message in rooms.sent] == [wire.Persisted]
     assert rooms.count("tierd_snapshots_total", run=RUN, outcome="persisted") == 1
     assert rooms.count("tierd_bytes_total", tier="hot", direction="write") == sum(map(len, shards))
@@ -65,7 +65,7 @@ async def test_sequences_follow_the_order_of_sealing(rooms: Rooms) -> None:
     for step in (30, 40, 50):
         rooms.seal(step)
     await rooms.persister().run_once()
-    assert [(manifest.step, manifest.sequence) for manifest in reversed(rooms.catalog.held("hot"))] == [
+    assert [(manifest.step, manifest.sequence) for manifest in reversed(rooms.catalog.manifests_in("hot"))] == [
         (50, 3),
         (40, 2),
         (30, 1),
@@ -149,7 +149,7 @@ async def test_a_resent_snapshot_that_is_only_in_cold_is_not_written_again(rooms
     """A second manifest with a later sequence would be another checkpoint with the same id."""
     rooms.seal(7)
     await rooms.persister().run_once()
-    manifest = rooms.catalog.held("hot")[0]
+    manifest = rooms.catalog.manifests_in("hot")[0]
     rooms.catalog.add(manifest, "cold")
     rooms.catalog.drop(manifest.id, "hot")
     await rooms.hot.delete(manifest.id)

@@ -38,7 +38,7 @@ async def test_what_no_policy_keeps_is_deleted_from_every_tier(rooms: Rooms) -> 
 
     assert await reaper(rooms).run_once()
     assert rooms.steps("hot") == rooms.steps("cold") == [500, 400, 300]
-    assert sorted(manifest.step for manifest in rooms.catalog.held("hot")) == [300, 400, 500]
+    assert sorted(manifest.step for manifest in rooms.catalog.manifests_in("hot")) == [300, 400, 500]
     assert rooms.events.count(("space_freed",)) == 4
 
 
@@ -69,7 +69,7 @@ async def test_unreadable_manifest_stops_deletion_for_its_run_only(rooms: Rooms)
 
 
 async def test_a_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_it(rooms: Rooms) -> None:
-    rooms.catalog.lost_tier("cold", "503")
+    rooms.catalog.listing_failed("cold", "503")
     assert all(action.tier == "hot" for action in deletions(rooms.catalog, rooms.config))
     await reaper(rooms).run_once()
     assert rooms.steps("cold") == [*reversed(STEPS)]
@@ -77,7 +77,7 @@ async def test_a_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_
 
 
 async def test_nothing_is_deleted_while_hot_cannot_be_listed(rooms: Rooms) -> None:
-    rooms.catalog.lost_tier("hot", "I/O error")
+    rooms.catalog.listing_failed("hot", "I/O error")
     assert deletions(rooms.catalog, rooms.config) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cli import assert_same_files, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig
-from tierd.decisions import decisions, waiting
+from tierd.decisions import decisions, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
@@ -33,7 +33,7 @@ async def test_milestones_are_copied_first_and_then_the_newest_selected_checkpoi
     assert [message.step for message in rooms.sent if isinstance(message, wire.Replicated)] == [100, 500, 400, 300]
     assert rooms.steps("cold") == [500, 400, 300, 100]
     assert rooms.steps("dr") == []
-    newest = max(rooms.catalog.held("cold"), key=lambda manifest: manifest.step).id
+    newest = max(rooms.catalog.manifests_in("cold"), key=lambda manifest: manifest.step).id
     assert_same_files(rooms.folder("hot", newest), rooms.folder("cold", newest))
     assert rooms.count("tierd_bytes_total", tier="cold", direction="write") == 4 * 40_000
 
@@ -55,9 +55,9 @@ async def test_each_cold_tier_gets_what_its_own_lifecycle_selects(rooms: Rooms) 
 async def test_a_pass_with_nothing_to_copy_changes_nothing(rooms: Rooms) -> None:
     await rooms.commit("hot", "cold")
     await rooms.look()
-    moment = rooms.catalog.moment()
+    moment = rooms.catalog.changes
     assert await rooms.replicator().run_once()
-    assert rooms.catalog.moment() == moment
+    assert rooms.catalog.changes == moment
 
 
 async def test_a_damaged_hot_replica_is_never_copied_and_does_not_delay_others(rooms: Rooms) -> None:
@@ -121,9 +121,9 @@ async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_th
 async def test_an_unreachable_tier_is_reported_as_waiting_and_not_as_empty(rooms: Rooms) -> None:
     manifest = await rooms.commit("hot")
     await rooms.look()
-    rooms.catalog.lost_tier("cold", "503")
+    rooms.catalog.listing_failed("cold", "503")
     worker = rooms.replicator()
-    assert worker.pending() == []
+    assert pending(rooms.catalog, rooms.config, "cold") == []
     assert await worker.run_once()
     assert waiting(rooms.catalog, rooms.config) == {"cold": [manifest.id], "dr": [manifest.id]}
     assert await rooms.replicator("dr").run_once(), "the other region is not affected"
@@ -134,7 +134,7 @@ async def test_a_copy_to_a_tier_that_failed_is_done_by_the_next_pass(rooms: Room
     await rooms.commit("cold", step=50)
     await rooms.commit("hot", "dr")
     await rooms.look()
-    root = rooms.folder("cold", rooms.catalog.held("hot")[0].id).parents[1]
+    root = rooms.folder("cold", rooms.catalog.manifests_in("hot")[0].id).parents[1]
     root.rename(root.with_name("unmounted"))
     with pytest.raises(TierUnreachable):
         await rooms.replicator().run_once()

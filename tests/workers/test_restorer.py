@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.store_contract import BytesSource
+from tierd.descriptors import close_all
 from tierd.errors import (
     BadRequest,
     Corrupt,
@@ -31,9 +33,9 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.workers import restorer as restorer_module
-from tierd.workers.restorer import Handover, Judge, Restorer, close_all
+from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
 
 SHARD = layout.shard_name(Rank(1), 2)
 
@@ -66,7 +68,7 @@ def restorer(rooms: Rooms, listings: list[asyncio.Event] | None = None, judge: J
 
 async def ask(rooms: Rooms, worker: Restorer | None = None, **fields: Any) -> tuple[str, Manifest, list[bytes]]:
     """(tier, manifest, contents of the files); closes every descriptor."""
-    found = await handover(worker or restorer(rooms), **fields)
+    found = await find_with(worker or restorer(rooms), **fields)
     shards = [
         os.pread(descriptor, entry.size_bytes, 0)
         for descriptor, entry in zip(found.descriptors, found.manifest.files, strict=True)
@@ -75,7 +77,7 @@ async def ask(rooms: Rooms, worker: Restorer | None = None, **fields: Any) -> tu
     return found.tier, found.manifest, shards
 
 
-async def handover(worker: Restorer, **fields: Any) -> Handover:
+async def find_with(worker: Restorer, **fields: Any) -> OpenCheckpoint:
     on_progress = fields.pop("on_progress", lambda done, total: None)
     plain = {"request": 1, "step": None, "generation": None, "milestone": None, "tier": "auto", "exclude": []}
     return await worker.find(RUN, wire.Find(**plain | fields), on_progress)
@@ -101,11 +103,11 @@ async def test_answer_names_newer_checkpoints_that_were_passed_over(rooms: Rooms
     newer = await rooms.commit("hot", step=200)
     (rooms.folder("hot", newer.id) / "manifest.json").write_text("{")
     await rooms.look()
-    found = await handover(restorer(rooms))
+    found = await find_with(restorer(rooms))
     close_all(found.descriptors)
     assert found.manifest.step == 100
     assert [str(newer.id) in why for why in found.passed_over] == [True]
-    found = await handover(restorer(rooms), step=100)
+    found = await find_with(restorer(rooms), step=100)
     close_all(found.descriptors)
     assert found.passed_over == []
 
@@ -161,7 +163,7 @@ async def test_newest_of_a_run_counts_every_tier_and_unreadable_checkpoints(room
     assert worker.newest(RUN) == sealed.id
     assert worker.newest(Run("other")) is None
     assert worker.unlisted() == []
-    rooms.catalog.lost_tier("cold", "no such bucket")
+    rooms.catalog.listing_failed("cold", "no such bucket")
     assert worker.unlisted() == ["cold (no such bucket)"]
 
 
@@ -169,13 +171,13 @@ async def test_nearest_tier_first_and_each_by_name(rooms: Rooms) -> None:
     rooms.seal(100, [content(checkpoint_id(RUN, 100, 1), rank, 20_000) for rank in (0, 1)])
     await rooms.persister().run_once()
     await rooms.look()
-    (manifest,) = rooms.catalog.held("hot")
+    (manifest,) = rooms.catalog.manifests_in("hot")
     raw = manifest.encode()
     for tier in rooms.cold.values():
         for rank, entry in enumerate(manifest.files):
             shard = content(manifest.id, rank, 20_000)
             await tier.store.put(
-                layout.file_key(manifest.id, entry.name), memoryview(shard), size_bytes=20_000, chunk_bytes=1 << 26
+                layout.file_key(manifest.id, entry.name), BytesSource(shard), size_bytes=20_000, chunk_bytes=1 << 26
             )
         await tier.commit(manifest, raw=raw)
     await rooms.look()
@@ -226,7 +228,7 @@ async def test_unexamined_checkpoint_is_examined_before_it_is_handed_over(rooms:
         return checkpoint.step != 200
 
     worker = restorer(rooms, judge=judge)
-    found = await handover(worker)
+    found = await find_with(worker)
     close_all(found.descriptors)
     assert (found.manifest.step, found.tier) == (150, "cold")
     assert "not finite" in found.passed_over[0]
@@ -244,7 +246,7 @@ async def test_snapshot_released_from_memory_while_it_was_examined_is_handed_ove
             list(rooms.memory.release(RUN))
         return True
 
-    found = await handover(restorer(rooms, judge=judge), step=100)
+    found = await find_with(restorer(rooms, judge=judge), step=100)
     close_all(found.descriptors)
     assert (found.manifest.step, found.tier) == (100, "hot")
 
@@ -263,7 +265,7 @@ async def test_not_found_only_if_every_tier_was_listed(rooms: Rooms) -> None:
     await rooms.look()
     with pytest.raises(NotFound):
         await ask(rooms)
-    rooms.catalog.lost_tier("dr", "503")
+    rooms.catalog.listing_failed("dr", "503")
     for wanted in ("auto", "dr"):
         with pytest.raises(TierUnreachable, match=r"dr .503."):
             await ask(rooms, tier=wanted)

@@ -88,7 +88,7 @@ def test_a_worker_waits_for_its_interval_between_passes() -> None:
 
 
 def test_a_wake_ends_the_wait_even_if_it_came_during_the_pass() -> None:
-    worker, _ = run(lambda: Task([]), 4, on_pass=lambda wake: [wake() for _ in range(5)] and None)
+    worker, _ = run(lambda: Task([]), 4, on_pass=lambda wake: [wake.set() for _ in range(5)] and None)
     assert max(worker.gaps_s) < 1.0
 
 
@@ -102,12 +102,12 @@ def test_a_failing_worker_backs_off_exponentially_and_recovers_at_once() -> None
 
 
 def test_a_wake_does_not_shorten_the_backoff() -> None:
-    worker, _ = run(lambda: Task([False] * 3), 4, on_pass=lambda wake: wake())
+    worker, _ = run(lambda: Task([False] * 3), 4, on_pass=Wake.set)
     assert worker.gaps_s[2] >= 2.0
 
 
 def test_a_wake_shortens_the_backoff_of_an_urgent_worker_to_retry_min_s() -> None:
-    worker, _ = run(lambda: Task([False] * 5, is_urgent=True), 6, on_pass=lambda wake: wake())
+    worker, _ = run(lambda: Task([False] * 5, is_urgent=True), 6, on_pass=Wake.set)
     assert worker.gaps_s == pytest.approx([LIMITS.retry_min_s] * 5, abs=0.2)
 
 

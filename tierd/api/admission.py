@@ -15,13 +15,13 @@ import tierd
 from tierd.api.packets import PacketConnection
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Stale, TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.manifest import CheckpointRef
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotState
-from tierd.workers.restorer import Restorer, close_all, duplicates
+from tierd.memory.slot import MappedSlot, SlotState
+from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
 
@@ -46,7 +46,12 @@ class Admission:
     async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
         """The session of a peer that has sent Hello, and the slots that it may adopt. Raises BadRequest, Stale,
         TierUnreachable, or ConnectionResetError when it has gone."""
-        _check_user(connection)
+        if connection.peer_uid not in (0, os.geteuid()):
+            raise BadRequest(
+                f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, "
+                f"the daemon as {os.geteuid()}",
+                hint="run the daemon and the trainer as the same user",
+            )
         hello = await self._receive_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
@@ -55,7 +60,30 @@ class Admission:
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
-        session.post(self._welcome(session, slots), duplicates([slot.fd for slot in slots.values()]))
+        config = self._context.config
+        newest = self._restorer.newest(session.run)
+        welcome = wire.Welcome(
+            protocol=wire.PROTOCOL_VERSION,
+            version=tierd.__version__,
+            node=config.daemon.node,
+            boot=self._boot,
+            generation=session.generation,
+            slots=[
+                wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
+                for index, slot in slots.items()
+            ],
+            every_steps=config.snapshot.every_steps,
+            every_s=config.snapshot.every_s,
+            slots_per_rank=config.snapshot.slots,
+            slot_wait_s=config.snapshot.slot_wait_s,
+            when_busy=config.snapshot.when_busy,
+            staging=config.snapshot.staging,
+            stop_grace_s=config.snapshot.stop_grace_s,
+            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
+            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
+            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+        )
+        session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 
     def forget_writers(self, run: Run) -> None:
         """The run's slots were given back: no process can write into them any more."""
@@ -167,36 +195,3 @@ class Admission:
             former.close()
         self._writers[run, rank] = writer
         return slots
-
-    def _welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> wire.Welcome:
-        config = self._context.config
-        newest = self._restorer.newest(session.run)
-        return wire.Welcome(
-            protocol=wire.PROTOCOL_VERSION,
-            version=tierd.__version__,
-            node=config.daemon.node,
-            boot=self._boot,
-            generation=session.generation,
-            slots=[
-                wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
-                for index, slot in slots.items()
-            ],
-            every_steps=config.snapshot.every_steps,
-            every_s=config.snapshot.every_s,
-            slots_per_rank=config.snapshot.slots,
-            slot_wait_s=config.snapshot.slot_wait_s,
-            when_busy=config.snapshot.when_busy,
-            staging=config.snapshot.staging,
-            stop_grace_s=config.snapshot.stop_grace_s,
-            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
-            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
-            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
-        )
-
-
-def _check_user(connection: PacketConnection) -> None:
-    if connection.peer_uid not in (0, os.geteuid()):
-        raise BadRequest(
-            f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, the daemon as {os.geteuid()}",
-            hint="run the daemon and the trainer as the same user",
-        )

@@ -15,26 +15,27 @@ import msgspec
 from aiohttp import web
 
 import tierd
+from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.decisions import halted, waiting
 from tierd.errors import TierdError
-from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, Run, is_run, parse_name
+from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
-from tierd.memory.slot_states import SlotState
+from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS
 from tierd.report import (
-    CheckpointReport,
     FailureReport,
     QueueReport,
     RunReport,
     StatusReport,
     age_s,
+    checkpoint_report,
     checkpoint_rows,
     lifecycle_report,
     newest_report,
+    read_diagnosis,
     run_report,
     tier_report,
 )
@@ -94,14 +95,12 @@ class Operator:
             report.world_size = self._memory.world_size(run)
         report.ranks_attached = len(self._memory.present(run))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
-        report.unhealthy_steps = self._unhealthy_steps(run)
-        return report
-
-    def _unhealthy_steps(self, run: Run) -> list[int]:
-        """Oldest first. A snapshot in memory may be diagnosed before there is a marker."""
+        # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
-        return [checkpoint.step for checkpoint in sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)]
+        oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
+        report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
+        return report
 
     def _in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints as manifests. Sizes are exact; checksums may be missing."""
@@ -120,8 +119,8 @@ class Operator:
         ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]
         queues = [_queue(HOT, ages)]
         for tier, checkpoints in waiting(self._catalog, self._config).items():
-            manifests = [self._catalog.manifest(checkpoint) for checkpoint in checkpoints]
-            queues.append(_queue(tier, [age_s(one.created_at, self._now()) for one in manifests if one]))
+            entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
+            queues.append(_queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries]))
         return queues
 
     async def refresh_gauges(self) -> None:
@@ -152,7 +151,7 @@ class Operator:
             if tier.free_bytes is not None:
                 metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
             metrics.damaged_checkpoints.labels(tier.name).set(len(self._catalog.tiers[tier.name].damaged))
-            counts = Counter(manifest.run for manifest in self._catalog.held(tier.name))
+            counts = Counter(manifest.run for manifest in self._catalog.manifests_in(tier.name))
             for run in self._catalog.runs():
                 metrics.checkpoints.labels(run, tier.name).set(counts[run])
         for queue in status.queues:
@@ -194,28 +193,16 @@ class Operator:
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
         checkpoint = parse_name(Run(run), name) if is_run(run) else None
-        in_memory = {manifest.id: manifest for manifest in self._in_memory()}
+        in_memory = next((manifest for manifest in self._in_memory() if manifest.id == checkpoint), None)
         entry = self._catalog.get(checkpoint) if checkpoint else None
-        if checkpoint is None or (entry is None and checkpoint not in in_memory):
+        if entry is None and in_memory is not None:
+            entry = Entry(in_memory.id, in_memory)
+        if entry is None:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
-        diagnosis = await self._diagnosis(checkpoint)
-        report = CheckpointReport(
-            manifest=entry.manifest if entry else in_memory[checkpoint],
-            tiers=[MEMORY] * (checkpoint in in_memory)
-            + [tier for tier in self._tiers if entry and tier in entry.tiers],
-            milestones=sorted(entry.all_milestones) if entry else [],
-            healthy=diagnosis.healthy if diagnosis else None,
-            diagnosis=diagnosis,
-        )
-        return _json(report)
-
-    async def _diagnosis(self, checkpoint: CheckpointId) -> Diagnosis | None:
-        snapshot_set, entry = self._memory.find(checkpoint), self._catalog.get(checkpoint)
-        if snapshot_set is not None and snapshot_set.diagnosis is not None:
-            return snapshot_set.diagnosis
-        for tier, is_healthy in entry.diagnoses.items() if entry else ():
-            return await self._tiers[tier].diagnosis(checkpoint, is_healthy=is_healthy)
-        return None
+        snapshot_set = self._memory.find(entry.id)
+        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._tiers)
+        tiers = [MEMORY] * (in_memory is not None) + [tier for tier in self._tiers if tier in entry.tiers]
+        return _json(checkpoint_report(entry, tiers, diagnosis))
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         return _json(lifecycle_report(self._catalog, self._config))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tierd
-from tierd.api.packets import close_all, receive_packet
+from tierd.descriptors import close_all, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 

@@ -6,7 +6,6 @@ refused packet are closed, so a peer cannot exhaust the daemon's descriptors.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
@@ -16,6 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadConfig, BadRequest, LockHeld
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
 
@@ -36,7 +36,7 @@ class PacketConnection:
         """
         while True:
             try:
-                raw, descriptors, flags = receive_packet(self._socket)
+                raw, descriptors, is_complete = receive_packet(self._socket)
             except BlockingIOError:
                 loop = asyncio.get_running_loop()
                 await _ready(self._socket, loop.add_reader, loop.remove_reader)
@@ -46,7 +46,7 @@ class PacketConnection:
                 continue
             except ConnectionError:
                 return b"", []
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if not is_complete:
                 close_all(descriptors)
                 raise BadRequest(f"read a packet: more than {MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_MAX} descriptors")
             if not raw:  # the end of the stream, or an empty packet, which may have descriptors
@@ -58,12 +58,10 @@ class PacketConnection:
         """Raises ConnectionError when the peer has disconnected. Does not close the descriptors."""
         while True:
             try:
-                self._socket.sendmsg([raw], _rights(descriptors), socket.MSG_NOSIGNAL)
+                return send_packet(self._socket, raw, descriptors)
             except BlockingIOError:
                 loop = asyncio.get_running_loop()
                 await _ready(self._socket, loop.add_writer, loop.remove_writer)
-            else:
-                return
 
     def shutdown(self) -> None:
         """End the connection: both sides read the end of the stream. The descriptor stays open until `close`."""
@@ -86,26 +84,6 @@ async def _ready(
         await ready.wait()
     finally:
         remove(sock)
-
-
-def receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """(packet, its descriptors, the kernel's flags). socket.recv_fds would ignore MSG_CMSG_CLOEXEC."""
-    descriptors = array.array("i")
-    space = socket.CMSG_LEN(DESCRIPTORS_MAX * descriptors.itemsize)
-    raw, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return raw, list(descriptors), flags
-
-
-def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def open_listener(path: str) -> socket.socket:

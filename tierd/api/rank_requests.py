@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.api.handover import refused
-from tierd.api.session import FIRST, TrainerSession
+from tierd.api.session import FIRST, TrainerSession, refused
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run
@@ -29,13 +28,14 @@ class _Pending:
 
 
 class RankRequests:
-    """`sessions`: the trainers that are connected now; the owner keeps it up to date."""
+    """`sessions`: the trainers that are connected now; the owner keeps it up to date. `operators`: those who have
+    requested something, and also receive what the ranks of their run receive."""
 
     def __init__(self, sessions: Mapping[tuple[Run, Rank], TrainerSession]) -> None:
         self._sessions = sessions
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._operators: set[TrainerSession] = set()  # they also receive what the ranks of their run receive
+        self.operators: set[TrainerSession] = set()
         self._meetings: dict[Run, tuple[Generation, int]] = {}
 
     # ── operators ──
@@ -47,7 +47,7 @@ class RankRequests:
         except TierdError as error:
             session.post(refused(request.request, error))
             return
-        self._operators.add(session)
+        self.operators.add(session)
         number = next(self._numbers)
         self._pending[number] = _Pending(session, request.request, rank_0)
         message = wire.Requested(request=number, kind=request.kind, milestone=request.milestone)
@@ -70,12 +70,6 @@ class RankRequests:
         if len(self._pending) >= REQUESTS_MAX:
             raise Transient(f"{action}: {REQUESTS_MAX} requests wait for an answer")
         return rank_0
-
-    def send_to_operators(self, run: Run, message: wire.ToClient) -> None:
-        """Send what all ranks receive to the operators who have requested something of the run."""
-        for operator in self._operators:
-            if operator.run == run:
-                operator.post(message)
 
     def forward_answer(self, session: TrainerSession, answer: wire.Answer) -> None:
         pending = self._pending.get(answer.request)
@@ -107,7 +101,7 @@ class RankRequests:
 
     def session_ended(self, session: TrainerSession) -> None:
         """Forget an operator's requests; refuse those that this trainer has not answered."""
-        self._operators.discard(session)
+        self.operators.discard(session)
         for number, pending in list(self._pending.items()):
             if session in (pending.operator, pending.rank_0):
                 del self._pending[number]

@@ -12,7 +12,9 @@ import os
 import select
 from dataclasses import dataclass
 
-from tierd.api.packets import PacketConnection, close_all
+from tierd.api.packets import PacketConnection
+from tierd.descriptors import close_all
+from tierd.errors import TierdError
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank, Run
 
@@ -73,6 +75,10 @@ class TrainerSession:
         while not self._outbox.empty():
             queued = self._outbox.get_nowait()
             close_all(queued[1] if queued else [])
+
+
+def refused(request: int, error: TierdError) -> wire.Refused:
+    return wire.Refused(request=request, kind=error.kind, message=error.message[:8192], hint=error.hint)
 
 
 @dataclass(frozen=True, slots=True)

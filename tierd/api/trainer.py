@@ -15,17 +15,18 @@ from datetime import datetime
 from typing import Any
 
 from tierd.api.admission import Admission
-from tierd.api.handover import RestoreRequests, refused
 from tierd.api.packets import PacketConnection
 from tierd.api.rank_requests import RankRequests
-from tierd.api.session import FIRST, NO_RANK, TrainerSession
+from tierd.api.restore_requests import RestoreRequests
+from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
 from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.memory.slot import MappedSlot
-from tierd.workers.restorer import Restorer, close_all
+from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
 
@@ -53,18 +54,17 @@ class TrainerDoor:
         self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
-        self._admission = Admission(context, restorer, self._sessions)
+        self.admission = Admission(context, restorer, self._sessions)
         self._requests = RankRequests(self._sessions)
         self._connections = 0
 
     # ── for workers ──
 
     def send(self, run: Run, message: wire.ToClient) -> None:
-        """To every rank of the run's current generation."""
-        for session in self._sessions.values():
+        """To every rank of the run's current generation, and to the operators who have requested something of it."""
+        for session in (*self._sessions.values(), *self._requests.operators):
             if session.run == run:
                 session.post(message)
-        self._requests.send_to_operators(run, message)
 
     def release_slots(self, run: Run) -> None:
         """Tell ranks which slots are free again: a newer snapshot is complete, or an older one was persisted."""
@@ -91,10 +91,6 @@ class TrainerDoor:
                     ),
                 )
 
-    def forget(self, run: Run) -> None:
-        """The run's slots were given back."""
-        self._admission.forget_writers(run)
-
     # ── the door ──
 
     async def serve(self, listener: socket.socket) -> None:
@@ -111,11 +107,27 @@ class TrainerDoor:
                 self._incidents.record("wire", Transient(f"accept a connection: {self._connections} are open"))
                 continue
             self._connections += 1
-            self._spawn(self._serve_one(PacketConnection(sock)))
+            self._spawn(self._serve_peer(PacketConnection(sock)))
 
-    async def _serve_one(self, connection: PacketConnection) -> None:
+    async def _serve_peer(self, connection: PacketConnection) -> None:
+        """From Hello to the end of the connection."""
         try:
-            await self._attend(connection)
+            session, slots = await self.admission.admit(connection)
+            try:
+                self.admission.welcome(session, slots)
+                self._requests.rank_entered(session)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(session.send_queued())
+                    try:
+                        await self._converse(session)
+                    finally:
+                        self._leave(session)
+                        session.finish()
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                self._leave(session)
+                session.close()
         except TierdError as error:
             await self._refuse(connection, error)
         except OSError:
@@ -125,24 +137,6 @@ class TrainerDoor:
         finally:
             self._connections -= 1
             connection.close()
-
-    async def _attend(self, connection: PacketConnection) -> None:
-        session, slots = await self._admission.admit(connection)
-        try:
-            self._admission.welcome(session, slots)
-            self._requests.rank_entered(session)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(session.send_queued())
-                try:
-                    await self._converse(session)
-                finally:
-                    self._leave(session)
-                    session.finish()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self._leave(session)
-            session.close()
 
     async def _converse(self, session: TrainerSession) -> None:
         while True:
@@ -162,8 +156,10 @@ class TrainerDoor:
                 elif session.rank == NO_RANK:
                     raise BadRequest(f"take {type(message).__name__} from a peer that is not a trainer")
                 elif isinstance(message, wire.AttachSlot):
-                    attached, descriptors = descriptors, []
-                    self._attach(session, message, attached)
+                    if len(descriptors) != 1:
+                        raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
+                    slot = MappedSlot(descriptors.pop(), message.capacity_bytes)
+                    self._memory.attach(session.run, session.rank, message.slot, slot)
                 else:
                     self._take(session, message)
             finally:
@@ -173,13 +169,6 @@ class TrainerDoor:
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
         if self._sessions.get((session.run, session.rank)) is session:  # not fenced meanwhile
             self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, goodbye.reason)
-
-    def _attach(self, session: TrainerSession, message: wire.AttachSlot, descriptors: list[int]) -> None:
-        if len(descriptors) != 1:
-            close_all(descriptors)
-            raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
-        slot = MappedSlot(descriptors[0], message.capacity_bytes)
-        self._memory.attach(session.run, session.rank, message.slot, slot)
 
     def _take(self, session: TrainerSession, message: wire.ToDaemon) -> None:
         run, generation, rank = session.run, session.generation, session.rank
@@ -264,7 +253,7 @@ class TrainerDoor:
             case "restored":
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
                 log.info("restored %s to step %d from %s", run, report.step, tier)
-                self._spawn(self._restorer.restored(run))  # a rank reports it after all ranks have restored
+                self._spawn(self._restorer.fetcher.restored(run))  # a rank reports it after all ranks have restored
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it
                     self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()
@@ -297,7 +286,7 @@ class TrainerDoor:
             if session.rank == FIRST:
                 self._throttle.left(session.run)
             self._memory.leave(session.run, session.rank, now_s=self._context.monotonic_s())
-            self._admission.left(session)
+            self.admission.left(session)
             log.info("%s rank %d left; its sealed snapshots stay", session.run, session.rank)
 
 

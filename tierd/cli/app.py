@@ -7,15 +7,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
-from typing import Annotated, Concatenate, ParamSpec
+from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
@@ -32,15 +33,17 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, unwound as Ctrl-C is, so that temporary files are removed."""
 
 
-def _guarded(verb: Callable[Concatenate[typer.Context, P], None]) -> Callable[Concatenate[typer.Context, P], None]:
-    """The verb, with its exceptions turned into one message and an exit code; --traceback shows where."""
+def _guarded(
+    verb: Callable[Concatenate[typer.Context, P], Coroutine[Any, Any, int] | int],
+) -> Callable[Concatenate[typer.Context, P], None]:
+    """The verb as a command that ends with the exit code it returns. An exception becomes one message and its exit
+    code; --traceback shows where. A verb that is a coroutine runs in an event loop of its own."""
 
     @functools.wraps(verb)
     def run(context: typer.Context, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            verb(context, *args, **kwargs)
-        except typer.Exit:
-            raise
+            returned = verb(context, *args, **kwargs)
+            code = returned if isinstance(returned, int) else asyncio.run(returned)
         except _Terminated as error:
             raise typer.Exit(128 + signal.SIGTERM) from error
         except KeyboardInterrupt as error:
@@ -53,6 +56,7 @@ def _guarded(verb: Callable[Concatenate[typer.Context, P], None]) -> Callable[Co
             if settings_of(context).wants_traceback:
                 traceback.print_exception(error)
             raise typer.Exit(_print_error(error)) from error
+        raise typer.Exit(code)
 
     return run
 
@@ -68,25 +72,11 @@ def _print_error(error: Exception) -> int:
     return 1
 
 
-# Verb → the module of this package with its function. Only the verb that is called is imported: a daemon holds no other
-# verb in memory, and `tierd ls` starts faster.
-VERBS = {
-    "serve": "serve",
-    "status": "status",
-    "ls": "ls",
-    "show": "show",
-    "restore": "restore",
-    "export": "export",
-    "verify": "verify",
-    "drill": "drill",
-    "milestone": "milestone",
-    "stop": "run_requests",
-    "snapshot": "run_requests",
-    "lifecycle": "lifecycle",
-    "doctor": "doctor",
-    "demo": "demo",
-    "version": "serve",
-}
+VERBS = (
+    *("serve", "status", "ls", "show", "restore", "export", "verify", "drill", "milestone", "stop", "snapshot"),
+    *("lifecycle", "doctor", "demo", "version"),
+)
+_MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name
 
 
 def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
@@ -99,8 +89,10 @@ def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
         "JSON goes to stdout, the rest to stderr.",
     )
     app.callback()(settings)
+    # Only the verb that is called is imported: a daemon holds no other verb in memory, and `tierd ls` starts faster.
     for verb in verbs:
-        app.command(verb)(_guarded(getattr(importlib.import_module(f"tierd.cli.{VERBS[verb]}"), verb)))
+        module = importlib.import_module(f"tierd.cli.{_MODULES.get(verb, verb)}")
+        app.command(verb)(_guarded(getattr(module, verb)))
     return app
 
 

@@ -6,16 +6,18 @@ Text from a manifest or a bucket is made harmless for a terminal here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import typer
 
 from tierd.report import age_s
 from tierd.tiers.store import Progress
+
+T = TypeVar("T")
 
 
 def print_result(text: str) -> None:
@@ -24,6 +26,14 @@ def print_result(text: str) -> None:
 
 def print_json(result: Any) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
+
+
+def print_report(report: T, *, as_json: bool, text: Callable[[T], None]) -> None:
+    """The result of a verb: as JSON, or by the function that prints it as text."""
+    if as_json:
+        print_json(report)
+    else:
+        text(report)
 
 
 def print_note(text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierd.config import Config
-from tierd.errors import DaemonUnreachable, NotFound, TierdError
+from tierd.errors import DaemonUnreachable, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
@@ -86,7 +86,9 @@ def _get(address: str, path: str, kind: type[T]) -> T:
         with opener.open(f"http://{address}{path}", timeout=TIMEOUT_S) as response:
             raw = response.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
-        raise _refusal(address, path, error) from error
+        refusal = NotFound if error.code == 404 else DaemonUnreachable
+        message = f"ask the daemon at {address} for {path}: HTTP {error.code} {error.reason}"
+        raise refusal(message, hint=_HINT) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise DaemonUnreachable(f"ask the daemon at {address}: {reason}", hint=_HINT) from error
@@ -96,8 +98,3 @@ def _get(address: str, path: str, kind: type[T]) -> T:
         raise DaemonUnreachable(
             f"ask the daemon at {address}: what answers is no tierd of this version ({error})", hint=_HINT
         ) from error
-
-
-def _refusal(address: str, path: str, error: urllib.error.HTTPError) -> TierdError:
-    kind = NotFound if error.code == 404 else DaemonUnreachable
-    return kind(f"ask the daemon at {address} for {path}: HTTP {error.code} {error.reason}", hint=_HINT)

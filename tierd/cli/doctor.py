@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ import typer
 
 from tierd import __version__, config_file
 from tierd.cli import daemon_http, options
-from tierd.cli.console import now, print_json, print_result
+from tierd.cli.console import now, print_report, print_result
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.config import ColdConfig, Config
@@ -31,34 +31,33 @@ _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"
 _GPU = Path("/dev/nvidiactl")
 
 
-def doctor(
+async def doctor(
     context: typer.Context,
     only: options.TierName = None,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Check config, directories, daemon and buckets for mistakes. Deletes what it writes."""
-    advice = asyncio.run(_check(settings_of(context), only))
-    if json:
-        print_json(advice)
-    else:
-        for one in advice:
-            print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
-            if one.hint and one.verdict != "ok":
-                print_result(f"{'':<18}hint: {one.hint}")
+    advice = await _check(settings_of(context), only)
+    print_report(advice, as_json=json, text=_print)
     problems = [one for one in advice if one.verdict == "problem"]
-    if problems:
-        raise typer.Exit(problems[0].exit_code)
-    if any(one.verdict == "warning" for one in advice):
-        raise typer.Exit(1)
+    return problems[0].exit_code if problems else int(any(one.verdict == "warning" for one in advice))
+
+
+def _print(advice: list[Advice]) -> None:
+    for one in advice:
+        print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
+        if one.hint and one.verdict != "ok":
+            print_result(f"{'':<18}hint: {one.hint}")
 
 
 async def _check(settings: Settings, only: str | None) -> list[Advice]:
     try:
-        where, loaded = config_file.found_at(settings.config_file), settings.config()
+        path, loaded = config_file.find_file(settings.config_file), settings.config()
     except BadConfig as error:
         return [problem_of("config", "config", error)]
     check_tier(only, loaded)
-    found = [Advice("config", "config", "ok", f"{where} is valid")]
+    defaults = f"there is no config file: the built-in defaults apply, and the hot tier is {loaded.hot_path}"
+    found = [Advice("config", "config", "ok", f"{path} is valid" if path else defaults)]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
         found.append(await _space(settings, loaded))
@@ -70,13 +69,13 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
             message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
             hint = "add [[cold]] with the url of a bucket"
             found.append(Advice("config", "config", "warning", message, hint))
-        found += [*_limits(), *_socket(loaded), *_daemon(loaded)]
+        found += [*_limits(), _socket(loaded), *_daemon(loaded)]
     return found
 
 
 async def _space(settings: Settings, loaded: Config) -> Advice:
     async with open_tiers(settings, only=HOT) as tiers:
-        manifests = tiers.catalog.held(HOT)
+        manifests = tiers.catalog.manifests_in(HOT)
         newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
     largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
     return probe_space(
@@ -109,56 +108,49 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
         await requests.close()
 
 
-def _limits() -> list[Advice]:
-    found: list[Advice] = []
+def _limits() -> Iterator[Advice]:
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors != resource.RLIM_INFINITY and descriptors < DESCRIPTORS_MIN:
         message = f"this user may open {descriptors} files; a node with many ranks needs {DESCRIPTORS_MIN}"
         hint = "raise LimitNOFILE in the unit, or nofile in limits.conf"
-        found.append(Advice("files", "machine", "warning", message, hint))
+        yield Advice("files", "machine", "warning", message, hint)
     memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if _GPU.exists() and memory != resource.RLIM_INFINITY:
         message = (
             f"memlock is {memory} bytes: pinning the slots of a trainer on this GPU may be refused, and copies are slow"
         )
-        hint = "ulimit -l unlimited where the trainer starts"
-        found.append(Advice("memlock", "machine", "note", message, hint))
-    return found
+        yield Advice("memlock", "machine", "note", message, "ulimit -l unlimited where the trainer starts")
 
 
-def _socket(loaded: Config) -> Sequence[Advice]:
+def _socket(loaded: Config) -> Advice:
     folder = loaded.socket_path.parent
     if not folder.exists():
         message = f"{folder} does not exist yet; `tierd serve` makes it, if it may"
-        return [Advice("socket", "socket", "note", message)]
+        return Advice("socket", "socket", "note", message)
     if not os.access(folder, os.W_OK | os.X_OK):
         message = f"{folder} cannot be written: no socket can be made there"
         hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
-        return [Advice("socket", "socket", "problem", message, hint)]
-    return [Advice("socket", "socket", "ok", f"{folder} can be written")]
+        return Advice("socket", "socket", "problem", message, hint)
+    return Advice("socket", "socket", "ok", f"{folder} can be written")
 
 
-def _daemon(loaded: Config) -> list[Advice]:
+def _daemon(loaded: Config) -> Iterator[Advice]:
     try:
         status = daemon_http.find(loaded).status
     except DaemonUnreachable as error:
-        return [problem_of("daemon", "daemon", error)]
-    found: list[Advice] = []
+        yield problem_of("daemon", "daemon", error)
+        return
     if status.version != __version__:
         message = f"the daemon is version {status.version}, this command is {__version__}"
         hint = "restart the daemon: it drains, and trainers attach again by themselves"
-        found.append(Advice("version", "daemon", "warning", message, hint))
+        yield Advice("version", "daemon", "warning", message, hint)
     else:
-        message = f"version {status.version} answers, pid {status.pid}"
-        found.append(Advice("daemon", "daemon", "ok", message))
+        yield Advice("daemon", "daemon", "ok", f"version {status.version} answers, pid {status.pid}")
     for tier in status.tiers:
         if not tier.is_known and tier.error:
             message = f"the daemon does not reach {tier.name}: {tier.error}"
             hint = "if the tier can be reached from here: does the daemon use another user or other credentials?"
-            code = TierUnreachable.exit_code
-            found.append(Advice("reach", "daemon", "problem", message, hint, code))
+            yield Advice("reach", "daemon", "problem", message, hint, TierUnreachable.exit_code)
     for reason in status.halted:
         hint = "docs/RUNBOOK.md#halted"
-        message = f"deletion is halted: {reason}"
-        found.append(Advice("halted", "daemon", "warning", message, hint))
-    return found
+        yield Advice("halted", "daemon", "warning", f"deletion is halted: {reason}", hint)

@@ -5,7 +5,6 @@ A random checkpoint unless one is named. The scratch space is empty again afterw
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import duration, print_json, print_result, progress_bar, size, table
+from tierd.cli.console import duration, print_report, print_result, progress_bar, size, table
 from tierd.cli.opened_tiers import OpenedTiers, exit_code, open_tiers
-from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
+from tierd.cli.options import check_one_place, parse_query, settings_of
 from tierd.errors import NotFound, TierdError
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, select
@@ -38,7 +37,7 @@ class Drill(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def drill(
+async def drill(
     context: typer.Context,
     tier: options.TierName = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only of this run.")] = None,
@@ -52,19 +51,25 @@ def drill(
         Path | None, typer.Option("--scratch", metavar="DIR", help="Where to; default: drill.scratch of the config.")
     ] = None,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Restore one checkpoint of each tier into scratch space, verify it, delete it."""
     check_one_place(place, tier)
     settings = settings_of(context)
     folder = scratch.absolute() if scratch else settings.config().drill_path
     query = parse_query(run, step or "latest", generation)
-    drills, errors = asyncio.run(_drill(settings, query, tier, place, folder, is_random=step is None))
-    if json:
-        print_json(drills)
-    else:
-        _print(drills)
-    if code := exit_code(errors, of=len(drills)):
-        raise typer.Exit(code)
+    drills: list[Drill] = []
+    errors: list[TierdError] = []
+    async with open_tiers(settings, place=place, only=tier) as tiers:
+        for name in tiers.by_name:
+            drills.append(Drill(tier=name))
+            try:
+                checkpoint = _select(replace(query, tier=name), tiers, is_random=step is None)
+                await _restore(tiers, drills[-1], checkpoint, folder)
+            except TierdError as error:
+                drills[-1].error = error.message
+                errors.append(error)
+    print_report(drills, as_json=json, text=_print)
+    return exit_code(errors, of=len(drills))
 
 
 def _print(drills: list[Drill]) -> None:
@@ -90,25 +95,6 @@ def _print(drills: list[Drill]) -> None:
             print_result(f"not proven: {one.tier}: {one.error}")
 
 
-async def _drill(
-    settings: Settings, query: CheckpointQuery, tier: str | None, place: str | None, scratch: Path, *, is_random: bool
-) -> tuple[list[Drill], list[TierdError]]:
-    drills: list[Drill] = []
-    errors: list[TierdError] = []
-    async with open_tiers(settings, place=place, only=tier) as tiers:
-        for name in tiers.by_name:
-            one = Drill(tier=name)
-            drills.append(one)
-            try:
-                checkpoint = _select(replace(query, tier=name), tiers, is_random=is_random)
-                one.run, one.step, one.generation = checkpoint.run, checkpoint.step, checkpoint.generation
-                await _restore(tiers, one, checkpoint, scratch)
-            except TierdError as error:
-                one.error = error.message
-                errors.append(error)
-    return drills, errors
-
-
 def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> CheckpointId:
     """A healthy checkpoint of the query's tier."""
     inventory = tiers.catalog.inventory()
@@ -125,6 +111,7 @@ def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> C
 
 
 async def _restore(tiers: OpenedTiers, one: Drill, checkpoint: CheckpointId, scratch: Path) -> None:
+    one.run, one.step, one.generation = checkpoint.run, checkpoint.step, checkpoint.generation
     tier = tiers.by_name[one.tier]
     manifest = await tier.manifest(checkpoint)
     one.size_bytes = manifest.size_bytes

@@ -7,11 +7,12 @@ a process that holds the whole state. Every chunk is verified; PATH appears whol
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +24,15 @@ from tierd.cli import options
 from tierd.cli.console import duration, print_json, print_result, progress_bar, size
 from tierd.cli.options import parse_query, settings_of
 from tierd.cli.restore import resolve_target, restore_to
+from tierd.descriptors import close_all, open_all
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum
 from tierd.format.manifest import Manifest
-from tierd.format.shard import Shard, header_length, parse_header
+from tierd.format.shard import Shard, read_header
 from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
@@ -42,7 +45,7 @@ class Format(StrEnum):
     dcp = "dcp"
 
 
-def export(
+async def export(
     context: typer.Context,
     to: Annotated[
         Path,
@@ -67,7 +70,7 @@ def export(
     place: options.From = None,
     allow_unhealthy: options.AllowUnhealthy = False,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Assemble a checkpoint's shards into one state, for other tools."""
     target = resolve_target(to, tier, place)
     if format is Format.torch and target.is_dir():
@@ -98,7 +101,7 @@ def export(
             hint="pip install 'tierd[client]', or use --format safetensors, which needs no torch",
         )
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
-    exported = asyncio.run(restore_to(target, settings_of(context), query, place, convert=convert))
+    exported = await restore_to(target, settings_of(context), query, place, convert=convert)
     if json:
         print_json(msgspec.to_builtins(exported) | {"format": format.value})
     else:
@@ -106,6 +109,7 @@ def export(
             f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
             f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
         )
+    return 0
 
 
 def _size_bytes(text: str) -> int:
@@ -122,19 +126,22 @@ def _size_bytes(text: str) -> int:
 
 async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: Sequence[str], partial: Path) -> None:
     """Named as Hugging Face names them: one file, or several and an index."""
-    names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    descriptors = open_all(os.open(folder / shard, os.O_RDONLY) for shard in shards)
     store = DirectoryStore(partial)
+    opened = dict(zip(shards, descriptors, strict=True))
     try:
         with progress_bar("assembling", sum(file.size_bytes for file in files)) as progress:
             for name, file in zip(names, files, strict=True):
-                with _Assembly(folder, shards, file) as source:
-                    await store.put(
-                        f"{_FOLDER}/{name}",
-                        source,
-                        size_bytes=file.size_bytes,
-                        chunk_bytes=checksum.CHUNK_BYTES,
-                        progress=progress,
-                    )
+                await store.put(
+                    f"{_FOLDER}/{name}",
+                    Source(_Assembly(file, opened).fill),
+                    size_bytes=file.size_bytes,
+                    chunk_bytes=checksum.CHUNK_BYTES,
+                    progress=progress,
+                )
         if len(files) > 1:
             weight_map = {one.name: name for name, file in zip(names, files, strict=True) for one in file.tensors}
             total_bytes = sum(tensor.size_bytes for file in files for tensor in file.tensors)
@@ -142,37 +149,22 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
             encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
             await store.put_bytes(f"{_FOLDER}/model.safetensors.index.json", encoded)
     finally:
+        close_all(descriptors)
         await store.close()
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _read_shard(path: Path) -> Shard:
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        length = header_length(file.read(8), size_bytes, where=path.name)
-        file.seek(0)
-        return parse_header(file.read(length), size_bytes, where=path.name)
+        return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
 class _Assembly:
-    """A whole file as a source for the store: assembled from the shards in `folder` while it is written."""
+    """A whole file as a source for the store: assembled from the open shards while it is written."""
 
-    def __init__(self, folder: Path, shards: Sequence[str], file: WholeFile) -> None:
-        self._folder = folder
-        self._names = shards
+    def __init__(self, file: WholeFile, opened: Mapping[str, int]) -> None:
         self._file = file
-        self._opened: dict[str, int] = {}
-
-    def __enter__(self) -> _Assembly:
-        self._opened = {name: os.open(self._folder / name, os.O_RDONLY) for name in self._names}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._opened.values():
-            os.close(descriptor)
+        self._opened = opened
 
     async def fill(self, offset: int, buffer: memoryview) -> None:
         await asyncio.to_thread(self._fill, offset, buffer)

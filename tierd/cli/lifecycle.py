@@ -5,33 +5,37 @@ It only prints the plan: the daemon carries it out.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import duration, print_json, print_note, print_result, table
-from tierd.cli.opened_tiers import PARTIAL, open_tiers
-from tierd.cli.options import Settings, settings_of
+from tierd.cli.console import duration, print_json, print_note, print_result, size, table
+from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.options import settings_of
 from tierd.decisions import halted
-from tierd.format.ids import Run, check_run
-from tierd.lifecycle.forecast import Forecast
+from tierd.format.ids import check_run
+from tierd.lifecycle.forecast import GIB, Forecast
 from tierd.lifecycle.policy import HOT
-from tierd.report import LifecycleReport, lifecycle_report
+from tierd.report import lifecycle_report
 
 
-def lifecycle(
+async def lifecycle(
     context: typer.Context,
     run: options.RunName = None,
     is_explained: Annotated[
         bool, typer.Option("--explain", help="Also what is kept and why, and what it will hold.")
     ] = False,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Print what would be copied and deleted now, and why. Changes nothing."""
     only_run = None if run is None else check_run(run)
-    report, is_complete = asyncio.run(_report(settings_of(context), only_run, is_explained=is_explained))
+    settings = settings_of(context)
+    async with open_tiers(settings) as tiers:
+        code = tiers.check_reachable()
+        for halt in halted(tiers.catalog):
+            print_note(f"tierd: deletion is halted: {halt}")
+        report = lifecycle_report(tiers.catalog, settings.config(), only_run, is_explained=is_explained)
     if json:
         print_json(report)
     elif report.planned:
@@ -44,25 +48,18 @@ def lifecycle(
     if is_explained and not json and report.forecast:
         _print_forecast(report.forecast)
     print_note("this is a plan only; a running daemon carries it out")
-    if not is_complete:
-        raise typer.Exit(PARTIAL)
-
-
-async def _report(settings: Settings, run: Run | None, *, is_explained: bool) -> tuple[LifecycleReport, bool]:
-    """(report, whether every tier could be listed)"""
-    async with open_tiers(settings) as tiers:
-        is_complete = tiers.check_reachable()
-        for halt in halted(tiers.catalog):
-            print_note(f"tierd: deletion is halted: {halt}")
-        return lifecycle_report(tiers.catalog, settings.config(), run, is_explained=is_explained), is_complete
+    return code
 
 
 def _print_forecast(forecasts: list[Forecast]) -> None:
-    def number(value: float | None) -> str:
+    def gib(value: float | None) -> str:
+        return "" if value is None else size(value * GIB)
+
+    def cost(value: float | None) -> str:
         return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     print_result("")
-    numbers = ("GIB NOW", "GIB STEADY", "GIB ADDED/MONTH", "COST/MONTH", "COST ADDED/MONTH")
+    numbers = ("NOW", "STEADY", "ADDED/MONTH", "COST/MONTH", "COST ADDED/MONTH")
     table(
         ["TIER", "RUN", "EVERY", *numbers],
         [
@@ -70,7 +67,8 @@ def _print_forecast(forecasts: list[Forecast]) -> None:
                 one.tier,
                 one.run,
                 "?" if one.interval_s is None else duration(one.interval_s),
-                *map(number, (one.held_gib, one.steady_gib, one.growth_gib, one.steady_cost, one.growth_cost)),
+                *map(gib, (one.held_gib, one.steady_gib, one.growth_gib)),
+                *map(cost, (one.steady_cost, one.growth_cost)),
             ]
             for one in sorted(forecasts, key=lambda one: one.tier != HOT)
         ],

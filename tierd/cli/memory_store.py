@@ -6,16 +6,17 @@ A store for reading only, so that a restore from memory is the same copy, with t
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import FileEntry, decode
+from tierd.format.manifest import decode
 from tierd.tiers.direct_io import read_all
-from tierd.tiers.store import Source, StoredSource
+from tierd.tiers.store import Source
 
 
 def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
@@ -28,8 +29,7 @@ def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
     try:
         return DescriptorStore(raw, descriptors, checkpoint)
     except TierdError:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
 
 
@@ -42,38 +42,25 @@ class DescriptorStore:
             raise Corrupt(f"read {checkpoint} in memory: {len(descriptors)} of {len(self.manifest.files)} files sent")
         self._raw = raw
         self._files = {
-            layout.file_key(checkpoint, entry.name): (entry, descriptor)
+            layout.file_key(checkpoint, entry.name): descriptor
             for entry, descriptor in zip(self.manifest.files, descriptors, strict=True)
         }
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        _, descriptor = self._file(key)
-        await asyncio.to_thread(_fill, descriptor, offset, buffer, key)
-
-    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        if key == layout.manifest_key(self.manifest.id):
-            return self._raw
-        entry, _ = self._file(key)
-        if entry.size_bytes > size_max:
-            raise Corrupt(f"read {key} in memory: {entry.size_bytes} bytes, more than {size_max}")
-        content = bytearray(entry.size_bytes)
-        await self.read(key, 0, memoryview(content))
-        return bytes(content)
-
-    def source(self, key: str) -> Source:
-        return StoredSource(self, key)
-
-    async def close(self) -> None:
-        for _, descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
-
-    def _file(self, key: str) -> tuple[FileEntry, int]:
         if key not in self._files:
             raise NotFound(f"read {key} in memory: there is no such file")
-        return self._files[key]
+        if missing := await asyncio.to_thread(read_all, self._files[key], offset, buffer):
+            raise Corrupt(f"read {key} in memory: it ends {missing} bytes early")
 
+    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        """The manifest: a checkpoint in memory has no markers."""
+        if key != layout.manifest_key(self.manifest.id):
+            raise NotFound(f"read {key} in memory: there is no such file")
+        return self._raw
 
-def _fill(descriptor: int, offset: int, buffer: memoryview, key: str) -> None:
-    if missing := read_all(descriptor, offset, buffer):
-        raise Corrupt(f"read {key} in memory: it ends {missing} bytes early")
+    def source(self, key: str) -> Source:
+        return Source(partial(self.read, key))
+
+    async def close(self) -> None:
+        close_all(self._files.values())
+        self._files = {}

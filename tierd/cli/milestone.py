@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import msgspec
@@ -10,24 +9,13 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.console import now, print_json, print_result
-from tierd.cli.opened_tiers import PARTIAL, open_tiers
-from tierd.cli.options import Settings, parse_query, settings_of
+from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.options import parse_query, settings_of
 from tierd.format import layout
-from tierd.lifecycle.selection import CheckpointQuery, select
+from tierd.lifecycle.selection import select
 
 
-class Marked(msgspec.Struct, kw_only=True):
-    """What `tierd milestone --json` prints."""
-
-    run: str
-    step: int
-    generation: int
-    milestone: str
-    tiers: list[str]
-    is_dry_run: bool
-
-
-def milestone(
+async def milestone(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, dots, dashes, underscores.")],
     step: options.StepName,
@@ -35,34 +23,22 @@ def milestone(
     generation: options.GenerationNumber = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Keep a checkpoint forever, under a name."""
     query = parse_query(run, step, generation)
-    marked, is_complete = asyncio.run(_mark(settings_of(context), query, name, is_dry_run=dry_run))
-    if json:
-        print_json(marked)
-    else:
-        checkpoint = f"{marked.run} step {marked.step} (generation {marked.generation})"
-        print_result(f"{'would mark' if dry_run else 'marked'} {checkpoint} as {name} in {', '.join(marked.tiers)}")
-    if not is_complete:
-        raise typer.Exit(PARTIAL)
-
-
-async def _mark(settings: Settings, query: CheckpointQuery, name: str, *, is_dry_run: bool) -> tuple[Marked, bool]:
-    async with open_tiers(settings) as tiers:
-        is_complete = tiers.check_reachable()
+    async with open_tiers(settings_of(context)) as tiers:
+        code = tiers.check_reachable()
         chosen = select(query, tiers.catalog.inventory()).candidate
-        layout.milestone_key(chosen.id, name)  # refuses a bad name before the first marker is written
+        layout.milestone_file(name)  # refuses a bad name before the first marker is written
         marked_at = now().isoformat(timespec="milliseconds")
         for tier in chosen.tiers:
-            if not is_dry_run:
+            if not dry_run:
                 await tiers.by_name[tier].mark_milestone(chosen.id, name, marked_at)
-        marked = Marked(
-            run=chosen.id.run,
-            step=chosen.id.step,
-            generation=chosen.id.generation,
-            milestone=name,
-            tiers=list(chosen.tiers),
-            is_dry_run=is_dry_run,
-        )
-        return marked, is_complete
+    checkpoint, names = chosen.id, list(chosen.tiers)
+    if json:
+        about = msgspec.to_builtins(checkpoint)  # run, step and generation
+        print_json(about | {"milestone": name, "tiers": names, "is_dry_run": dry_run})
+    else:
+        which = f"{checkpoint.run} step {checkpoint.step} (generation {checkpoint.generation})"
+        print_result(f"{'would mark' if dry_run else 'marked'} {which} as {name} in {', '.join(names)}")
+    return code

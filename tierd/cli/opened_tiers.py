@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tierd.catalog import Catalog
 from tierd.cli.console import print_note
 from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, Config, LimitsConfig
+from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
@@ -45,15 +45,12 @@ class OpenedTiers:
 
     by_name: dict[str, Tier]
     catalog: Catalog
-    absent: set[str] = field(default_factory=set)
+    absent: set[str]
 
-    @property
-    def unreachable(self) -> dict[str, str]:
-        return {name: known.error for name, known in self.catalog.tiers.items() if not known.is_known}
-
-    def check_reachable(self) -> bool:
-        """Report the tiers that could not be listed; False if there are any. Raises TierUnreachable if none could."""
-        unreachable = self.unreachable
+    def check_reachable(self) -> int:
+        """Report the tiers that could not be listed. Returns the exit code of an answer from the others: PARTIAL, or 0
+        if all were listed. Raises TierUnreachable if none was."""
+        unreachable = self.catalog.unlisted()
         if len(unreachable) == len(self.by_name):
             raise TierUnreachable(
                 "list " + "; ".join(f"{name}: {why}" for name, why in unreachable.items()),
@@ -63,7 +60,7 @@ class OpenedTiers:
             print_note(f"tierd: {name} is empty: {self.by_name[name].store.url} does not exist")
         for name, why in unreachable.items():
             print_note(f"tierd: {name} is left out, it cannot be listed: {why}")
-        return not unreachable
+        return PARTIAL if unreachable else 0
 
     def report_unreadable(self, query: CheckpointQuery) -> None:
         for (_, checkpoint), why in self.catalog.unreadable().items():
@@ -77,42 +74,39 @@ async def open_tiers(
 ) -> AsyncGenerator[OpenedTiers, Any]:
     """Open the tiers and list them; close them at the end. `place`: that directory or s3:// URL alone. `only`: the one
     tier of that name."""
-    opened = _open_place(place, settings) if place is not None else _open_configured(settings.config(), only)
-    tiers = OpenedTiers({tier.name: tier for tier in opened}, Catalog([tier.name for tier in opened]))
+    if place is not None:
+        opened = [_open_place(place, settings)]
+    else:
+        config = settings.config()
+        check_tier(only, config)
+        opened = [Tier(HOT, DirectoryStore(config.hot_path))] if only in (None, HOT) else []
+        opened += [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
+    catalog = Catalog([tier.name for tier in opened])
+    # To list a tier must not make its directory, and before the first `tierd serve` there is none.
+    absent = {tier.name for tier in opened if not tier.store.exists()}
+    for name in absent:
+        catalog.enter_listing(name, {}, {}, since=catalog.changes)
+    present = [tier for tier in opened if tier.name not in absent]
     try:
         # The nearest first, as in the daemon: where two manifests differ, the other tier's is the one not used.
-        await _list(opened[0], tiers)
-        await asyncio.gather(*(_list(tier, tiers) for tier in opened[1:]))
-        yield tiers
+        for tier in present[:1]:
+            await refresh(catalog, tier)
+        await asyncio.gather(*(refresh(catalog, tier) for tier in present[1:]))
+        yield OpenedTiers({tier.name: tier for tier in opened}, catalog, absent)
     finally:
         for tier in opened:
             await tier.store.close()
 
 
-async def _list(tier: Tier, tiers: OpenedTiers) -> None:
-    if not tier.store.exists():
-        # To list a tier must not make its directory, and before the first `tierd serve` there is none.
-        tiers.absent.add(tier.name)
-        tiers.catalog.saw_tier(tier.name, {}, {}, since=tiers.catalog.moment())
-    else:
-        await refresh(tiers.catalog, tier)
-
-
-def _open_configured(config: Config, only: str | None) -> list[Tier]:
-    check_tier(only, config)
-    hot = [Tier(HOT, DirectoryStore(config.hot_path))] if only in (None, HOT) else []
-    return hot + [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
-
-
-def _open_place(place: str, settings: Settings) -> list[Tier]:
+def _open_place(place: str, settings: Settings) -> Tier:
     if place.startswith("s3://"):
         cold, limits = _configured_cold(place, settings)
         tier = open_cold_tier(cold, limits)
-        return [Tier(place, tier.store, tier.cache)]
+        return Tier(place, tier.store, tier.cache)
     path = Path(place.removeprefix("file://")).absolute()
     if not path.is_dir():
         raise BadConfig(f"list {place}: no such directory", hint="name a directory or s3://bucket/prefix")
-    return [Tier(place, DirectoryStore(path))]
+    return Tier(place, DirectoryStore(path))
 
 
 def _configured_cold(url: str, settings: Settings) -> tuple[ColdConfig, LimitsConfig]:

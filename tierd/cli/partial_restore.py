@@ -7,7 +7,7 @@ manifest, so nothing takes it for a checkpoint.
 from __future__ import annotations
 
 import bisect
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,7 @@ from tierd.errors import NotFound
 from tierd.format import checksum, layout
 from tierd.format.ids import Rank
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.shard import Shard, TensorEntry, TensorSpec, parse_header, plan_layout
+from tierd.format.shard import Shard, TensorSpec, parse_header, plan_layout
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import AtomicOutput
@@ -84,7 +84,10 @@ async def fetch_subset(
             hint=f"as in {', '.join(map(repr, sorted(prefixes)[:20]))}",
         )
     for name, file in written.items():
-        chunks[name] |= {index for tensor in file.tensors for index in _chunks(entries[name], tensor)}
+        chunk_bytes = entries[name].chunk_bytes
+        for tensor in file.tensors:
+            end = tensor.offset + tensor.size_bytes
+            chunks[name].update(range(tensor.offset // chunk_bytes, -(-end // chunk_bytes)))
     fetch = Fetch(manifest, store, wanted={name: chunks[name] for name in written})
     size_bytes = sum(file.layout.size_bytes for file in written.values())
     output.check_room(fetch.wanted_bytes + size_bytes)
@@ -94,7 +97,7 @@ async def fetch_subset(
             file.source = fetch.source(name)
             await store.put(
                 f"{_FOLDER}/{name}",
-                file,
+                Source(file.fill),
                 size_bytes=file.layout.size_bytes,
                 chunk_bytes=checksum.CHUNK_BYTES,
                 progress=progress,
@@ -129,12 +132,8 @@ async def _shards(
         yield name, parse_header(bytes(header), entry.size_bytes, where=f"{manifest.id}/{name}")
 
 
-def _chunks(entry: FileEntry, tensor: TensorEntry) -> Iterable[int]:
-    return range(tensor.offset // entry.chunk_bytes, -(-(tensor.offset + tensor.size_bytes) // entry.chunk_bytes))
-
-
 class _SubsetFile:
-    """A shard with some of its tensors, as a source for the store. Each tensor keeps its offsets in the global one."""
+    """The bytes of a shard with some of its tensors. Each tensor keeps its offsets in the global one."""
 
     source: Source
 

@@ -7,7 +7,9 @@ reported; the chunks that came from it and verified stay.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 
 from tierd.cli.console import print_note, progress_bar, size
 from tierd.cli.memory_store import ask_memory
@@ -23,7 +25,10 @@ from tierd.transfer.fetch import Fetch
 
 
 class Replicas(AsyncExitStack):
-    """`passed_over`: the tiers that could not give all that was asked of them, and why. `given_bytes`: by tier."""
+    """`passed_over`: the tiers that could not give all that was asked of them, and why. `given_bytes`: by tier.
+    `manifest` and its bytes `raw`: once one replica was opened."""
+
+    manifest: Manifest
 
     def __init__(self, query: CheckpointQuery, inventory: Inventory, tiers: OpenedTiers, config: Config | None) -> None:
         super().__init__()
@@ -41,20 +46,21 @@ class Replicas(AsyncExitStack):
         self._opened: dict[str, ReadableTier] = {}
         self._unusable: dict[str, TierdError] = {}
 
-    async def first(self) -> tuple[Manifest, ReadableTier]:
-        """The manifest, and the nearest replica whose manifest can be read. Raises as `select` does."""
-        tier = await self._next({})
-        return decode(self.raw, where=f"{self.chosen.id} in {tier.name}", expect=self.chosen.id), tier
-
     async def complete(self, fetch: Fetch, output: AtomicOutput, title: str) -> None:
         """Fetch until nothing is missing. Raises the gravest error when all replicas together cannot give it."""
         failed: dict[str, TierdError] = {}
         try:
             with progress_bar("checking what is there", output.taken_bytes) as progress:
                 await fetch.begin(progress)
-            while fetch.missing_bytes:
-                tier = await self._next(failed, fetch)
-                if error := await self._take(fetch, tier, title):
+            while missing_bytes := fetch.missing_bytes:
+                tier = await self.nearest(failed, fetch)
+                wanted_bytes = fetch.wanted_bytes
+                done_bytes = wanted_bytes - missing_bytes
+                with progress_bar(f"{title} from {tier.name}", wanted_bytes, done_bytes=done_bytes) as progress:
+                    error = await fetch.take(tier, progress)
+                if given_bytes := missing_bytes - fetch.missing_bytes:
+                    self.given_bytes[tier.name] = self.given_bytes.get(tier.name, 0) + given_bytes
+                if error is not None:
                     failed[tier.name] = error
                     if not isinstance(error, Corrupt):  # a damaged replica may give the chunks of the next fetch
                         self._unusable[tier.name] = error
@@ -62,21 +68,12 @@ class Replicas(AsyncExitStack):
         finally:
             output.is_worth_keeping = output.is_worth_keeping or fetch.missing_bytes < fetch.wanted_bytes
 
-    async def _take(self, fetch: Fetch, tier: ReadableTier, title: str) -> TierdError | None:
-        """Returns why the replica could not give all that is missing."""
-        missing_bytes = fetch.missing_bytes
-        done_bytes = fetch.wanted_bytes - missing_bytes
-        try:
-            with progress_bar(f"{title} from {tier.name}", fetch.wanted_bytes, done_bytes=done_bytes) as progress:
-                return await fetch.take(tier, progress)
-        finally:
-            if given_bytes := missing_bytes - fetch.missing_bytes:
-                self.given_bytes[tier.name] = self.given_bytes.get(tier.name, 0) + given_bytes
-
-    async def _next(self, failed: dict[str, TierdError], fetch: Fetch | None = None) -> ReadableTier:
+    async def nearest(
+        self, failed: Mapping[str, TierdError] = MappingProxyType({}), fetch: Fetch | None = None
+    ) -> ReadableTier:
         """The nearest replica that has not failed, opened. Raises the gravest error when all have."""
         while True:
-            errors = {(self.chosen.id, name): error for name, error in (failed | self._unusable).items()}
+            errors = {(self.chosen.id, name): error for name, error in {**failed, **self._unusable}.items()}
             try:
                 name = select(self._query, self._inventory, errors).tier
             except TierdError as error:
@@ -97,10 +94,10 @@ class Replicas(AsyncExitStack):
         else:
             tier = self._tiers.by_name[name]
         raw = await tier.store.get_bytes(layout.manifest_key(self.chosen.id), size_max=MANIFEST_BYTES_MAX)
-        decode(raw, where=f"{self.chosen.id} in {name}", expect=self.chosen.id)
+        manifest = decode(raw, where=f"{self.chosen.id} in {name}", expect=self.chosen.id)
         if raw != (self.raw or raw):
             raise Corrupt(f"read {self.chosen.id} in {name}: its manifest differs from that of the nearer replicas")
-        self.raw = raw
+        self.raw, self.manifest = raw, manifest
         return tier
 
     def _report(self, name: str, error: TierdError) -> None:

@@ -6,10 +6,8 @@ checkpoint. The directory appears whole and verified, or not at all. After an in
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +27,7 @@ from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import ReadableTier, Tier
-from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
+from tierd.transfer.atomic_output import atomic_output, check_target
 from tierd.transfer.fetch import Fetch, partial_keys
 
 Convert = Callable[[Path, Manifest, Path], Awaitable[Path]]
@@ -55,7 +53,7 @@ class Restored(msgspec.Struct, kw_only=True):
     passed_over: dict[str, str]
 
 
-def restore(
+async def restore(
     context: typer.Context,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty directory.")],
     tier: options.SourceTier = AUTO,
@@ -70,12 +68,12 @@ def restore(
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the shard of that rank.")] = None,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Copy a checkpoint, or a part of it, into a directory, verified."""
     target = resolve_target(to, tier, place)
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
     subset = Subset(only=tuple(only or ()), rank=rank) if only or rank is not None else None
-    restored = asyncio.run(restore_to(target, settings_of(context), query, place, subset=subset))
+    restored = await restore_to(target, settings_of(context), query, place, subset=subset)
     if json:
         print_json(restored)
     else:
@@ -86,6 +84,7 @@ def restore(
             f"{' and '.join(restored.given_bytes) or restored.tier} to {restored.to}: {size(restored.size_bytes)} in "
             f"{duration(restored.seconds)}, {size(restored.bytes_per_s)}/s{resumed}, verified"
         )
+    return 0
 
 
 def resolve_target(to: Path, tier: str, place: str | None) -> Path:
@@ -107,7 +106,13 @@ async def restore_to(
 ) -> Restored:
     """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it."""
     config = None if place else settings.config()
-    health = _health_in_memory(config, query.tier) if config else {}
+    health: dict[CheckpointId, bool | None] = {}
+    if config and query.tier in (AUTO, MEMORY):
+        try:
+            health = daemon_http.find(config).health_in_memory()
+        except DaemonUnreachable:
+            if query.tier == MEMORY:  # else nothing is in memory
+                raise
     only = None if place or query.tier in (AUTO, MEMORY) else query.tier
     async with open_tiers(settings, place=place, only=only) as tiers:
         if query.tier != MEMORY:
@@ -117,19 +122,6 @@ async def restore_to(
             if config:
                 _check_outside_tiers(replicas.chosen.id, target, config, is_whole=convert is None and subset is None)
             return await _fetch(replicas, target, convert, subset)
-
-
-def _health_in_memory(config: Config, tier: str) -> dict[CheckpointId, bool | None]:
-    """The checkpoints in memory, and whether each is healthy. Without a daemon there are none, unless they are asked
-    for by name: then this raises DaemonUnreachable."""
-    if tier not in (AUTO, MEMORY):
-        return {}
-    try:
-        return daemon_http.find(config).health_in_memory()
-    except DaemonUnreachable:
-        if tier == MEMORY:
-            raise
-        return {}
 
 
 def _check_outside_tiers(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> None:
@@ -145,13 +137,13 @@ def _check_outside_tiers(checkpoint: CheckpointId, target: Path, config: Config,
 
 
 async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subset: Subset | None) -> Restored:
-    manifest, nearest = await replicas.first()
+    nearest = await replicas.nearest()
+    manifest = replicas.manifest
     checkpoint = replicas.chosen.id
     began_s = time.monotonic()
     files = subset.files(manifest) if subset else [entry.name for entry in manifest.files]
     needed_bytes = 0 if subset else manifest.size_bytes * (2 if convert else 1)
-    keep = partial_keys(manifest, files)
-    with atomic_output(target, size_bytes=needed_bytes, keep=keep) as output, _kept_is_reported(output):
+    with atomic_output(target, size_bytes=needed_bytes, keep=partial_keys(manifest, files)) as output:
         store = DirectoryStore(output.partial)
         try:
             if subset:
@@ -160,13 +152,17 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
                 fetch = Fetch(manifest, store)
                 await replicas.complete(fetch, output, f"step {checkpoint.step}")
                 await fetch.finish()
-                await _commit(replicas, manifest, nearest, Tier("restored", store))
+                await _commit(replicas, nearest, Tier("restored", store))
                 wanted_bytes, made = fetch.wanted_bytes, output.partial / checkpoint.run / checkpoint.name
             if convert:
                 output.is_worth_keeping = False
                 made = await convert(made, manifest, output.partial)
             size_bytes = sum(file.stat().st_size for file in made.iterdir()) if subset else manifest.size_bytes
             output.publish(made)
+        except BaseException:
+            if output.is_worth_keeping:
+                print_note(f"tierd: the fetched chunks stay in {output.partial}; the same command continues from them")
+            raise
         finally:
             await store.close()
     seconds = time.monotonic() - began_s
@@ -188,21 +184,12 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
     )
 
 
-async def _commit(replicas: Replicas, manifest: Manifest, source: ReadableTier, restored: Tier) -> None:
+async def _commit(replicas: Replicas, source: ReadableTier, restored: Tier) -> None:
     """The markers, then the manifest's own bytes, as in any tier."""
+    manifest = replicas.manifest
     for milestone in replicas.chosen.milestones:
         await restored.mark_milestone(manifest.id, milestone, manifest.created_at)
     if replicas.chosen.is_healthy is not None:
         diagnosis = await source.diagnosis(manifest.id, is_healthy=replicas.chosen.is_healthy)
         await restored.mark_diagnosis(manifest.id, diagnosis)
     await restored.commit(manifest, raw=replicas.raw)
-
-
-@contextmanager
-def _kept_is_reported(output: AtomicOutput) -> Generator[None]:
-    try:
-        yield
-    except BaseException:
-        if output.is_worth_keeping:
-            print_note(f"tierd: the fetched chunks stay in {output.partial}; the same command continues from them")
-        raise

@@ -23,33 +23,13 @@ POLL_INTERVAL_S = 0.2
 EXIT_CODES = {"finished": 0, "stopped": 0, "halted": EXIT_HALTED}  # any other: 1
 
 
-class Stopped(msgspec.Struct, kw_only=True):
-    """What `tierd stop --json` prints."""
-
-    run: str
-    generation: int
-    step: int
-    state: str
-    reason: str
-
-
-class Taken(msgspec.Struct, kw_only=True):
-    """What `tierd snapshot --json` prints."""
-
-    run: str
-    step: int
-    generation: int
-    milestone: str | None
-    path: str
-
-
 def stop(
     context: typer.Context,
     run: options.AttachedRun,
     force: Annotated[bool, typer.Option("--force", help="Interrupt the trainers at once; no snapshot.")] = False,
     wait_s: options.Wait = 300.0,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Stop a run at the end of its step, with a snapshot to resume from."""
     from tierd.api.operator_socket import stop_run
 
@@ -62,10 +42,11 @@ def stop(
     ended = _wait_ended(config, run, agreed.generation, deadline_s)
     state = ended.state or ""
     if json:
-        print_json(Stopped(run=run, generation=agreed.generation, step=agreed.step, state=state, reason=ended.reason))
+        about = {"run": run, "generation": agreed.generation, "step": agreed.step}
+        print_json(about | {"state": state, "reason": ended.reason})
     else:
         print_result(f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
-    raise typer.Exit(EXIT_CODES.get(state, 1) if not force else 0)
+    return 0 if force else EXIT_CODES.get(state, 1)
 
 
 def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunReport:
@@ -90,7 +71,7 @@ def snapshot(
     ] = None,
     wait_s: options.Wait = 300.0,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Have a run take a snapshot now, in addition to its regular ones; training continues."""
     from tierd.api.operator_socket import take_snapshot
 
@@ -99,7 +80,8 @@ def snapshot(
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
     path = str(config.hot_path / checkpoint.run / checkpoint.name)
     if json:
-        print_json(Taken(run=run, step=agreed.step, generation=agreed.generation, milestone=milestone, path=path))
+        print_json(msgspec.to_builtins(checkpoint) | {"milestone": milestone, "path": path})
     else:
         named = f" as {milestone}" if milestone is not None else ""
         print_result(f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}")
+    return 0

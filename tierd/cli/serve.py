@@ -15,16 +15,17 @@ from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 
 
-def serve(context: typer.Context) -> None:
+def serve(context: typer.Context) -> int:
     """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s again."""
     settings = settings_of(context)
     config = settings.config()
     from tierd.daemon import serve
 
     serve(config, notify_socket=notify_socket(), read_config=settings.config)
+    return 0
 
 
-def version(context: typer.Context, json: options.Json = False) -> None:
+def version(context: typer.Context, json: options.Json = False) -> int:
     """Print the version of tierd, and of the format and protocol it uses."""
     if json:
         print_json(
@@ -37,6 +38,7 @@ def version(context: typer.Context, json: options.Json = False) -> None:
         )
     else:
         print_result(version_line())
+    return 0
 
 
 def version_line() -> str:

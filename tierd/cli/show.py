@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
 
 from tierd.cli import daemon_http, options
-from tierd.cli.console import age, metrics_line, print_json, print_note, print_result, size, table
-from tierd.cli.opened_tiers import PARTIAL, open_tiers
-from tierd.cli.options import Settings, parse_query, settings_of
+from tierd.cli.console import age, metrics_line, print_note, print_report, print_result, size, table
+from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
-from tierd.lifecycle.selection import AUTO, CheckpointQuery, select
-from tierd.report import CheckpointReport
+from tierd.lifecycle.selection import AUTO, select
+from tierd.report import CheckpointReport, checkpoint_report, read_diagnosis
 
 
-def show(
+async def show(
     context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN")],
     step: Annotated[str, typer.Argument(metavar="STEP", help="A number, latest, or milestone:NAME.")] = "latest",
     generation: options.GenerationNumber = None,
     place: options.From = None,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Show everything about one checkpoint."""
     query = parse_query(run, step, generation, tier=place or AUTO)
-    report, is_complete = asyncio.run(_report(settings_of(context), place, query))
-    if json:
-        print_json(report)
-    else:
-        _print(report)
-    if not is_complete:
-        raise typer.Exit(PARTIAL)
-
-
-async def _report(settings: Settings, place: str | None, query: CheckpointQuery) -> tuple[CheckpointReport, bool]:
-    """(report, whether every tier could be listed)"""
+    settings = settings_of(context)
     daemon = None if place else daemon_http.find_or_none(settings.config())
     health = daemon.health_in_memory() if daemon else {}
     async with open_tiers(settings, place=place) as tiers:
-        is_complete = tiers.check_reachable()
+        code = tiers.check_reachable()
         tiers.report_unreadable(query)
         chosen = select(query, tiers.catalog.inventory(in_memory=health.keys(), health=health)).candidate
         entry = tiers.catalog.get(chosen.id)
-        if entry is None and daemon is not None:
-            return daemon.checkpoint(chosen.id), is_complete  # in memory only, not persisted yet
-        if entry is None:
+        if entry is not None:
+            diagnosis = await read_diagnosis(entry, tiers.by_name)
+            report = checkpoint_report(entry, list(chosen.tiers), diagnosis)
+        elif daemon is not None:
+            report = daemon.checkpoint(chosen.id)  # in memory only, not persisted yet
+        else:
             raise NotFound(f"show {chosen.id}: it has been deleted", hint="`tierd ls` shows what there is")
-        diagnosis = None
-        for tier, is_healthy in entry.diagnoses.items():
-            diagnosis = await tiers.by_name[tier].diagnosis(entry.id, is_healthy=is_healthy)
-        report = CheckpointReport(
-            manifest=entry.manifest,
-            tiers=list(chosen.tiers),
-            milestones=sorted(entry.all_milestones),
-            healthy=entry.healthy,
-            diagnosis=diagnosis,
-        )
-        return report, is_complete
+    print_report(report, as_json=json, text=_print)
+    return code
 
 
 def _print(report: CheckpointReport) -> None:

@@ -5,14 +5,13 @@ Without a daemon the tiers are listed directly, the answer has the same form, an
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 
 import typer
 
 from tierd import __version__
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, now, print_json, print_result, size, table
+from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.decisions import halted
@@ -22,20 +21,18 @@ from tierd.report import RunReport, StatusReport, TierReport, run_report, tier_r
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 
-def status(context: typer.Context, json: options.Json = False) -> None:
+async def status(context: typer.Context, json: options.Json = False) -> int:
     """Print what can be restored, from where, and what is stalled."""
     settings = settings_of(context)
     unreachable: DaemonUnreachable | None = None
     try:
         report = daemon_http.find(settings.config()).status
     except DaemonUnreachable as error:
-        report, unreachable = asyncio.run(_list(settings)), error
-    if json:
-        print_json(report)
-    else:
-        _print(report, settings)
+        report, unreachable = await _list(settings), error
+    print_report(report, as_json=json, text=lambda report: _print(report, settings))
     if unreachable is not None:
         raise unreachable
+    return 0
 
 
 async def _list(settings: Settings) -> StatusReport:
@@ -73,7 +70,16 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_run(run, settings)
     table(
         ["TIER", "CHECKPOINTS", "USED", "FREE", "WHERE"],
-        [_tier_cells(tier) for tier in report.tiers],
+        [
+            [
+                tier.name,
+                str(tier.checkpoints),
+                "" if tier.used_bytes is None else size(tier.used_bytes),
+                "" if tier.free_bytes is None else size(tier.free_bytes),
+                tier.url + (f"  {'note' if tier.is_known else 'NOT REACHABLE'}: {tier.error}" if tier.error else ""),
+            ]
+            for tier in report.tiers
+        ],
         right=("CHECKPOINTS", "USED", "FREE"),
     )
     for queue in report.queues:
@@ -112,14 +118,3 @@ def _restore_command(run: RunReport, settings: Settings) -> str:
     config = ["--config", settings.config_file] if settings.config_file else []
     which = ["--run", run.run, "--step", str(newest.step), "--generation", str(newest.generation)]
     return shlex.join(["tierd", *config, "restore", *which, "--to", f"./restored-{run.run}-{newest.step}"])
-
-
-def _tier_cells(tier: TierReport) -> list[str]:
-    problem = f"  {'NOT REACHABLE' if not tier.is_known else 'note'}: {tier.error}" if tier.error else ""
-    return [
-        tier.name,
-        str(tier.checkpoints),
-        "" if tier.used_bytes is None else size(tier.used_bytes),
-        "" if tier.free_bytes is None else size(tier.free_bytes),
-        tier.url + problem,
-    ]

@@ -6,7 +6,6 @@ By default it causes no egress: a directory is read whole, a bucket is asked for
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Annotated
 
@@ -14,16 +13,15 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import print_json, print_note, print_result, progress_bar, size
+from tierd.cli.console import print_note, print_report, print_result, progress_bar, size
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code, open_tiers
-from tierd.cli.options import Settings, check_tier, parse_query, settings_of
+from tierd.cli.options import check_tier, parse_query, settings_of
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, with_run
 from tierd.tiers.store import Progress
-from tierd.tiers.tier import Tier
 from tierd.transfer.repair import Repair, repair_replica
-from tierd.transfer.verify import Proof, Verification, verify_replica
+from tierd.transfer.verify import Proof, verify_replica
 
 _PROOFS = {Proof.DEEP: "read whole", Proof.CHECKSUM: "by the bucket's checksums", Proof.SIZE: "size only"}
 
@@ -45,7 +43,7 @@ class Verified(msgspec.Struct, kw_only=True):
     unread: str | None = None
 
 
-def verify(
+async def verify(
     context: typer.Context,
     run: options.RunName = None,
     step: Annotated[
@@ -62,7 +60,7 @@ def verify(
         bool, typer.Option("--repair", help="Replace damaged files by whole ones from another tier.")
     ] = False,
     json: options.Json = False,
-) -> None:
+) -> int:
     """Compare every replica with its checksums."""
     settings = settings_of(context)
     if repair and place is not None:
@@ -73,16 +71,34 @@ def verify(
     if repair:
         check_tier(tier, settings.config())
     query = parse_query(run, step or "latest", generation)
-    verifying = _verify(settings, query, tier, place, is_newest_only=step == "latest", is_deep=deep, is_repair=repair)
-    replicas, unread, is_complete = asyncio.run(verifying)
-    if json:
-        print_json(replicas)
-    else:
-        _print(replicas)
+    replicas: list[Verified] = []
+    unread: list[TierdError] = []
+    async with open_tiers(settings, place=place, only=None if repair else tier) as tiers:
+        checked = {name for name in tiers.by_name if tier in (None, name)}
+        tiers.check_reachable()
+        unlisted = tiers.catalog.unlisted()
+        unreachable = checked & unlisted.keys()
+        if unreachable == checked:
+            raise TierUnreachable(f"list {tier}: {unlisted[min(checked)]}")
+        found = _matching(query, tiers, checked, is_newest_only=step == "latest")
+        if not found:
+            where = place or tier or "any tier"
+            raise NotFound(f"verify {query}: there is none in {where}", hint="`tierd ls` shows what there is")
+        with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
+            for name, checkpoint, _, why in found:
+                one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)
+                try:
+                    is_there = await _check(
+                        one, tiers, checkpoint, why, is_deep=deep, is_repair=repair, progress=progress
+                    )
+                except (NewerFormat, TierUnreachable) as error:
+                    one.unread, is_there = error.message, True
+                    unread.append(error)
+                replicas += [one] * is_there
+    print_report(replicas, as_json=json, text=_print)
     if any(not one.is_whole and one.unread is None for one in replicas):
-        raise typer.Exit(Corrupt.exit_code)
-    if code := exit_code(unread, of=len(replicas)) or (0 if is_complete else PARTIAL):
-        raise typer.Exit(code)
+        return Corrupt.exit_code
+    return exit_code(unread, of=len(replicas)) or (PARTIAL if unreachable else 0)
 
 
 def _print(replicas: list[Verified]) -> None:
@@ -104,43 +120,6 @@ def _print(replicas: list[Verified]) -> None:
     )
     for name in sorted({one.tier for one in whole if one.how == Proof.SIZE.value}):
         print_note(f"tierd: {name} keeps no checksums: only files and sizes were compared; --deep reads every byte")
-
-
-async def _verify(
-    settings: Settings,
-    query: CheckpointQuery,
-    tier: str | None,
-    place: str | None,
-    *,
-    is_newest_only: bool,
-    is_deep: bool,
-    is_repair: bool,
-) -> tuple[list[Verified], list[TierdError], bool]:
-    """(the replicas, why some could not be checked, whether every tier to verify could be listed)"""
-    async with open_tiers(settings, place=place, only=None if is_repair else tier) as tiers:
-        checked = {name for name in tiers.by_name if tier in (None, name)}
-        tiers.check_reachable()
-        unreachable = checked & tiers.unreachable.keys()
-        if unreachable == checked:
-            raise TierUnreachable(f"list {tier}: {tiers.unreachable[min(checked)]}")
-        found = _matching(query, tiers, checked, is_newest_only=is_newest_only)
-        if not found:
-            where = place or tier or "any tier"
-            raise NotFound(f"verify {query}: there is none in {where}", hint="`tierd ls` shows what there is")
-        replicas: list[Verified] = []
-        unread: list[TierdError] = []
-        with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
-            for name, checkpoint, _, why in found:
-                one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)
-                try:
-                    is_there = await _check(
-                        one, tiers, checkpoint, why, is_deep=is_deep, is_repair=is_repair, progress=progress
-                    )
-                except (NewerFormat, TierUnreachable) as error:
-                    one.unread, is_there = error.message, True
-                    unread.append(error)
-                replicas += [one] * is_there
-        return replicas, unread, not unreachable
 
 
 def _matching(
@@ -187,17 +166,11 @@ async def _check(
     verified.problems = found.sentences or [why] * bool(why)
     verified.is_whole = not verified.problems
     if found.problems and is_repair:
-        await _repair(tiers, tier, checkpoint, found, verified)
+        try:
+            repair = await repair_replica(tier, checkpoint, found, list(tiers.by_name.values()))
+        except TierUnreachable as error:
+            repair = Repair(refused=[error.message])
+        verified.repaired, verified.refused, verified.is_whole = repair.repaired, repair.refused, not repair.refused
+        if found.manifest is None and repair.manifest is not None:
+            verified.size_bytes, verified.how = repair.manifest.size_bytes, Proof.DEEP.value
     return True
-
-
-async def _repair(
-    tiers: OpenedTiers, tier: Tier, checkpoint: CheckpointId, found: Verification, verified: Verified
-) -> None:
-    try:
-        repair = await repair_replica(tier, checkpoint, found, list(tiers.by_name.values()))
-    except TierUnreachable as error:
-        repair = Repair(refused=[error.message])
-    verified.repaired, verified.refused, verified.is_whole = repair.repaired, repair.refused, not repair.refused
-    if found.manifest is None and repair.manifest is not None:
-        verified.size_bytes, verified.how = repair.manifest.size_bytes, Proof.DEEP.value

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tierd.errors import Corrupt
-from tierd.format.manifest import encode_marker
-
 TENSORS_LISTED_MAX = 20
 MARKER_BYTES_MAX = 64 << 10
 
@@ -51,15 +48,3 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: list[NotFinite] = []
     digest: str = ""
     trouble: str = ""
-
-
-def encode(diagnosis: Diagnosis) -> bytes:
-    return encode_marker(msgspec.to_builtins(diagnosis))
-
-
-def decode(raw: bytes, *, where: str) -> Diagnosis:
-    """Raises Corrupt."""
-    try:
-        return msgspec.json.decode(raw, type=Diagnosis)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Corrupt(f"decode the diagnosis {where}: {error}") from error

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 
 from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
@@ -25,7 +24,7 @@ NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 2
 
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
-_GENERATION = re.compile(r"generation-(\d{4,8})\.json")
+_GENERATION = re.compile(r"generation-([0-9]{4}|[1-9][0-9]{4,7})\.json")
 # One path component, no leading dot: no file name in a manifest leads out of its folder.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -35,20 +34,15 @@ def shard_name(rank: Rank, world_size: int) -> str:
 
 
 def checkpoint_prefix(checkpoint: CheckpointId) -> str:
-    return f"{checkpoint.run}/{checkpoint.name}/"
+    return file_key(checkpoint, "")
 
 
 def file_key(checkpoint: CheckpointId, name: str) -> str:
-    return checkpoint_prefix(checkpoint) + name
+    return f"{checkpoint.run}/{checkpoint.name}/{name}"
 
 
 def manifest_key(checkpoint: CheckpointId) -> str:
     return file_key(checkpoint, MANIFEST)
-
-
-def milestone_key(checkpoint: CheckpointId, milestone: str) -> str:
-    """Raises BadRequest when the milestone's name cannot be part of a file name."""
-    return file_key(checkpoint, milestone_file(milestone))
 
 
 def milestone_file(milestone: str) -> str:
@@ -71,11 +65,6 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
     return file_key(checkpoint, HEALTHY if is_healthy else UNHEALTHY)
 
 
-def diagnosis_of(file_names: Container[str]) -> bool | None:
-    """Whether the checkpoint is healthy; None: not examined. If both markers exist, it is unhealthy."""
-    return False if UNHEALTHY in file_names else True if HEALTHY in file_names else None
-
-
 def is_ours(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is the manifest or a marker."""
     return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
@@ -86,13 +75,8 @@ def partial_name(file_name: str, token: str) -> str:
     return f"{file_name[:NAME_CHARS_MAX]}.{token}{PARTIAL_SUFFIX}"
 
 
-def partial_download_name(file_name: str, content_crc: int) -> str:
-    """The name of a file while it is fetched. `content_crc` depends on its final content, so that the next attempt
-    continues the same file."""
-    return partial_name(file_name, f"{content_crc:016x}")
-
-
 def is_partial_download(file_name: str) -> bool:
+    """Whether it is the partial name of a file that is fetched. Its token has 16 digits, a new file's has 8."""
     return _PARTIAL_DOWNLOAD.fullmatch(file_name) is not None
 
 
@@ -109,29 +93,18 @@ def generation_key(run: Run, generation: Generation) -> str:
     return f"{run}/generation-{generation:04d}.json"
 
 
-def generation_of(file_name: str) -> Generation | None:
-    match = _GENERATION.fullmatch(file_name)
-    generation = Generation(int(match[1])) if match else None
-    return generation if generation is not None and file_name == f"generation-{generation:04d}.json" else None
-
-
 def is_safe_file_name(name: str) -> bool:
     return _FILE.fullmatch(name) is not None and not name.endswith(PARTIAL_SUFFIX)
 
 
-def parse_key(key: str) -> tuple[CheckpointId, str] | None:
-    """(checkpoint, file name) of a key, or None if it is not a key of a checkpoint's file."""
+def parse_key(key: str) -> CheckpointId | None:
+    """The checkpoint that a file with this key belongs to, or None if it is not a key of a checkpoint's file."""
     parts = key.split("/")
-    if len(parts) != 3 or not is_run(parts[0]):
-        return None
-    checkpoint = parse_name(Run(parts[0]), parts[1])
-    return None if checkpoint is None else (checkpoint, parts[2])
+    return parse_name(Run(parts[0]), parts[1]) if len(parts) == 3 and is_run(parts[0]) else None
 
 
 def parse_generation_key(key: str) -> tuple[Run, Generation] | None:
     """(run, generation) of the key of a generation marker, or None if it is not one."""
-    parts = key.split("/")
-    if len(parts) != 2 or not is_run(parts[0]):
-        return None
-    generation = generation_of(parts[1])
-    return None if generation is None else (Run(parts[0]), generation)
+    run, _, name = key.partition("/")
+    match = _GENERATION.fullmatch(name)
+    return (Run(run), Generation(int(match[1]))) if match and is_run(run) else None

@@ -170,6 +170,6 @@ def _check_file(entry: FileEntry) -> None:
         raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
 
 
-def encode_marker(content: dict[str, Any]) -> bytes:
+def encode_marker(content: Mapping[str, Any] | msgspec.Struct) -> bytes:
     """The bytes of a marker file: a small JSON object."""
     return msgspec.json.encode(content) + b"\n"

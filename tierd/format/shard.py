@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,12 @@ ALIGN_BYTES = 4096  # a page; O_DIRECT needs this alignment
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
 NDIM_MAX = 64
 _LENGTH = struct.Struct("<Q")
+
+
+def round_up(size_bytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
 
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -102,16 +108,15 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
         raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
-    ends = list(itertools.accumulate(spec.size_bytes for spec in ordered))
-    begins = [0, *ends[:-1]]
+    offsets = list(itertools.accumulate((spec.size_bytes for spec in ordered), initial=0))
     rows = {
         spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        for spec, begin, end in zip(ordered, begins, ends, strict=False)
+        for spec, (begin, end) in zip(ordered, itertools.pairwise(offsets), strict=True)
     }
     table = "," + _dump(rows)[1:-1] if rows else ""
     fixed = len(table) + len(json.dumps(sharding))
     changing = len(json.dumps(_dump(tierd)))
-    header_bytes = _align(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
+    header_bytes = round_up(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
     if header_bytes > HEADER_BYTES_MAX:
         raise Unsupported(
             f"lay out a shard: its header would take {header_bytes} bytes of at most {HEADER_BYTES_MAX}",
@@ -125,9 +130,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
             saved_offsets=spec.saved_offsets,
             offset=header_bytes + begin,
         )
-        for spec, begin in zip(ordered, begins, strict=False)
+        for spec, begin in zip(ordered, offsets, strict=False)
     )
-    return Layout(entries, header_bytes, header_bytes + (ends[-1] if ends else 0), table, sharding)
+    return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding)
 
 
 def _element_bytes(spec: TensorSpec) -> int:
@@ -138,10 +143,6 @@ def _element_bytes(spec: TensorSpec) -> int:
 
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def header_length(first_bytes: bytes, file_bytes: int, *, where: str) -> int:
@@ -165,6 +166,11 @@ def parse_header(header: bytes | memoryview, file_bytes: int, *, where: str) -> 
         return _parse(table, end, file_bytes, where)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"read the header of {where}: {error!r}") from error
+
+
+def read_header(read: Callable[[int, int], bytes], file_bytes: int, *, where: str) -> Shard:
+    """As `parse_header`, of a file that can be read anywhere. `read`: returns (length, offset), as os.pread does."""
+    return parse_header(read(header_length(read(_LENGTH.size, 0), file_bytes, where=where), 0), file_bytes, where=where)
 
 
 def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:

@@ -7,7 +7,8 @@ version is refused. Spec: docs/FORMAT.md#wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -307,8 +308,6 @@ ToClient = (
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
-_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
-_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 
 
 def encode(message: ToDaemon | ToClient) -> bytes:
@@ -335,19 +334,16 @@ def unpack_indexes(packed: bytes) -> list[int]:
     return [8 * at + bit for at, byte in enumerate(packed) for bit in range(8) if byte >> bit & 1]
 
 
-def decode_to_daemon(raw: bytes) -> ToDaemon:
-    """Raises BadRequest for bytes that are not a message to the daemon."""
-    return _decode(_to_daemon, raw)
-
-
-def decode_to_client(raw: bytes) -> ToClient:
-    """Raises BadRequest for bytes that are not a message to the client."""
-    return _decode(_to_client, raw)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
         hint = "do client and daemon have the same version?"
         raise BadRequest(f"read a message of {len(raw)} bytes: {error}", hint=hint) from error
+
+
+decode_to_daemon: Callable[[bytes], ToDaemon] = functools.partial(_decode, msgspec.msgpack.Decoder(ToDaemon))
+"""Raises BadRequest for bytes that are not a message to the daemon."""
+
+decode_to_client: Callable[[bytes], ToClient] = functools.partial(_decode, msgspec.msgpack.Decoder(ToClient))
+"""Raises BadRequest for bytes that are not a message to the client."""

@@ -1,6 +1,6 @@
 """Examines every checkpoint once: are all its numbers finite, and did the weights change since the last one?
 
-The diagnosis is a marker beside the manifest. A process of the lowest priority (tierd/health/program.py) reads the
+The diagnosis is a marker beside the manifest. A process of the lowest priority (tierd/health/finiteness.py) reads the
 slots, or else the files in the hot tier; it is started for each checkpoint.
 """
 
@@ -24,7 +24,7 @@ from tierd.transfer.verify import verify_files
 
 log = logging.getLogger("tierd")
 
-PROGRAM = "tierd.health.program"
+PROGRAM = "tierd.health.finiteness"
 # The timeout of one examination: it has the lowest priority, beside a training that uses all cores.
 TIMEOUT_MIN_S, RATE_MIN_BYTES_S = 120.0, 5 << 20
 DIGESTS_KEPT = 64  # weight digests of the last checkpoints of all runs
@@ -49,7 +49,7 @@ class Examiner:
     async def run_once(self) -> bool:
         """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
         in_memory = [snapshots.id for snapshots in self._memory.complete() if snapshots.diagnosis is None]
-        began_at = self._catalog.moment()
+        began_at = self._catalog.changes
         if began_at == self._done_at and not in_memory:
             return True
         entries = [entry for entry in self._catalog.entries() if self._hot.name in entry.tiers]

@@ -14,8 +14,8 @@ from statistics import median
 import msgspec
 
 from tierd.config import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Run, Step
-from tierd.lifecycle.policy import HOT, CheckpointView, kept, kept_forever
+from tierd.format.ids import CheckpointId, Step
+from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forever
 
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
@@ -49,15 +49,12 @@ def forecast(
 ) -> list[Forecast]:
     """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price per GiB and month, 0 if it is
     unknown. `own`: as for `plan`."""
-    runs: dict[Run, list[CheckpointView]] = {}
-    for view in checkpoints:
-        runs.setdefault(view.id.run, []).append(view)
     # Without a cold tier, hot also holds what cold would.
     policies = {HOT: [policy.hot] if cold else [policy.hot, policy.cold]}
     policies |= {name: [own.get(name, policy.cold)] for name in cold}
     forecasts: list[Forecast] = []
-    for run in sorted(runs):
-        views = sorted(runs[run], key=lambda view: view.id.recency)
+    for run, checkpoints_of_run in by_run(checkpoints):
+        views = sorted(checkpoints_of_run, key=lambda view: view.id.recency)
         checkpoint_gib = sizes[views[-1].id] / GIB
         pace = _pace(views)
         for tier, rules in policies.items():

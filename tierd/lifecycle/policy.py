@@ -89,15 +89,20 @@ def explain(
     `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
     not use the common one.
     """
+    decisions: list[Decision] = []
+    for _, views in by_run(checkpoints):
+        run_policy = _RunPolicy(views, policy, cold=cold, hot_known=hot_known, own=own)
+        for view in sorted(views, key=lambda view: view.id.recency, reverse=True):
+            decisions += run_policy.decide(view)
+    return decisions
+
+
+def by_run(checkpoints: Iterable[CheckpointView]) -> list[tuple[Run, list[CheckpointView]]]:
+    """The runs by name, each with its checkpoints."""
     runs: dict[Run, list[CheckpointView]] = {}
     for view in checkpoints:
         runs.setdefault(view.id.run, []).append(view)
-    decisions: list[Decision] = []
-    for run in sorted(runs):
-        run_policy = _RunPolicy(runs[run], policy, cold=cold, hot_known=hot_known, own=own)
-        for view in sorted(runs[run], key=lambda view: view.id.recency, reverse=True):
-            decisions += run_policy.decide(view)
-    return decisions
+    return sorted(runs.items())
 
 
 class _RunPolicy:
@@ -133,7 +138,12 @@ class _RunPolicy:
         remaining = set(view.tiers & self._known)
         for tier in (HOT, *self._cold):
             if tier not in view.tiers & self._known:
-                yield from self._missing(view, tier)
+                selected = self._selects[tier].get(view.id)
+                if tier != HOT and HOT in view.tiers and selected is not None:
+                    if self._cold[tier]:
+                        yield Decision(view.id, tier, Action.REPLICATE, selected)
+                    else:
+                        yield Decision(view.id, tier, Action.WAIT, f"{selected}; {tier} cannot be listed now")
                 continue
             reason = self._keeps_in(view, tier, remaining)
             if reason:
@@ -145,16 +155,6 @@ class _RunPolicy:
                 yield Decision(view.id, tier, Action.EVICT, reason)
             else:
                 yield Decision(view.id, tier, Action.EXPIRE, "no policy keeps it")
-
-    def _missing(self, view: CheckpointView, tier: str) -> Iterator[Decision]:
-        """For a checkpoint with no confirmed replica in `tier`."""
-        selected = self._selects[tier].get(view.id)
-        if tier == HOT or HOT not in view.tiers or selected is None:
-            return
-        if self._cold[tier]:
-            yield Decision(view.id, tier, Action.REPLICATE, selected)
-        else:
-            yield Decision(view.id, tier, Action.WAIT, f"{selected}; {tier} cannot be listed now")
 
     def _keeps_in(self, view: CheckpointView, tier: str, remaining: set[str]) -> str | None:
         """Why the replica in `tier` stays, or None. `remaining`: the tiers that still hold one, with `tier`."""

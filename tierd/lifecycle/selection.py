@@ -6,7 +6,7 @@ comes first, by generation and step; of its replicas the nearest. `passed_over` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -91,9 +91,18 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
+    """`errors` and `unreadable`: what was found so far; they grow while the selection goes on."""
+
     candidate: Candidate
     tier: str
-    passed_over: list[str]
+    errors: Sequence[TierdError]
+    unreadable: Sequence[UnreadableReplica]
+
+    @property
+    def passed_over(self) -> list[str]:
+        """Why nothing newer or nearer was selected."""
+        newer = (one.reason for one in self.unreadable if one.id.recency >= self.candidate.id.recency)
+        return [*map(str, self.errors), *newer]
 
 
 def select(
@@ -101,8 +110,17 @@ def select(
     inventory: Inventory,
     failed: Mapping[tuple[CheckpointId, str], TierdError | None] = MappingProxyType({}),
 ) -> Selected:
-    """The replica to read next. `failed`: (checkpoint, tier) of replicas that could not be read, and the error; None
-    where a trainer found the bytes damaged.
+    """The replica to read next: the first of `select_each`, with the same arguments and errors."""
+    return next(select_each(query, inventory, failed))
+
+
+def select_each(
+    query: CheckpointQuery,
+    inventory: Inventory,
+    failed: Mapping[tuple[CheckpointId, str], TierdError | None],
+) -> Iterator[Selected]:
+    """The replicas to read, one after the other. `failed`: (checkpoint, tier) of replicas that could not be read, and
+    the error; None where a trainer found the bytes damaged. The caller adds a replica before it asks for the next one.
 
     Raises NewerFormat when a later tierd wrote a newer checkpoint; Unhealthy; the gravest error of `failed` when no
     replica is left; Corrupt when all that matches is unreadable; TierUnreachable when nothing matches and a tier could
@@ -115,10 +133,13 @@ def select(
         if query.matches(candidate.id, candidate.milestones) and any(map(query.allows, candidate.tiers))
     ]
     unreadable = [one for one in inventory.unreadable if query.matches(one.id) and query.allows(one.tier)]
+    newer_formats = [one for one in unreadable if one.is_newer_format]
     errors: list[TierdError] = []
     for candidate in sorted(matching, key=lambda candidate: candidate.id.recency, reverse=True):
         checkpoint = candidate.id
-        _check_formats([one for one in unreadable if one.id.recency > checkpoint.recency])
+        for one in newer_formats:
+            if one.id.recency > checkpoint.recency:
+                raise _newer_format(one)
         if candidate.is_healthy is False and not query.allow_unhealthy:
             hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
             errors.append(Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite", hint=hint))
@@ -127,9 +148,8 @@ def select(
             continue
         for tier in filter(query.allows, candidate.tiers):
             if (checkpoint, tier) not in failed:
-                reasons = [one.reason for one in unreadable if one.id.recency >= checkpoint.recency]
-                return Selected(candidate, tier, [*map(str, errors), *reasons])
-            if error := failed[checkpoint, tier]:
+                yield Selected(candidate, tier, errors, unreadable)
+            if error := failed.get((checkpoint, tier)):
                 errors.append(error)
         if query.is_named or not query.allow_older:
             break
@@ -146,14 +166,12 @@ def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
     return replace(query, run=names[0])
 
 
-def _check_formats(newer: Sequence[UnreadableReplica]) -> None:
+def _newer_format(replica: UnreadableReplica) -> NewerFormat:
     """Only a person may choose a checkpoint older than one that a later tierd wrote."""
-    for one in newer:
-        if one.is_newer_format:
-            raise NewerFormat(
-                f"select {one.id}: a later tierd wrote it: {one.reason}",
-                hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",
-            )
+    return NewerFormat(
+        f"select {replica.id}: a later tierd wrote it: {replica.reason}",
+        hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",
+    )
 
 
 def _refusal(
@@ -172,7 +190,9 @@ def _refusal(
     if gravest:
         return min(gravest, key=_gravity)
     if unreadable:
-        _check_formats(unreadable)
+        for one in unreadable:
+            if one.is_newer_format:
+                return _newer_format(one)
         why = f"find {query}: no manifest can be read: {unreadable[0].reason}"
         return Corrupt(why, hint="docs/RUNBOOK.md#unreadable-manifest")
     unlisted = [f"{name} ({why})" for name, why in inventory.unlisted.items() if query.allows(name)]

@@ -1,4 +1,9 @@
-"""One slot: a memfd that a trainer has created, mapped read-only.
+"""One slot: a memfd that a trainer has created, mapped read-only, and its states.
+
+    FREE → FILLING → SEALED → PERSISTING → RETAINED → FREE
+
+The newest complete snapshot is RETAINED until a newer one is complete: after the first one, a crash at any instant
+leaves a complete snapshot in memory. Whether a tier has the checkpoint is not a state here: its manifest says so.
 
 A slot is mapped only if it is sealed against shrinking: otherwise a peer could truncate it and kill the daemon by
 SIGBUS. The daemon's own descriptor keeps the bytes alive after the trainer has exited.
@@ -9,11 +14,51 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from enum import Enum
 
 from tierd.errors import BadRequest
-from tierd.format import checksum
-from tierd.format.manifest import FileEntry, file_entry
-from tierd.memory.slot_states import SlotEvent, SlotState, next_state
+from tierd.format.checksum import CHUNK_BYTES
+from tierd.format.manifest import FileEntry
+from tierd.tiers.chunks import ChunkSums
+from tierd.transitions import next_state
+
+
+class SlotState(Enum):
+    FREE = "free"
+    FILLING = "filling"  # the trainer writes into it
+    SEALED = "sealed"  # it holds a complete snapshot, which now survives the trainer
+    PERSISTING = "persisting"  # its bytes are being written to the hot tier
+    RETAINED = "retained"  # durable in the hot tier, and still in memory
+
+
+class SlotEvent(Enum):
+    FILL = "fill"
+    ABANDON = "abandon"  # the trainer could not finish staging
+    SEAL = "seal"
+    PERSIST = "persist"
+    PERSISTED = "persisted"
+    PERSIST_FAILED = "persist_failed"  # it is retried: the bytes are still in the slot
+    RELEASE = "release"  # a newer snapshot is complete
+    SUPERSEDE = "supersede"  # it is not committed, and a newer one is complete, or its set was given up or fenced
+    TRAINER_DIED = "trainer_died"
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.FILL): SlotState.FILLING,
+    (SlotState.FILLING, SlotEvent.ABANDON): SlotState.FREE,
+    (SlotState.FILLING, SlotEvent.SEAL): SlotState.SEALED,
+    (SlotState.SEALED, SlotEvent.PERSIST): SlotState.PERSISTING,
+    (SlotState.SEALED, SlotEvent.SUPERSEDE): SlotState.FREE,
+    (SlotState.PERSISTING, SlotEvent.PERSISTED): SlotState.RETAINED,
+    (SlotState.PERSISTING, SlotEvent.PERSIST_FAILED): SlotState.SEALED,
+    (SlotState.RETAINED, SlotEvent.RELEASE): SlotState.FREE,
+    # When a trainer dies, only unsealed data is lost.
+    (SlotState.FREE, SlotEvent.TRAINER_DIED): SlotState.FREE,
+    (SlotState.FILLING, SlotEvent.TRAINER_DIED): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.TRAINER_DIED): SlotState.SEALED,
+    (SlotState.PERSISTING, SlotEvent.TRAINER_DIED): SlotState.PERSISTING,
+    (SlotState.RETAINED, SlotEvent.TRAINER_DIED): SlotState.RETAINED,
+}
 
 
 class MappedSlot:
@@ -36,8 +81,8 @@ class MappedSlot:
         self.view = memoryview(mapping)
 
     def move(self, event: SlotEvent) -> None:
-        """Change the state as the table in slot_states says. Raises BadRequest for a move that is not in it."""
-        self.state = next_state(self.state, event)
+        """Change the state as TRANSITIONS says. Raises BadRequest for a move that is not in it."""
+        self.state = next_state(TRANSITIONS, self.state, event, of="a slot")
 
     def is_same_memory(self, other: MappedSlot) -> bool:
         is_same_file = os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
@@ -62,8 +107,6 @@ def _check_sealed(fd: int, capacity_bytes: int) -> None:
 
 def snapshot_entry(view: memoryview, name: str) -> FileEntry:
     """The file entry of a snapshot that is not persisted yet. Reads the whole slot: blocks for seconds."""
-    chunks = [
-        checksum.crc64nvme(view[offset : offset + length])
-        for offset, length in checksum.chunk_ranges(len(view), checksum.CHUNK_BYTES)
-    ]
-    return file_entry(name, len(view), checksum.CHUNK_BYTES, chunks)
+    sums = ChunkSums(len(view), CHUNK_BYTES)
+    sums.add(0, view)
+    return sums.entry(name)

@@ -19,8 +19,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
-from tierd.memory.slot import MappedSlot
-from tierd.memory.slot_states import SlotEvent, SlotState
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 
 @dataclass(slots=True)
@@ -56,12 +55,8 @@ class SnapshotSet:
         return len(self.snapshots) == self.world_size
 
     @property
-    def is_persisted(self) -> bool:
-        return self.is_complete and self.is_in(SlotState.RETAINED)
-
-    @property
     def is_pending(self) -> bool:
-        return self.is_complete and not self.is_persisted
+        return self.is_complete and not self.is_in(SlotState.RETAINED)
 
     @property
     def head(self) -> Sealed:
@@ -275,7 +270,7 @@ class MemoryTier:
 
     def pending(self) -> list[SnapshotSet]:
         """Complete sets that are not persisted: by number of failed attempts, then oldest first."""
-        pending = [each for each in self._sets() if each.is_pending]
+        pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
         return sorted(pending, key=lambda each: (each.failures, each.sealed_at_s))
 
     def release(self, run: Run) -> Iterator[tuple[SnapshotSet, bool]]:
@@ -288,7 +283,7 @@ class MemoryTier:
         for older in list(memory.sets.values()):
             if newest is None or older.id.recency >= newest.id.recency:
                 continue
-            if older.is_persisted:
+            if older.is_in(SlotState.RETAINED):
                 memory.discard(older, SlotEvent.RELEASE)
                 yield older, False
             elif older.is_in(SlotState.SEALED) and (older.failures > 0 or not older.is_complete):
@@ -323,7 +318,8 @@ class MemoryTier:
 
     def complete(self, run: Run | None = None) -> list[SnapshotSet]:
         """The sets that can be restored, of one run or of all; newest first within a run."""
-        complete = [each for each in self._sets() if each.is_complete and run in (None, each.id.run)]
+        of_runs = self._runs.values() if run is None else [self._get(run)]
+        complete = [each for memory in of_runs for each in memory.sets.values() if each.is_complete]
         return sorted(complete, key=lambda each: each.id.recency, reverse=True)
 
     def find(self, checkpoint: CheckpointId) -> SnapshotSet | None:
@@ -343,10 +339,6 @@ class MemoryTier:
     def _get(self, run: Run) -> _RunMemory:
         """The memory of a run, or an empty one to read from."""
         return self._runs.get(run) or _RunMemory(Generation(0), world_size=0)
-
-    def _sets(self) -> Iterator[SnapshotSet]:
-        for memory in self._runs.values():
-            yield from memory.sets.values()
 
     def _slot(self, run: Run, generation: Generation, rank: Rank, index: int) -> MappedSlot:
         memory = self._current(run, generation, f"use slot {index} of {run}")

@@ -11,7 +11,7 @@ import os
 
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.store import LocalSource, Source
+from tierd.tiers.store import Source
 
 PIECE_BYTES = 4 << 20  # each is a request where the source is another bucket
 SEND_BYTES = 256 << 10  # one send, which must end within the socket's timeout
@@ -35,24 +35,29 @@ class Body:
         self._action = action
         self._loop = asyncio.get_running_loop()
         self._fill_task: asyncio.Task[None] | None = None
+        self._at = 0
         self._is_aborted = False
         self.source_error: Exception | None = None
         self.limits_reads = False  # whether `read` returns at most `size` bytes, as a signed payload needs
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self._at = 0
-        self._piece = memoryview(b"")
-        self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
+        self.seek(0)
 
     def read(self, size: int = -1) -> memoryview:
         """The next SEND_BYTES, mostly whatever `size` says: 16 KiB at a time would be 4096 system calls for a part."""
         if not self._piece and self._at < self._length:
+            begin, length = self._offset + self._at, min(PIECE_BYTES, self._length - self._at)
+            piece = self._buffer[:length]
             try:
-                self._piece = self._read_piece()
+                if self._source.fill_blocking is not None:
+                    self._source.fill_blocking(begin, piece)
+                else:
+                    asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()
+                self._sums.add(self._at, piece)
+                if self._at + length == self._length:
+                    self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, action=self._action)
             except Exception as error:
                 self.source_error = error
                 raise
+            self._piece = piece
         count = size if self.limits_reads and size >= 0 else SEND_BYTES
         sent, self._piece = self._piece[:count], self._piece[count:]
         self._at += len(sent)
@@ -62,7 +67,8 @@ class Body:
         """boto3 finds the length by seeking to the end and back. Reading continues only from the beginning."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if self._at == 0:
-            self._rewind()
+            self._piece = memoryview(b"")
+            self._sums = ChunkSums(self._length, self._entry.chunk_bytes)
         return self._at
 
     def tell(self) -> int:
@@ -73,19 +79,6 @@ class Body:
         self._is_aborted = True
         if self._fill_task is not None:
             self._fill_task.cancel()
-
-    def _read_piece(self) -> memoryview:
-        length = min(PIECE_BYTES, self._length - self._at)
-        begin = self._offset + self._at
-        piece = self._buffer[:length]
-        if isinstance(self._source, LocalSource):
-            self._source.fill_blocking(begin, piece)
-        else:
-            asyncio.run_coroutine_threadsafe(self._fill(begin, piece), self._loop).result()
-        self._sums.add(self._at, piece)
-        if self._at + length == self._length:
-            self._sums.check(self._entry, first=self._offset // self._entry.chunk_bytes, action=self._action)
-        return piece
 
     async def _fill(self, offset: int, piece: memoryview) -> None:
         # `abort` cancels this task, not the future that the thread waits for: the thread must wait until nobody writes

@@ -132,22 +132,14 @@ class S3Client:
             connection.detach()
             _in_thread.connection = None
 
-    def renew(self, connection: RequestConnection) -> None:
-        """Makes the next request read credentials again (environment, files, role), unless another request did so
-        after this one began."""
+    def close(self, connection: RequestConnection | None = None) -> None:
+        """Requests in progress keep their own connections until they end. The next request reads credentials again
+        (environment, files, role). `connection`: do nothing if another request did this after this one began."""
         with self._connecting:
-            if connection.client in self._boto3.values():
-                self._close()
-
-    def close(self) -> None:
-        with self._connecting:
-            self._close()
-
-    def _close(self) -> None:
-        """Requests in progress keep their own connections until they end."""
-        for client in self._boto3.values():
-            client.close()
-        self._boto3 = {}
+            if connection is None or connection.client in self._boto3.values():
+                for client in self._boto3.values():
+                    client.close()
+                self._boto3 = {}
 
     def _connect(self, *, signs_payload: bool) -> Any:
         """boto3's client, made by the first request: it takes 0.1 s, and it reads files that may be invalid."""

@@ -43,9 +43,6 @@ class Dialect:
             arguments = _without(arguments, extra)
         return arguments
 
-    def signs_payload(self, omitted: Extras) -> bool:
-        return Extra.CHECKSUMS in self.refused | omitted
-
     def to_omit(self, error: BaseException | None, arguments: dict[str, Any], omitted: Extras) -> Extras:
         """What to omit in the next attempt, after a refusal without `omitted`; empty if that is not the cause."""
         code = code_of(error)

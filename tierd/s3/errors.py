@@ -107,6 +107,7 @@ _KNOWN = {
     for codes, meaning, hint in rows
     for code in codes.split()
 }
+CONDITION_FAILED = {"PreconditionFailed", "412"}
 # Servers that do not support DeleteObjects, or that require an MD5 with it, which boto3 no longer sends.
 BATCH_REFUSED = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}

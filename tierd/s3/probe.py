@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.s3.client import Answer
 from tierd.s3.dialect import Extra
-from tierd.s3.errors import BATCH_REFUSED, Trouble, code_of, trouble_of
+from tierd.s3.errors import BATCH_REFUSED, CONDITION_FAILED, Trouble, code_of, server_time, trouble_of
 from tierd.s3.requests import ACTIONS, S3Requests
 from tierd.s3.upload import abort_upload, unfinished_uploads, whole_checksum
 from tierd.tiers.probe import Advice, Severity
@@ -98,8 +97,8 @@ class BucketProbe:
             return False
         self._add("list", "ok", "objects can be listed")
         headers: dict[str, str] = answer["ResponseMetadata"]["HTTPHeaders"]
-        self._check_clock(headers)
-        region, configured = headers.get("x-amz-bucket-region", ""), self._requests.region
+        self._check_clock(answer)
+        region, configured = headers.get("x-amz-bucket-region", ""), self._requests.client.region
         if region and region != configured:
             message = f"the bucket is in {region}, this tier's region is {configured}: each request is redirected"
             self._add("region", "warning", message, f'set region = "{region}"')
@@ -169,7 +168,7 @@ class BucketProbe:
             try:
                 await self._requests.request("put_object", "put again", Key=key, Body=BYTES, IfNoneMatch="*", **sums)
             except TierdError as error:
-                if code_of(error.__cause__) in ("PreconditionFailed", "412"):
+                if code_of(error.__cause__) in CONDITION_FAILED:
                     self._add("if_none_match", "ok", "If-None-Match is honoured: one of two writers wins a commit")
                 else:
                     self._add_refusal("put_object", "if_none_match", error)
@@ -318,9 +317,9 @@ class BucketProbe:
             return
         self._add(check, "problem", message, hint, exit_code=TierUnreachable.exit_code)
 
-    def _check_clock(self, headers: dict[str, str]) -> None:
+    def _check_clock(self, answer: Answer) -> None:
         try:
-            skew_s = (self._now() - parsedate_to_datetime(headers["date"])).total_seconds()
+            skew_s = (self._now() - server_time(answer)).total_seconds()
         except (KeyError, ValueError, TypeError):
             return
         if abs(skew_s) > SKEW_WARNED_S:

@@ -16,7 +16,7 @@ from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.s3.body import PIECE_BYTES, Body
 from tierd.s3.client import Answer, RequestConnection, S3Client
-from tierd.s3.dialect import NO_EXTRAS, Dialect, Extras
+from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra, Extras
 from tierd.s3.errors import Trouble, code_of, retry_after_s, trouble_of
 from tierd.tiers.pool import Buffers, ThreadPool
 from tierd.tiers.rate_limit import Bandwidth, UploadWindow
@@ -84,14 +84,9 @@ class S3Requests:
         self._on_request = on_request
         encryption = {"ServerSideEncryption": cold.sse, "SSEKMSKeyId": cold.sse_kms_key_id}
         self._encryption = {name: value for name, value in encryption.items() if value}
-        self._client = S3Client(
+        self.client = S3Client(
             cold, parts.netloc, connections=limits.parts_in_flight + 2, timeout_s=limits.request_timeout_s
         )
-
-    @property
-    def region(self) -> str:
-        """The region in force, known after the first request where the config names none."""
-        return self._client.region
 
     def object_key(self, key: str) -> str:
         return self.prefix + check_key(key)
@@ -135,7 +130,8 @@ class S3Requests:
                     attempt = max(attempt, ATTEMPTS - 1)  # one more attempt, with credentials that are read again
                 if trouble in _FINAL or attempt >= ATTEMPTS:
                     raise
-                pause_s = self._pause_s(attempt, error.__cause__)
+                asked_s = min(RETRY_MAX_S, retry_after_s(error.__cause__))
+                pause_s = max(asked_s, backoff_s(attempt, min_s=self._retry_min_s, max_s=RETRY_MAX_S))
             else:
                 self.dialect.learn(omitted)
                 if make_body is not None:
@@ -153,13 +149,7 @@ class S3Requests:
     async def close(self) -> None:
         self.pool.close()
         self.buffers.close()
-        self._client.close()
-
-    def _pause_s(self, attempt: int, error: BaseException | None) -> float:
-        """At least as long as the server asks for, within the maximum."""
-        return max(
-            backoff_s(attempt, min_s=self._retry_min_s, max_s=RETRY_MAX_S), min(RETRY_MAX_S, retry_after_s(error))
-        )
+        self.client.close()
 
     async def _attempt(
         self,
@@ -171,7 +161,7 @@ class S3Requests:
         arguments: Answer,
         omitted: Extras,
     ) -> Any:
-        connection = RequestConnection(signs_payload=self.dialect.signs_payload(omitted))
+        connection = RequestConnection(signs_payload=Extra.CHECKSUMS in self.dialect.refused | omitted)
         arguments = self.dialect.adapt(arguments, omitted)
 
         def abort() -> None:
@@ -187,8 +177,8 @@ class S3Requests:
         stop_timer = _abort_after(deadline_s, connection, abort)
         outcome = "cancelled"
         try:
-            outcome, result = await self.pool.run_abortable(
-                abort, self._client.call, operation, action, connection, use, arguments
+            outcome, result = await self.pool.run(
+                self.client.call, operation, action, connection, use, arguments, abort=abort
             )
         except Exception as error:
             if body is not None and body.source_error is not None and not connection.is_aborted:
@@ -198,7 +188,7 @@ class S3Requests:
                 raise
             outcome = "deadline" if connection.is_aborted else code_of(error.__cause__ or error)
             if trouble_of(error.__cause__) is Trouble.CREDENTIALS:
-                self._client.renew(connection)
+                self.client.close(connection)  # another attempt reads credentials again
             raise
         finally:
             stop_timer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from tierd.config import ColdConfig, LimitsConfig
@@ -16,12 +17,12 @@ from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreacha
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.client import Answer
-from tierd.s3.errors import BATCH_REFUSED, code_of, retention
+from tierd.s3.errors import BATCH_REFUSED, CONDITION_FAILED, code_of, retention
 from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import MemorySource, Progress, Source, StoredObject, StoredSource, check_key, is_key
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
@@ -57,7 +58,7 @@ class S3Store:
     async def put(
         self,
         key: str,
-        source: memoryview | Source,
+        source: Source,
         *,
         size_bytes: int,
         chunk_bytes: int,
@@ -67,44 +68,41 @@ class S3Store:
         replace: bool = False,
     ) -> FileEntry:
         action = self.requests.action("write", key)
-        if isinstance(source, memoryview):
-            if source.nbytes < size_bytes:
-                raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
-            source = MemorySource(source)
+        object_key = self.requests.object_key(key)
+        report: Progress = progress or (lambda length: None)
+        storage_class = self._lasting_storage_class if is_lasting else self._storage_class
         entry = expect or await measure(source, key.rpartition("/")[2], size_bytes, chunk_bytes)
         if (entry.size_bytes, entry.chunk_bytes) != (size_bytes, chunk_bytes):
             raise BadRequest(f"{action}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
         upload = Upload(
             requests=self.requests,
-            object_key=self.requests.object_key(key),
+            object_key=object_key,
             source=source,
             entry=entry,
             part_bytes=part_bytes(size_bytes, chunk_bytes, self._part_bytes_min),
-            progress=progress,
-            storage_class=self._lasting_storage_class if is_lasting else self._storage_class,
+            progress=report,
+            options={"StorageClass": storage_class} if storage_class else {},
             action=action,
         )
-        if expect is not None and not replace and await upload.is_done(await self._head(key, action)):
-            if progress is not None:
-                progress(size_bytes)
+        if expect and not replace and await upload.is_done(await self.requests.head(object_key, action) or {}):
+            report(size_bytes)
         elif not await upload.run():
-            await self._check_arrived(key, entry, action)
+            await self._check_arrived(object_key, entry, action)
         return entry
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         action = self.requests.action("write", key)
-        # Checked first, because some servers ignore If-None-Match.
-        if if_absent and await self._head(key, action) is not None:
-            return False
+        object_key = self.requests.object_key(key)
         arguments: dict[str, Any] = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(content))}
         if if_absent:
+            if await self.requests.head(object_key, action) is not None:
+                return False  # checked first, because some servers ignore If-None-Match
             arguments["IfNoneMatch"] = "*"
-        object_key = self.requests.object_key(key)
         try:
             await self.requests.request("put_object", action, Key=object_key, Body=content, **arguments)
         except TierUnreachable as error:
             # 412: it exists, by another writer or by our first attempt whose answer was lost. The caller compares.
-            if if_absent and code_of(error.__cause__) in ("PreconditionFailed", "412"):
+            if if_absent and code_of(error.__cause__) in CONDITION_FAILED:
                 return False
             raise
         return True
@@ -167,7 +165,7 @@ class S3Store:
         )
 
     def source(self, key: str) -> Source:
-        return StoredSource(self, key)
+        return Source(partial(self.read, key))
 
     async def stored_checksum(self, key: str) -> str | None:
         return whole_checksum(await self._existing(key, self.requests.action("read the checksum of", key)))
@@ -218,19 +216,16 @@ class S3Store:
     async def close(self) -> None:
         await self.requests.close()
 
-    async def _head(self, key: str, action: str) -> Answer | None:
-        return await self.requests.head(self.requests.object_key(key), action)
-
     async def _existing(self, key: str, action: str) -> Answer:
-        head = await self._head(key, action)
+        head = await self.requests.head(self.requests.object_key(key), action)
         if head is None:
             raise NotFound(f"{action}: no such object")
         return head
 
-    async def _check_arrived(self, key: str, entry: FileEntry, action: str) -> None:
+    async def _check_arrived(self, object_key: str, entry: FileEntry, action: str) -> None:
         """After an upload whose answer proves nothing. Without a checksum of the server, the size must do: readers
         check every chunk."""
-        head = await self._head(key, action)
+        head = await self.requests.head(object_key, action)
         if head is None:
             raise TierUnreachable(f"{action}: it was deleted after the upload", hint="find out what else deletes there")
         if head["ContentLength"] != entry.size_bytes:
@@ -239,15 +234,15 @@ class S3Store:
             raise Corrupt(f"{action}: crc64nvme {whole_checksum(head)} arrived, {entry.crc64nvme} was sent")
 
     async def _delete_one(self, key: str) -> None:
-        action = self.requests.action("delete", key)
+        action, object_key = self.requests.action("delete", key), self.requests.object_key(key)
         try:
-            await self.requests.request("delete_object", action, Key=self.requests.object_key(key))
+            await self.requests.request("delete_object", action, Key=object_key)
         except NotFound:
             return
         except TierUnreachable as error:
             if code_of(error.__cause__) == "AccessDenied":  # also the answer for an object under Object Lock
                 with suppress(TierUnreachable, KeyError, TypeError, ValueError):
-                    retained = retention(await self._head(key, action) or {}, action)
+                    retained = retention(await self.requests.head(object_key, action) or {}, action)
                     if retained is not None:
                         raise retained from error
             raise

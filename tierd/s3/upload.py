@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -88,22 +88,22 @@ async def abort_upload(requests: S3Requests, object_key: str, upload_id: str, ac
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size."""
+    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size. `options`: of the new object."""
 
     requests: S3Requests
     object_key: str
     source: Source
     entry: FileEntry
     part_bytes: int
-    progress: Progress | None
-    storage_class: str
+    progress: Progress
+    options: Mapping[str, str]
     action: str
 
     async def run(self) -> bool:
         """Sends the file. Returns whether the last answer proves that all of it arrived. Raises Corrupt, and nothing
         becomes visible, when a chunk differs from the entry."""
         if self.entry.size_bytes <= self.part_bytes:
-            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self._class}
+            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options}
             return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **about))
         upload_id, etags = await self._resume()
         try:
@@ -116,11 +116,9 @@ class Upload:
                     await abort_upload(self.requests, self.object_key, upload_id, self.action)
             raise
 
-    async def is_done(self, head: Answer | None) -> bool:
+    async def is_done(self, head: Answer) -> bool:
         """Whether the object has these very bytes already: by the server's checksum, or, where it keeps none, by the
-        MD5 of what would be sent, which reads the source once."""
-        if head is None:
-            return False
+        MD5 of what would be sent, which reads the source once. `head`: empty where there is no object."""
         if (is_same := self._compare(head)) is not None:
             return is_same
         if _is_md5(head):
@@ -131,14 +129,10 @@ class Upload:
 
     def _compare(self, head: Answer) -> bool | None:
         """Whether size and checksum are those of the entry; None where the size is, and there is no checksum."""
-        if head["ContentLength"] != self.entry.size_bytes:
+        if head.get("ContentLength") != self.entry.size_bytes:
             return False
         stored = whole_checksum(head)
         return None if stored is None else stored == self.entry.crc64nvme
-
-    @property
-    def _class(self) -> dict[str, Any]:
-        return {"StorageClass": self.storage_class} if self.storage_class else {}
 
     def _ranges(self) -> list[tuple[int, int]]:
         """(offset, length) of each part."""
@@ -154,7 +148,7 @@ class Upload:
             number, (offset, length) = numbered
             sums[number] = self._sum(offset, length)
             if number in etags:
-                self._report(length)
+                self.progress(length)
                 return
             about = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
             etags[number] = (await self._send("upload_part", offset, length, **about))["ETag"]
@@ -164,8 +158,10 @@ class Upload:
             {"PartNumber": number, "ETag": etags[number], "ChecksumCRC64NVME": sums[number]} for number in sorted(etags)
         ]
         try:
-            answer = await self._request(
+            answer = await self.requests.request(
                 "complete_multipart_upload",
+                self.action,
+                Key=self.object_key,
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=self.entry.crc64nvme,
@@ -179,9 +175,7 @@ class Upload:
             return False
 
     async def _is_made_of(self, parts: list[dict[str, Any]]) -> bool:
-        head = await self.requests.head(self.object_key, self.action)
-        if head is None:
-            return False
+        head = await self.requests.head(self.object_key, self.action) or {}
         if (is_same := self._compare(head)) is not None:
             return is_same
         md5s = [bytes.fromhex(_etag(part)) for part in parts if _is_md5(part)]
@@ -191,20 +185,11 @@ class Upload:
         async with self.requests.window.part(), self.requests.buffers.borrow(PIECE_BYTES) as buffer:
             await self.requests.bandwidth.take(length)
             make_body = partial(Body, self.source, self.entry, offset, length, buffer=buffer, action=self.action)
-            answer = await self._request(operation, size_bytes=length, make_body=make_body, **about)
-        self._report(length)
+            answer = await self.requests.request(
+                operation, self.action, size_bytes=length, make_body=make_body, Key=self.object_key, **about
+            )
+        self.progress(length)
         return answer
-
-    async def _request(
-        self, operation: str, *, size_bytes: int = 0, make_body: Callable[[], Body] | None = None, **about: Any
-    ) -> Answer:
-        return await self.requests.request(
-            operation, self.action, size_bytes=size_bytes, make_body=make_body, Key=self.object_key, **about
-        )
-
-    def _report(self, length: int) -> None:
-        if self.progress is not None:
-            self.progress(length)
 
     def _sum(self, offset: int, length: int) -> str:
         """The checksum of a part, combined from those of its chunks."""
@@ -234,18 +219,17 @@ class Upload:
                 resumed = (upload.upload_id, await self._proven(parts))
         if resumed is not None:
             return resumed
-        created = await self._request(
-            "create_multipart_upload", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT", **self._class
-        )
+        kind: dict[str, Any] = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT", **self.options}
+        created = await self.requests.request("create_multipart_upload", self.action, Key=self.object_key, **kind)
         return created["UploadId"], {}
 
     async def _list_parts(self, upload_id: str) -> dict[int, Answer] | None:
         """By number; None when the upload is gone, or has another checksum algorithm."""
         parts: dict[int, Answer] = {}
-        after: dict[str, Any] = {}
+        listing: dict[str, Any] = {"Key": self.object_key, "UploadId": upload_id}
         while True:
             try:
-                page = await self._request("list_parts", UploadId=upload_id, **after)
+                page = await self.requests.request("list_parts", self.action, **listing)
             except (TierUnreachable, NotFound) as error:
                 if trouble_of(error.__cause__) is Trouble.REFUSED:
                     return None
@@ -255,7 +239,7 @@ class Upload:
             parts |= {part["PartNumber"]: part for part in page.get("Parts", ())}
             if not page.get("IsTruncated"):
                 return parts
-            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+            listing["PartNumberMarker"] = page["NextPartNumberMarker"]
 
     async def _proven(self, parts: dict[int, Answer]) -> dict[int, str]:
         """ETags of the parts whose bytes are those of the source: by the server's checksum, or, where it keeps none,

@@ -34,15 +34,15 @@ class _CachedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestCache:
-    """In `folder`, readable by its owner only; None: nothing is cached. `bucket`: which bucket's manifests."""
+    """In `folder`, readable by its owner only. `bucket`: which bucket's manifests."""
 
-    def __init__(self, folder: Path | None, bucket: str) -> None:
+    def __init__(self, folder: Path, bucket: str) -> None:
         self._folder = folder
         self._key = f"manifests-{hashlib.sha256(bucket.encode()).hexdigest()[:32]}.json"
 
     async def read(self, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
         """The cached manifests of `wanted`. Never raises."""
-        if self._folder is None or not self._folder.is_dir():
+        if not self._folder.is_dir():
             return {}
         store = DirectoryStore(self._folder, create=False)
         try:
@@ -57,8 +57,6 @@ class ManifestCache:
         self, manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, Fingerprint]
     ) -> None:
         """Replaces the cache. Manifests without an ETag are left out: a change of them would not be noticed."""
-        if self._folder is None:
-            return
         store = DirectoryStore(self._folder)
         try:
             raw = await asyncio.to_thread(_encode, manifests, fingerprints)

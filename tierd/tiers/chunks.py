@@ -47,7 +47,7 @@ class ChunkSums:
             return None
         return checksum.encode(checksum.combine([self._parts.pop(offset) for offset in offsets]))
 
-    def entry(self, name: str, expect: FileEntry | None, action: str) -> FileEntry:
+    def entry(self, name: str, expect: FileEntry | None = None, action: str = "") -> FileEntry:
         """The file's entry. Raises Corrupt when it differs from `expect`."""
         chunks = [checksum.decode(crc) for crc in self._chunks()]
         entry = file_entry(name, self._size_bytes, self._chunk_bytes, chunks)
@@ -93,7 +93,7 @@ async def measure(
 
     in_flight = READS_IN_FLIGHT if bandwidth is None else 1
     await for_each(in_flight, checksum.chunk_ranges(size_bytes, READ_BYTES), read)
-    return sums.entry(name, None, "")
+    return sums.entry(name)
 
 
 def differences(expect: FileEntry, actual: FileEntry) -> list[str]:

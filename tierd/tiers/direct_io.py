@@ -7,11 +7,7 @@ import fcntl
 import mmap
 import os
 
-from tierd.format.shard import ALIGN_BYTES  # what O_DIRECT needs of offset, length and address
-
-
-def round_up(length: int) -> int:
-    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
+from tierd.format.shard import round_up
 
 
 def page_aligned(size_bytes: int) -> memoryview:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
+from tierd.format.shard import round_up
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.direct_io import read_all, round_up
+from tierd.tiers.direct_io import read_all
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
-from tierd.tiers.tree import Tree, translated
+from tierd.tiers.tree import Tree, closing_fd, translated
 
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
 
@@ -59,6 +60,8 @@ class DirectoryStore:
         is_lasting: bool = False,
         replace: bool = False,
     ) -> FileEntry:
+        """As of `Store`. A memoryview may be read up to the next multiple of 4096 after `size_bytes` where it is that
+        long."""
         action = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
             raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
@@ -124,13 +127,9 @@ class DirectoryStore:
 
     def _get(self, key: str, size_max: int) -> bytes:
         action = f"read {check_key(key)} in {self.url}"
-        with translated(action):
-            fd = self.tree.open_file(key)
-            try:
-                size_bytes = os.fstat(fd).st_size
-                content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
-            finally:
-                os.close(fd)
+        with translated(action), closing_fd(self.tree.open_file(key)) as fd:
+            size_bytes = os.fstat(fd).st_size
+            content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
         if size_bytes > size_max:
             raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
         return content
@@ -141,18 +140,14 @@ class DirectoryStore:
     def read_blocking(self, key: str, offset: int, buffer: memoryview) -> None:
         """As `read`, in the caller's thread."""
         action = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
-        with translated(action):
-            fd = self.tree.open_file(key)
-            try:
-                missing = read_all(fd, offset, buffer)
-            finally:
-                os.close(fd)
+        with translated(action), closing_fd(self.tree.open_file(key)) as fd:
+            missing = read_all(fd, offset, buffer)
         # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
         if missing:
             raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
 
     def source(self, key: str) -> Source:
-        return _LocalFile(self, key)
+        return Source(partial(self.read, key), partial(self.read_blocking, key))
 
     async def stored_checksum(self, key: str) -> str | None:
         with translated(f"open {check_key(key)} in {self.url}"):
@@ -230,25 +225,7 @@ class DirectoryStore:
         self.pool.close()
         self.buffers.close()
 
-    def path(self, key: str) -> Path:
-        """The object's path, for messages. To read it, use `open_fd`."""
-        return self.root / check_key(key)
-
     def open_fd(self, key: str) -> int:
         """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""
         with translated(f"open {check_key(key)} in {self.url}"):
             return self.tree.open_file(key)
-
-
-@dataclass(frozen=True)
-class _LocalFile:
-    """A file of the directory as a source."""
-
-    store: DirectoryStore
-    key: str
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self.store.read(self.key, offset, buffer)
-
-    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
-        self.store.read_blocking(self.key, offset, buffer)

@@ -12,9 +12,9 @@ import secrets
 from contextlib import suppress
 
 from tierd.format import layout
-from tierd.format.shard import ALIGN_BYTES
-from tierd.tiers.direct_io import page_aligned, reserve, round_up, set_direct, write_all
-from tierd.tiers.tree import NO_LINK, Tree
+from tierd.format.shard import ALIGN_BYTES, round_up
+from tierd.tiers.direct_io import page_aligned, reserve, set_direct, write_all
+from tierd.tiers.tree import NO_LINK, Tree, closing_fd
 
 
 class NewFile:
@@ -43,15 +43,17 @@ class NewFile:
 
     def write(self, offset: int, piece: memoryview, length: int) -> None:
         """Writes `length` bytes of `piece`; may also write the rest of it, up to a multiple of 4096."""
-        if not self._is_direct:
-            self._write_all(offset, piece[:length])
-            return
-        aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
-        self._write_all(offset, piece[:aligned])
-        if aligned < length:
-            tail = page_aligned(ALIGN_BYTES)
-            tail[: length - aligned] = piece[aligned:length]
-            self._write_all(offset + aligned, tail)
+        views = [piece[:length]]
+        if self._is_direct:
+            aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
+            views = [piece[:aligned]]
+            if aligned < length:
+                views.append(page_aligned(ALIGN_BYTES))
+                views[1][: length - aligned] = piece[aligned:length]
+        for view in views:
+            if not write_all(self._fd, offset, view, is_direct=self._is_direct):
+                self._is_direct = False
+            offset += len(view)
 
     def keep_damaged(self) -> None:
         """Gives the file that `commit` will replace a second name, which no listing shows, as evidence."""
@@ -101,10 +103,6 @@ class NewFile:
         self._temporary_name = ""
         return True
 
-    def _write_all(self, offset: int, view: memoryview) -> None:
-        if not write_all(self._fd, offset, view, is_direct=self._is_direct):
-            self._is_direct = False
-
 
 def is_abandoned(path: str) -> bool:
     """Whether no process holds the writer's lock on a partial file. True on a filesystem without locks."""
@@ -112,10 +110,9 @@ def is_abandoned(path: str) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(fd)
+    with closing_fd(fd):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import aiofiles.os
 
 from tierd.tiers.direct_io import page_aligned
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 BUFFERS_KEPT_S = 10.0
 """Buffers are kept between two files: first touch of fresh memory was measured at 0.3 GB/s on a VM."""
@@ -29,20 +29,19 @@ class ThreadPool:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.run_abortable(lambda: None, function, *args, **kwargs)
-
-    async def run_abortable(
-        self, abort: Callable[[], None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def run(
+        self,
+        function: Callable[[*Arguments], T],
+        *arguments: *Arguments,
+        abort: Callable[[], object] | None = None,
     ) -> T:
-        """As `run`. When the caller is cancelled, `abort` is called and must make `function` end early."""
-        call: asyncio.Task[T] = asyncio.ensure_future(
-            aiofiles.os.wrap(function)(*args, executor=self._threads, **kwargs)
-        )
+        """When the caller is cancelled, `abort` is called and must make `function` end early."""
+        call: asyncio.Task[T] = asyncio.ensure_future(aiofiles.os.wrap(function)(*arguments, executor=self._threads))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            abort()
+            if abort is not None:
+                abort()
             while not call.done():
                 try:
                     await asyncio.wait([call])
@@ -90,7 +89,6 @@ class Buffers:
     @asynccontextmanager
     async def borrow(self, size_bytes: int) -> AsyncGenerator[memoryview]:
         async with self._free:
-            self._stop_timer()
             is_usual = size_bytes == self._usual_bytes
             buffer = self._kept.pop() if is_usual and self._kept else page_aligned(size_bytes)
             try:
@@ -98,14 +96,11 @@ class Buffers:
             finally:
                 if is_usual:
                     self._kept.append(buffer)
-                self._stop_timer()
+                if self._timer is not None:
+                    self._timer.cancel()
                 self._timer = asyncio.get_running_loop().call_later(BUFFERS_KEPT_S, self._kept.clear)
 
     def close(self) -> None:
-        self._stop_timer()
-        self._kept.clear()
-
-    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._kept.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
@@ -53,7 +52,7 @@ class UploadWindow:
         self._count_max = count_max
         self._limit = float(count_max)
         self._in_flight = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._changed = asyncio.Event()
         self._sent_before_halving = 0  # parts still in flight, whose throttling says nothing about the new limit
 
     @property
@@ -64,33 +63,24 @@ class UploadWindow:
     async def part(self) -> AsyncGenerator[None, None]:
         """Wait for a place in the window, and hold it within the block."""
         while self._in_flight >= self.limit:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            finally:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+            await self._changed.wait()
         self._in_flight += 1
         try:
             yield
         finally:
             self._in_flight -= 1
             self._sent_before_halving = max(0, self._sent_before_halving - 1)
-            self._wake()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def grow(self) -> None:
         """A part succeeded."""
         self._limit = min(float(self._count_max), self._limit + 1 / self._limit)
-        self._wake()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def shrink(self) -> None:
         """The server throttled a part."""
         if self._sent_before_halving == 0:
             self._limit = max(1.0, self._limit / 2)
             self._sent_before_halving = self._in_flight
-
-    def _wake(self) -> None:
-        for turn in self._waiting:
-            if not turn.done():
-                turn.set_result(None)

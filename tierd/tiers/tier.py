@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
-from tierd.format import health, layout
-from tierd.format.health import Diagnosis
+from tierd.format import layout
+from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, ReadableStore, Source, Store
+from tierd.tiers.store import Progress, ReadableStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +35,13 @@ class Listing:
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        names = (layout.milestone_of(name) for name in self.files.get(checkpoint, ()))
+        names = map(layout.milestone_of, self.files.get(checkpoint, ()))
         return frozenset(name for name in names if name is not None)
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether the checkpoint is healthy; None when it was not examined."""
-        return layout.diagnosis_of(self.files.get(checkpoint, ()))
-
-    def add_generation(self, run: Run, generation: Generation) -> None:
-        self.generations[run] = max(generation, self.generations.get(run, generation))
+        """Whether the checkpoint is healthy; None when it was not examined. If both markers exist, it is unhealthy."""
+        names = self.files.get(checkpoint, ())
+        return False if layout.UNHEALTHY in names else True if layout.HEALTHY in names else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +66,9 @@ class ReadableTier:
         """What the marker here says; without details where it cannot be read."""
         key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
         try:
-            raw = await self.store.get_bytes(key, size_max=health.MARKER_BYTES_MAX)
-            return health.decode(raw, where=f"of {checkpoint} in {self.name}")
-        except TierdError:
+            return msgspec.json.decode(await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), type=Diagnosis)
+        except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return Diagnosis(healthy=is_healthy)
-
-    def source(self, checkpoint: CheckpointId, entry: FileEntry) -> Source:
-        """The bytes of one file of a checkpoint."""
-        return self.store.source(layout.file_key(checkpoint, entry.name))
 
     async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
         return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
@@ -101,14 +97,15 @@ class Tier(ReadableTier):
         for stored in await self.store.list():
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
-                if parsed := layout.parse_key(stored.key):
-                    checkpoint = folders[folder] = parsed[0]
-                    listing.files[checkpoint] = {}
-                    listing.add_generation(checkpoint.run, checkpoint.generation)
-                else:
-                    if claimed := layout.parse_generation_key(stored.key):
-                        listing.add_generation(*claimed)
+                parsed = layout.parse_key(stored.key)
+                claimed = (parsed.run, parsed.generation) if parsed else layout.parse_generation_key(stored.key)
+                if claimed:
+                    run, generation = claimed
+                    listing.generations[run] = max(generation, listing.generations.get(run, generation))
+                if parsed is None:
                     continue
+                folders[folder] = parsed
+                listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
             if name == layout.MANIFEST:
                 listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
@@ -162,16 +159,17 @@ class Tier(ReadableTier):
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         content = encode_marker({"milestone": milestone, "created_at": created_at})
-        await self.store.put_bytes(layout.milestone_key(checkpoint, milestone), content, if_absent=True)
+        key = layout.file_key(checkpoint, layout.milestone_file(milestone))
+        await self.store.put_bytes(key, content, if_absent=True)
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
-        await self.store.put_bytes(key, health.encode(diagnosis), if_absent=True)
+        await self.store.put_bytes(key, encode_marker(diagnosis), if_absent=True)
 
     async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
         """False when it is claimed already."""
         key = layout.generation_key(run, generation)
-        return await self.store.put_bytes(key, encode_marker(dict(content)), if_absent=True)
+        return await self.store.put_bytes(key, encode_marker(content), if_absent=True)
 
 
 async def copy_checkpoint(
@@ -190,11 +188,10 @@ async def copy_checkpoint(
     milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
 
-    async def copy(entry: FileEntry) -> None:
-        await copy_file(manifest.id, entry, source, target, progress=progress, is_lasting=bool(milestones))
-
     is_committed = await target.is_committed(manifest, raw=raw)
     if not is_committed:
+        options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
+        copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
     for milestone in milestones:
         await target.mark_milestone(manifest.id, milestone, manifest.created_at)
@@ -215,9 +212,10 @@ async def copy_file(
     replace: bool = False,
 ) -> None:
     """Copies one file of a checkpoint. Options and errors as of `Store.put`."""
+    key = layout.file_key(checkpoint, entry.name)
     await target.store.put(
-        layout.file_key(checkpoint, entry.name),
-        source.source(checkpoint, entry),
+        key,
+        source.store.source(key),
         size_bytes=entry.size_bytes,
         chunk_bytes=entry.chunk_bytes,
         expect=entry,

@@ -47,14 +47,12 @@ class Tree:
             raise
         return folder, name
 
-    def open_file(self, key: str) -> int:
-        """A read-only descriptor of a regular file. Raises BadRequest when it is something else."""
-        folder, name = self.open_folder(key, create=False)
-        try:
+    def open_file(self, key: str, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of a regular file. Raises BadRequest when it is something else. O_CREAT: makes folders too."""
+        folder, name = self.open_folder(key, create=bool(flags & os.O_CREAT))
+        with closing_fd(folder):
             # O_NONBLOCK: opening a FIFO without a writer would block forever.
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK, dir_fd=folder)
-        finally:
-            os.close(folder)
+            fd = os.open(name, flags | os.O_NONBLOCK | NO_LINK, 0o666, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise BadRequest(f"open {key} in {self.url}: not a regular file")
@@ -91,40 +89,33 @@ class Tree:
                 folder, name = self.open_folder(key, create=False)
             except FileNotFoundError:
                 continue
-            try:
+            with closing_fd(folder):
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
                 if position == 0:
                     os.fsync(folder)
-            finally:
-                os.close(folder)
             parents.add(key.rpartition("/")[0])
         for parent in parents - {""}:
             self._sync_or_remove(parent)
         if "" in parents:
-            _fsync_folder(self.root)
+            fsync_path(self.root.resolve())
 
     def _sync_or_remove(self, parent: str) -> None:
         """Makes deletions in a folder durable, and removes the folder when it is empty."""
         with suppress(FileNotFoundError):
             above, name = self.open_folder(parent, create=False)
-            try:
-                folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-                try:
+            with closing_fd(above):
+                with closing_fd(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)) as folder:
                     os.fsync(folder)
                     # Damaged copies that repairs kept are deleted with the last of the other files.
                     left = os.listdir(folder)
                     for damaged in left if all(map(layout.is_damaged_copy, left)) else ():
                         os.unlink(damaged, dir_fd=folder)
-                finally:
-                    os.close(folder)
                 try:
                     os.rmdir(name, dir_fd=above)
                 except OSError:
                     return  # not empty
                 os.fsync(above)
-            finally:
-                os.close(above)
 
     def _open_root(self, *, create: bool) -> int:
         may_create = self._may_create  # read before the open: another thread may be creating it
@@ -138,18 +129,24 @@ class Tree:
                 raise
             for path in reversed([path for path in (self.root, *self.root.parents) if not path.exists()]):
                 path.mkdir(exist_ok=True)
-                _fsync_folder(path.parent)
+                fsync_path(path.parent.resolve())
             folder = os.open(self.root, _FOLDER)
         self._may_create = False
         return folder
 
 
-def _fsync_folder(path: Path) -> None:
-    folder = os.open(path, _FOLDER)
+@contextmanager
+def closing_fd(fd: int) -> Generator[int]:
     try:
-        os.fsync(folder)
+        yield fd
     finally:
-        os.close(folder)
+        os.close(fd)
+
+
+def fsync_path(path: Path) -> None:
+    """Fsyncs a file or folder, which must not be a link."""
+    with closing_fd(os.open(path, os.O_RDONLY | NO_LINK)) as fd:
+        os.fsync(fd)
 
 
 @contextmanager

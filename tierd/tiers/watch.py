@@ -11,13 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from watchdog.events import (
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
-    FileSystemEvent,
-    FileSystemEventHandler,
-)
+from watchdog.events import FileCreatedEvent, FileDeletedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
 from tierd.format import layout
@@ -34,17 +28,8 @@ class _OnChange(FileSystemEventHandler):
     def __init__(self, notify: Callable[[], object]) -> None:
         self._notify = notify
 
-    def on_created(self, event: FileSystemEvent) -> None:
-        self._check(str(event.src_path))
-
-    def on_moved(self, event: FileSystemEvent) -> None:
-        self._check(str(event.dest_path))
-
-    def on_deleted(self, event: FileSystemEvent) -> None:
-        self._check(str(event.src_path))
-
-    def _check(self, path: str) -> None:
-        name = path.rpartition("/")[2]
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        name = str(event.dest_path or event.src_path).rpartition("/")[2]
         if name == layout.MANIFEST or layout.milestone_of(name):
             self._notify()
 

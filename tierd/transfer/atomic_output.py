@@ -18,6 +18,7 @@ from typing import Any
 
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
+from tierd.tiers.tree import closing_fd, fsync_path
 
 _MARK = ".tierd-restore"  # marks a folder as made by tierd
 _MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
@@ -50,21 +51,13 @@ class AtomicOutput:
         """Moves `built`, a durable file or folder below `partial`, to the target. Durable on return."""
         os.rename(built, self.target)
         self.is_published = True
-        _fsync(self.target.parent.resolve())  # without it the rename itself may be lost on power failure
+        fsync_path(self.target.parent.resolve())  # without it the rename itself may be lost on power failure
 
 
 def make_durable(built: Path) -> None:
     """Fsyncs a file, or a folder and all below it, that another program has written."""
     for path in [*(sorted(built.rglob("*"), reverse=True) if built.is_dir() else ()), built]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_path(path)
 
 
 @contextmanager
@@ -74,10 +67,11 @@ def atomic_output(target: Path, *, size_bytes: int, keep: Container[str] = ()) -
     `keep`: paths below `partial` that an earlier attempt may have left; the disk space they use counts as available.
     """
     output = AtomicOutput(target)
-    made: list[Path] = []
+    made: list[Path] = []  # the parents that were missing, innermost first
     try:
         check_target(target)
-        made = _make_parents(target.parent)
+        made = [path for path in target.parents if not path.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(output):
             _clear(output.partial, keep)
             output.check_room(size_bytes)
@@ -104,20 +98,12 @@ def check_target(target: Path) -> None:
         raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
 
 
-def _make_parents(parent: Path) -> list[Path]:
-    """The directories that were missing, innermost first."""
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 @contextmanager
 def _claimed(output: AtomicOutput) -> Generator[None, Any]:
     """Locks `partial`, and removes it at the end unless it is worth keeping. The lock ends with its process."""
     partial = output.partial
     partial.mkdir(exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with closing_fd(os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
@@ -136,8 +122,6 @@ def _claimed(output: AtomicOutput) -> Generator[None, Any]:
                 _clear(partial, ())
                 (partial / _MARK).unlink(missing_ok=True)  # last: killed before this, the rest is still known as ours
                 partial.rmdir()
-    finally:
-        os.close(descriptor)
 
 
 def _clear(partial: Path, keep: Container[str]) -> None:

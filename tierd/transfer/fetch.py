@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.shard import header_length
+from tierd.format.shard import header_length, round_up
 from tierd.tiers.chunks import ChunkSums, difference
-from tierd.tiers.direct_io import round_up
 from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, Source
@@ -52,7 +51,7 @@ class Fetch:
         self._files = {
             entry.name: _File(
                 entry=entry,
-                partial=PartialFile(store, self._key(entry.name), entry),
+                partial=PartialFile(store, layout.file_key(manifest.id, entry.name), entry),
                 wanted=bytearray(len(entry.chunks)),
                 missing=bytearray(len(entry.chunks)),
                 sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
@@ -80,16 +79,17 @@ class Fetch:
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Verifies what the directory has already, and makes files for the rest. `progress`: of what is read."""
-        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(self._key(""))}
+        folder = layout.checkpoint_prefix(self.manifest.id)
+        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(folder)}
 
         async def prepare(file: _File) -> None:
-            has_size = sizes.get(self._key(file.entry.name)) == file.entry.size_bytes
+            has_size = sizes.get(file.partial.key) == file.entry.size_bytes
             file.is_in_place = has_size and not await self.store.pool.run(file.partial.exists)
             if not file.is_in_place:
                 await make(file)
 
         async def make(file: _File) -> None:
-            if not await self.store.pool.run(file.partial.begin, is_whole=all(file.wanted)):
+            if not await self.store.pool.run(file.partial.begin, all(file.wanted)):
                 self.missing_bytes += file.forget()  # an earlier file may have been removed
                 file.is_blank = True
 
@@ -114,14 +114,21 @@ class Fetch:
             for _ in range(READS):
                 result = await self._read(
                     list(self._files.values()),
-                    lambda file: tier.source(self.manifest.id, file.entry),
+                    lambda file: tier.store.source(file.partial.key),
                     verified_progress=progress,
                 )
                 if not result.differing:
                     break
-            return result.problem(f"{self.manifest.id} in {tier.name}")
         except _ReplicaUnavailable as unavailable:
             return unavailable.error
+        if not result.failed and not result.differing:
+            return None
+        failure = next(iter(result.failed.values()), None)
+        message = failure.message if failure else f"read {self.manifest.id} in {tier.name}: {result.first}"
+        counts = [f"{len(result.failed)} files"] * (len(result.failed) > 1)
+        counts += [f"{result.differing} chunks"] * (result.differing > 1)
+        message += f" ({' and '.join(counts)} in all)" if counts else ""
+        return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
     async def finish(self) -> None:
         """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole."""
@@ -138,7 +145,7 @@ class Fetch:
     def open_fd(self, name: str) -> int:
         """As `source`, but a read-only descriptor of the file's full size. The caller closes it."""
         file = self._files[name]
-        return self.store.open_fd(self._key(name)) if file.is_in_place else file.partial.open_fd()
+        return self.store.open_fd(file.partial.key) if file.is_in_place else file.partial.open_fd()
 
     async def header_bytes(self, name: str) -> int:
         """The length of a shard's header, read from its first chunk, which must be here. Raises Corrupt."""
@@ -148,10 +155,7 @@ class Fetch:
         return header_length(bytes(first), entry.size_bytes, where=f"{self.manifest.id}/{name}")
 
     def _source(self, file: _File) -> Source:
-        return self.store.source(self._key(file.entry.name)) if file.is_in_place else file.partial
-
-    def _key(self, name: str) -> str:
-        return layout.checkpoint_prefix(self.manifest.id) + name
+        return self.store.source(file.partial.key) if file.is_in_place else file.partial.source
 
     async def _read(
         self,
@@ -225,15 +229,12 @@ class _File:
     def chunk_length(self, index: int) -> int:
         return min(self.entry.chunk_bytes, self.entry.size_bytes - index * self.entry.chunk_bytes)
 
-    def missing_bytes(self) -> int:
-        return sum(self.chunk_length(index) for index, flag in enumerate(self.missing) if flag)
-
     def forget(self) -> int:
         """All wanted chunks are missing again. Returns by how many bytes more are missing."""
-        before = self.missing_bytes()
+        verified = [index for index, flag in enumerate(self.wanted) if flag and not self.missing[index]]
         self.missing[:] = self.wanted
         self.is_in_place = False
-        return self.missing_bytes() - before
+        return sum(map(self.chunk_length, verified))
 
     def missing_pieces(self) -> Iterator[tuple[int, int]]:
         """(offset, length) of each: within one chunk, or several whole chunks; at most PIECE_BYTES."""
@@ -256,15 +257,6 @@ class _ReadResult:
     failed: dict[str, TierdError] = field(default_factory=dict[str, TierdError])
     differing: int = 0
     first: str = ""
-
-    def problem(self, where: str) -> TierdError | None:
-        if not self.failed and not self.differing:
-            return None
-        message = next(iter(self.failed.values())).message if self.failed else f"read {where}: {self.first}"
-        counts = [f"{len(self.failed)} files"] * (len(self.failed) > 1)
-        counts += [f"{self.differing} chunks"] * (self.differing > 1)
-        message += f" ({' and '.join(counts)} in all)" if counts else ""
-        return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
 
 class _ReplicaUnavailable(Exception):

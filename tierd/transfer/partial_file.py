@@ -7,40 +7,43 @@ opened for each piece, because thousands may be fetched at once. All calls block
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
-from tierd.format.shard import ALIGN_BYTES
-from tierd.tiers.direct_io import read_all, reserve, round_up, set_direct, write_all
+from tierd.format.shard import ALIGN_BYTES, round_up
+from tierd.tiers.direct_io import read_all, reserve, set_direct, write_all
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tree import translated
+from tierd.tiers.store import Source
+from tierd.tiers.tree import closing_fd, translated
 
 
 def partial_name(entry: FileEntry) -> str:
+    """The name of a file while it is fetched: by its final content, so that the next attempt continues it."""
     content = f"{entry.name} {entry.size_bytes} {entry.chunk_bytes} {entry.crc64nvme}"
-    return layout.partial_download_name(entry.name, checksum.crc64nvme(content.encode()))
+    return layout.partial_name(entry.name, f"{checksum.crc64nvme(content.encode()):016x}")
 
 
 class PartialFile:
-    """The file that becomes `key` of the store; a source of the bytes that have arrived."""
+    """The file that becomes `key` of the store. `source`: the bytes that have arrived."""
 
     def __init__(self, store: DirectoryStore, key: str, entry: FileEntry) -> None:
         self._store = store
-        self._key = key
+        self.key = key
         self._size_bytes = entry.size_bytes
         self._name = partial_name(entry)
         # A piece that ends within a block would be rounded up into the next piece.
         self._is_aligned = entry.chunk_bytes % ALIGN_BYTES == 0
         self._action = f"write {key} in {store.url}"
+        self.source = Source(partial(store.pool.run, self._read), self._read)
 
-    def begin(self, *, is_whole: bool) -> bool:
+    def begin(self, is_whole: bool) -> bool:
         """Makes the file, in its full size, unless it exists; returns whether it existed. `is_whole`: all of it will
         be written, so disk space is reserved."""
-        with self._opened(os.O_RDWR | os.O_CREAT, create=True) as fd:
+        with self._opened(os.O_RDWR | os.O_CREAT) as fd:
             existing_bytes = os.fstat(fd).st_size
             if is_whole and self._size_bytes:
                 reserve(fd, self._size_bytes)
@@ -55,10 +58,7 @@ class PartialFile:
         except NotFound:
             return False
 
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await self._store.pool.run(self.fill_blocking, offset, buffer)
-
-    def fill_blocking(self, offset: int, buffer: memoryview) -> None:
+    def _read(self, offset: int, buffer: memoryview) -> None:
         with self._opened(os.O_RDONLY) as fd:
             if read_all(fd, offset, buffer):
                 raise Corrupt(f"read {self._name} in {self._store.url}: it ends before byte {offset + len(buffer)}")
@@ -77,12 +77,10 @@ class PartialFile:
     def publish(self) -> None:
         """Gives the file its final name, durably."""
         with translated(self._action, missing=TierUnreachable):
-            folder, name = self._store.tree.open_folder(self._key, create=False)
-            try:
+            folder, name = self._store.tree.open_folder(self.key, create=False)
+            with closing_fd(folder):
                 os.rename(self._name, name, src_dir_fd=folder, dst_dir_fd=folder)
                 os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def open_fd(self) -> int:
         """A read-only descriptor, which the caller closes."""
@@ -90,18 +88,7 @@ class PartialFile:
             return os.dup(fd)
 
     @contextmanager
-    def _opened(
-        self, flags: int, *, create: bool = False, missing: type[TierdError] = TierUnreachable
-    ) -> Generator[int]:
-        with translated(self._action, missing=missing):
-            folder, _ = self._store.tree.open_folder(self._key, create=create)
-            try:
-                fd = os.open(self._name, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
-            finally:
-                os.close(folder)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise BadRequest(f"{self._action}: {self._name} is not a regular file")
-                yield fd
-            finally:
-                os.close(fd)
+    def _opened(self, flags: int, *, missing: type[TierdError] = TierUnreachable) -> Generator[int]:
+        key = f"{self.key.rpartition('/')[0]}/{self._name}"
+        with translated(self._action, missing=missing), closing_fd(self._store.tree.open_file(key, flags)) as fd:
+            yield fd

@@ -95,7 +95,7 @@ async def verify_files(
         if sizes[key] != entry.size_bytes:
             return [f"{sizes[key]} bytes, expected {entry.size_bytes}"]
         if is_deep:
-            source, size = tier.source(manifest.id, entry), entry.size_bytes
+            source, size = tier.store.source(key), entry.size_bytes
             actual = await measure(source, entry.name, size, entry.chunk_bytes, bandwidth=bandwidth, progress=progress)
             return differences(entry, actual)
         checksum = await tier.store.stored_checksum(key)
@@ -111,13 +111,10 @@ async def verify_files(
             continue
         try:
             sentences = await compare(entry)
-        except NotFound as error:
-            missing.add(entry.name)
-            sentences = [error.message]
-        except Corrupt as error:
-            sentences = [error.message]
-        except TierUnreachable as error:
-            if not _is_bad_sector(error):
+        except (NotFound, Corrupt, TierUnreachable) as error:
+            if isinstance(error, NotFound):
+                missing.add(entry.name)
+            elif isinstance(error, TierUnreachable) and not _is_bad_sector(error):
                 raise
             sentences = [error.message]
         if sentences:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
@@ -56,9 +55,10 @@ class Driller:
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
         # Leave room for the next snapshots.
-        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.held("hot")), default=0)
+        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in("hot")), default=0)
+        count_read = self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
         try:
-            done = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=self._read(tier))
+            done = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)
         except TierdError as error:
             if isinstance(error, NotFound) and not await is_listed(tier, entry.id):
                 return True  # it was deleted meanwhile
@@ -71,9 +71,6 @@ class Driller:
         self._prove(entry.id, tier.name)
         log.info("drill: %s was restored from %s in %.2f s and verified", entry.id, tier.name, done.seconds)
         return True
-
-    def _read(self, tier: Tier) -> Callable[[int], None]:
-        return self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
 
     def _prove(self, checkpoint: CheckpointId, tier: str) -> None:
         former = self._proven.get((checkpoint.run, tier))

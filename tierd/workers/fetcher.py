@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
+from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
@@ -39,11 +39,9 @@ class _PartialFetch:
 
 class Fetcher:
     def __init__(self, context: DaemonContext) -> None:
-        self._catalog = context.catalog
+        self._context = context
         self._hot = context.hot
         self._hot_store = context.hot_store
-        self._metrics = context.metrics
-        self._incidents = context.incidents
         # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
         self._locks: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
         self._parts: dict[Run, _PartialFetch] = {}  # the last of each run
@@ -76,16 +74,16 @@ class Fetcher:
                 await self._fetch_headers(fetch, cold, on_progress)
             if not fetch.is_whole:
                 self._parts[manifest.id.run] = part
-                return _open_all(manifest, fetch.open_fd), True
+                return open_all(fetch.open_fd(file.name) for file in manifest.files), True
             await self._commit(part, entry.all_milestones)
             return self.open_hot(manifest), False
 
     def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
-        return _open_all(manifest, lambda name: self._hot_store.open_fd(layout.file_key(manifest.id, name)))
+        return open_all(self._hot_store.open_fd(layout.file_key(manifest.id, file.name)) for file in manifest.files)
 
     async def restored(self, run: Run) -> None:
-        """All ranks of the run have what they need: delete the part."""
+        """All ranks of the run have read what they asked for: delete the part."""
         if self._parts.pop(run, None) is not None:
             await self.sweep(run)
 
@@ -148,7 +146,7 @@ class Fetcher:
             problem = await fetch.take(cold, count)
         finally:
             given_bytes = missing_bytes - fetch.missing_bytes
-            self._metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
+            self._context.metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
         if problem is not None:
             raise problem
 
@@ -162,9 +160,9 @@ class Fetcher:
             await self._hot.commit(manifest, raw=part.raw)
         except Corrupt as error:
             # The manifest there is unreadable. The files are good all the same, and the trainer needs only them.
-            self._incidents.record("restore", error, manifest.id)
+            self._context.incidents.record("restore", error, manifest.id)
         else:
-            self._catalog.add(manifest, self._hot.name, milestones)
+            self._context.catalog.add(manifest, self._hot.name, milestones)
 
     async def _check_replaceable(self, manifest: Manifest) -> None:
         """Raises BadRequest if hot holds another checkpoint under this name. A damaged one may be replaced."""
@@ -174,14 +172,3 @@ class Fetcher:
                     f"fetch {manifest.id} into hot: another checkpoint is committed there under this name",
                     hint="do two jobs write one run into one place? Nothing was overwritten",
                 )
-
-
-def _open_all(manifest: Manifest, open_fd: Callable[[str], int]) -> list[int]:
-    """Descriptors in the manifest's order: all of them, or none and the error."""
-    with contextlib.ExitStack() as opened:
-        descriptors: list[int] = []
-        for file in manifest.files:
-            descriptors.append(open_fd(file.name))
-            opened.callback(os.close, descriptors[-1])
-        opened.pop_all()
-    return descriptors

@@ -13,10 +13,9 @@ from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.memory.slot_states import SlotEvent
+from tierd.memory.slot import SlotEvent
 from tierd.memory.tier import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
@@ -35,10 +34,10 @@ class Persister:
 
     async def run_once(self) -> bool:
         """Try every pending snapshot once, those that failed before last. False when one could not be written."""
-        notify = self._context.notify
+        context = self._context
         tried: set[CheckpointId] = set()
         is_complete = True
-        while untried := [pending for pending in self._context.memory.pending() if pending.id not in tried]:
+        while untried := [pending for pending in context.memory.pending() if pending.id not in tried]:
             snapshot_set = untried[0]
             checkpoint = snapshot_set.id
             tried.add(checkpoint)
@@ -46,39 +45,40 @@ class Persister:
                 await self._persist(snapshot_set)
             except TierdError as error:
                 is_complete = False
-                self._context.incidents.record(self.name, error, checkpoint)
-                notify.send(checkpoint.run, _failed(checkpoint, error))
+                context.incidents.record(self.name, error, checkpoint)
+                message: wire.ToClient = wire.Failed(
+                    step=checkpoint.step,
+                    generation=checkpoint.generation,
+                    stage="persist",
+                    kind=error.kind,
+                    message=error.message,
+                    hint=error.hint,
+                    is_final=False,
+                )
             else:
-                seconds = self._age_s(snapshot_set)
-                persisted = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
-                notify.send(checkpoint.run, persisted)
-            notify.persist_ended(checkpoint.run)
+                seconds = context.monotonic_s() - snapshot_set.sealed_at_s
+                message = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
+            context.notify.send(checkpoint.run, message)
+            context.notify.persist_ended(checkpoint.run)
         return is_complete
-
-    def _age_s(self, snapshot_set: SnapshotSet) -> float:
-        """Seconds since all ranks had sealed it."""
-        return self._context.monotonic_s() - snapshot_set.sealed_at_s
 
     async def _persist(self, snapshot_set: SnapshotSet) -> None:
         snapshot_set.move(SlotEvent.PERSIST)
+        entry = self._catalog.get(snapshot_set.id)
         try:
-            snapshot_set.manifest = await self._committed_before(snapshot_set.id) or await self._write(snapshot_set)
+            if entry is None:
+                snapshot_set.manifest = await self._write(snapshot_set)
+            else:
+                # An earlier daemon committed it, and was killed before it answered; so the trainer has sent it again.
+                snapshot_set.manifest = entry.manifest
+                if self._hot.name in entry.tiers:
+                    # It may have been killed before its last fsync. Committing again repeats it.
+                    await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException:
             snapshot_set.failures += 1
             snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
         snapshot_set.move(SlotEvent.PERSISTED)
-
-    async def _committed_before(self, checkpoint: CheckpointId) -> Manifest | None:
-        """The manifest of a checkpoint that an earlier daemon committed to hot or to a cold tier, and that its trainer
-        sends again because that daemon was killed before it answered."""
-        entry = self._catalog.get(checkpoint)
-        if entry is None:
-            return None
-        if self._hot.name in entry.tiers:
-            # The earlier daemon may have been killed before its last fsync. Committing again repeats it.
-            await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
-        return entry.manifest
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
         checkpoint = snapshot_set.id
@@ -97,7 +97,15 @@ class Persister:
             with throttle.writing(self._hot.name) as count_written:
 
                 async def put(snapshot: Snapshot) -> None:
-                    await self._put(snapshot_set, snapshot, count_written)
+                    name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
+                    snapshot.entry = await self._context.hot_store.put(
+                        layout.file_key(checkpoint, name),
+                        snapshot.slot.view,
+                        size_bytes=snapshot.sealed.size_bytes,
+                        chunk_bytes=checksum.CHUNK_BYTES,
+                        expect=snapshot.entry,
+                        progress=count_written,
+                    )
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             manifest = await self._commit(snapshot_set)
@@ -106,7 +114,7 @@ class Persister:
                 await clear_uncommitted(self._hot, checkpoint)
             raise
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
-        self._metrics.persist_seconds.observe(self._age_s(snapshot_set))
+        self._metrics.persist_seconds.observe(self._context.monotonic_s() - snapshot_set.sealed_at_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
 
@@ -119,26 +127,3 @@ class Persister:
         await self._hot.commit(manifest)
         self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest
-
-    async def _put(self, snapshot_set: SnapshotSet, snapshot: Snapshot, progress: Progress) -> None:
-        name = layout.shard_name(snapshot.rank, snapshot_set.world_size)
-        snapshot.entry = await self._hot.store.put(
-            layout.file_key(snapshot_set.id, name),
-            snapshot.slot.view,
-            size_bytes=snapshot.sealed.size_bytes,
-            chunk_bytes=checksum.CHUNK_BYTES,
-            expect=snapshot.entry,
-            progress=progress,
-        )
-
-
-def _failed(checkpoint: CheckpointId, error: TierdError) -> wire.Failed:
-    return wire.Failed(
-        step=checkpoint.step,
-        generation=checkpoint.generation,
-        stage="persist",
-        kind=error.kind,
-        message=error.message,
-        hint=error.hint,
-        is_final=False,
-    )

@@ -30,37 +30,34 @@ class Reaper:
         self.interval_s = context.config.limits.reconcile_interval_s
         self._context = context
         self._catalog = context.catalog
-        self._done_at = -1  # the catalog's moment at the end of the last pass that left nothing to do
+        self._done_at = -1  # the catalog's changes at the end of the last pass that left nothing to do
         self._retentions = Retentions()
 
     async def run_once(self) -> bool:
-        self._forget_departed_runs()
-        if self._catalog.moment() == self._done_at and self._context.monotonic_s() < self._retentions.due_s:
+        grace_s = self._context.config.daemon.memory_grace_s
+        for run in self._context.memory.forget_departed(now_s=self._context.monotonic_s(), grace_s=grace_s):
+            self._context.notify.run_forgotten(run)
+            log.info("gave back the memory of %s: its trainers left %.0f s ago", run, grace_s)
+        if self._catalog.changes == self._done_at and self._context.monotonic_s() < self._retentions.due_s:
             return True
         self._retentions.forget_due(now_s=self._context.monotonic_s())
         failed_tiers: set[str] = set()
         while not await self._delete(failed_tiers):
             pass
-        self._done_at = -1 if failed_tiers else self._catalog.moment()
+        self._done_at = -1 if failed_tiers else self._catalog.changes
         return not failed_tiers
-
-    def _forget_departed_runs(self) -> None:
-        grace_s = self._context.config.daemon.memory_grace_s
-        for run in self._context.memory.forget_departed(now_s=self._context.monotonic_s(), grace_s=grace_s):
-            self._context.notify.run_forgotten(run)
-            log.info("gave back the memory of %s: its trainers left %.0f s ago", run, grace_s)
 
     async def _delete(self, failed_tiers: set[str]) -> bool:
         """Carry out one plan. False when the catalog changed meanwhile, so that the plan may be out of date.
 
         A tier where a deletion fails is added to `failed_tiers` and skipped; the others go on. Of a retained checkpoint
         only that one is skipped."""
-        decided_at = self._catalog.moment()
+        decided_at = self._catalog.changes
         for action in deletions(self._catalog, self._context.config):
             now_s = self._context.monotonic_s()
             if action.tier in failed_tiers or self._retentions.holds(action.tier, action.checkpoint, now_s=now_s):
                 continue
-            if self._catalog.moment() != decided_at:
+            if self._catalog.changes != decided_at:
                 return False
             if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                 continue
@@ -74,14 +71,14 @@ class Reaper:
                 failed_tiers.add(action.tier)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 continue
-            is_unchanged = self._catalog.moment() == decided_at
+            is_unchanged = self._catalog.changes == decided_at
             self._catalog.drop(action.checkpoint, action.tier)
             if is_unchanged:
-                decided_at = self._catalog.moment()
+                decided_at = self._catalog.changes
             self._context.notify.space_freed()
             verb = "evicted" if action.action is Action.EVICT else "expired"
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
-        return self._catalog.moment() == decided_at
+        return self._catalog.changes == decided_at
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
@@ -95,7 +92,7 @@ class Reaper:
                     self._catalog.drop(action.checkpoint, name)
                     return False
             except TierdError as error:
-                self._catalog.lost_tier(name, str(error))
+                self._catalog.listing_failed(name, str(error))
                 self._context.notify.relist(name)
                 failed_tiers.add(name)
                 return False

@@ -34,7 +34,7 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
         await hot.delete(checkpoint)
         del listing.files[checkpoint]
         log.info("deleted %s from hot: incomplete when the former daemon ended", checkpoint)
-    await enter(catalog, hot, listing, catalog.moment())
+    await enter(catalog, hot, listing, catalog.changes)
 
 
 async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:

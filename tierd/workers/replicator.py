@@ -37,23 +37,18 @@ class Replicator:
         self._retentions = Retentions()
         self._uploads_swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
-        self._done_at = -1  # the catalog's moment at the start of the last pass that left nothing to do
-
-    def pending(self) -> list[CheckpointId]:
-        """What this tier should have and lacks, in the order in which it is copied."""
-        return pending(self._catalog, self._config, self._cold.name)
+        self._done_at = -1  # the catalog's changes at the start of the last pass that left nothing to do
 
     async def run_once(self) -> bool:
         """Copy until nothing is pending. After an error of the tier the pass ends, and the checkpoint that failed comes
         last in the next one; after an error of a checkpoint the others are still copied."""
-        began_at = self._catalog.moment()
+        began_at = self._catalog.changes
         if began_at == self._done_at:
             return True
         await self._clear_leftovers()
-        await self._remove_unfinished()
         await self._mark()
         tried: set[CheckpointId] = set()
-        while untried := [checkpoint for checkpoint in self.pending() if checkpoint not in tried]:
+        while untried := [c for c in pending(self._catalog, self._config, self._cold.name) if c not in tried]:
             checkpoint = min(untried, key=lambda checkpoint: self._failures[checkpoint])
             tried.add(checkpoint)
             try:
@@ -105,9 +100,9 @@ class Replicator:
         another node may be copying a checkpoint of any other run into a shared tier."""
         now_s = self._context.monotonic_s()
         self._retentions.forget_due(now_s=now_s)
-        partial = self._catalog.tiers[self._cold.name].partial
-        local_runs = self._local_runs()
-        for checkpoint in partial - set(self.pending()):
+        local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
+        to_copy = set(pending(self._catalog, self._config, self._cold.name))
+        for checkpoint in self._catalog.tiers[self._cold.name].partial - to_copy:
             is_retained = self._retentions.holds(self._cold.name, checkpoint, now_s=now_s)
             if checkpoint.run not in local_runs or is_retained:
                 continue
@@ -117,23 +112,18 @@ class Replicator:
                 self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, checkpoint)
 
-    async def _remove_unfinished(self) -> None:
-        """Remove uploads that nobody will finish: S3 bills their parts until then. As often as the tier is listed."""
-        if self._context.monotonic_s() - self._uploads_swept_at_s < self._config.limits.cold_list_interval_s:
+        # S3 bills the parts of unfinished uploads too. They are removed as often as the tier is listed.
+        if now_s - self._uploads_swept_at_s < self._config.limits.cold_list_interval_s:
             return
-        local_runs, pending = self._local_runs(), set(self.pending())
 
         def is_abandoned(key: str) -> bool:
-            parsed = layout.parse_key(key)
-            return parsed is not None and parsed[0].run in local_runs and parsed[0] not in pending
+            checkpoint = layout.parse_key(key)
+            return checkpoint is not None and checkpoint.run in local_runs and checkpoint not in to_copy
 
         removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
-        self._uploads_swept_at_s = self._context.monotonic_s()
+        self._uploads_swept_at_s = now_s
         if removed:
             log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
-
-    def _local_runs(self) -> set[str]:
-        return {manifest.run for manifest in self._catalog.held(self._hot.name)}
 
     async def _mark(self) -> None:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all."""

@@ -7,18 +7,18 @@ one is tried.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierd.context import DaemonContext
+from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
-from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select
+from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.memory.slot import snapshot_entry
 from tierd.memory.tier import SnapshotSet
 from tierd.workers.fetcher import Fetcher, OnProgress
@@ -32,7 +32,7 @@ Judge = Callable[[CheckpointId], Awaitable[bool | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class OpenCheckpoint:
     """An open checkpoint. `descriptors`: of its files in the manifest's order; the caller closes them. `is_part`: the
     files hold only their headers and the chunks that were asked for."""
 
@@ -47,17 +47,16 @@ class Restorer:
     """`first_listings`: set when each cold tier was listed once."""
 
     def __init__(self, context: DaemonContext, first_listings: Sequence[asyncio.Event], judge: Judge) -> None:
+        self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = context.cold
-        self._metrics = context.metrics
-        self._incidents = context.incidents
-        self._fetcher = Fetcher(context)
+        self.fetcher = Fetcher(context)
         self._first_listings = first_listings
         self._judge = judge
 
-    async def find(self, run: Run, find: Find, on_progress: OnProgress) -> Handover:
+    async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:
         """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
         if find.tier in (AUTO, *self._cold):
             await self.wait_first_listings()
@@ -74,14 +73,23 @@ class Restorer:
         )
         failed = _excluded(run, find)
         health: dict[CheckpointId, bool | None] = {}
+        selections: Iterator[Selected] = iter(())
+        selected_from: object = None
         while True:
+            # What memory released meanwhile is in hot.
+            in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(run)}
+            state = (self._catalog.changes, in_memory, len(health))
+            if state != selected_from:
+                selected_from = state
+                inventory = self._catalog.inventory(run, in_memory=in_memory, health=health)
+                selections = select_each(query, inventory, failed)
             try:
-                selected = self._select(query, failed, health)
+                selected = next(selections)
             except TierdError:
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
                 is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
                 if is_final and not find.chunks:
-                    await self._fetcher.sweep(run)
+                    await self.fetcher.sweep(run)
                 raise
             checkpoint, tier = selected.candidate.id, selected.tier
             if selected.candidate.is_healthy is None and not find.allow_unhealthy and checkpoint not in health:
@@ -90,26 +98,16 @@ class Restorer:
                 continue
             try:
                 is_hot_bad = (checkpoint, self._hot.name) in failed
-                handover = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
+                opened = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
             except TierdError as error:
                 failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
                 replaced = [name for _, name in failed if name == MEMORY]
                 if tier == MEMORY and isinstance(error, Transient) and len(replaced) >= MEMORY_ATTEMPTS_MAX:
                     raise  # a trainer that snapshots faster than memory is read would keep this loop busy
                 continue
-            await self._fetcher.sweep(run)
+            await self.fetcher.sweep(run)
             passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
-            return replace(handover, passed_over=passed_over)
-
-    def _select(
-        self,
-        query: CheckpointQuery,
-        failed: Mapping[tuple[CheckpointId, str], TierdError | None],
-        health: Mapping[CheckpointId, bool | None],
-    ) -> Selected:
-        """From what the tiers hold now: what memory released meanwhile is in hot."""
-        in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(query.run)}
-        return select(query, self._catalog.inventory(query.run, in_memory=in_memory, health=health), failed)
+            return replace(opened, passed_over=passed_over)
 
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)
@@ -117,8 +115,8 @@ class Restorer:
             # The manifest is there and a file is not: that is damage, and no reason to start fresh.
             error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
         if isinstance(error, Corrupt):
-            self._metrics.verify_failures_total.labels(tier=tier).inc()
-        self._incidents.record("restore", error, checkpoint)
+            self._context.metrics.verify_failures_total.labels(tier=tier).inc()
+        self._context.incidents.record("restore", error, checkpoint)
         return error
 
     async def wait_first_listings(self) -> None:
@@ -130,10 +128,6 @@ class Restorer:
         except TimeoutError:
             pass  # the catalog says which tiers are not listed
 
-    async def restored(self, run: Run) -> None:
-        """All ranks of the run have read what they asked for."""
-        await self._fetcher.restored(run)
-
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
         found = [entry.id for entry in self._catalog.entries(run)]
@@ -143,11 +137,11 @@ class Restorer:
 
     def unlisted(self) -> list[str]:
         """The tiers that could not be listed, with the reason."""
-        return [f"{name} ({known.error})" for name, known in self._catalog.tiers.items() if not known.is_known]
+        return [f"{name} ({why})" for name, why in self._catalog.unlisted().items()]
 
     async def _open(
         self, checkpoint: CheckpointId, tier: str, find: Find, on_progress: OnProgress, *, is_hot_bad: bool
-    ) -> Handover:
+    ) -> OpenCheckpoint:
         if tier == MEMORY:
             return await self._open_memory(checkpoint)
         entry = self._catalog.get(checkpoint)
@@ -156,21 +150,21 @@ class Restorer:
         manifest = entry.manifest
         _check_count(checkpoint, len(manifest.files))
         if tier == self._hot.name:
-            return Handover(tier, manifest, self._fetcher.open_hot(manifest))
+            return OpenCheckpoint(tier, manifest, self.fetcher.open_hot(manifest))
         chunks = None if find.chunks is None else [unpack_indexes(packed) for packed in find.chunks]
-        descriptors, is_part = await self._fetcher.bring(
+        descriptors, is_part = await self.fetcher.bring(
             entry, self._cold[tier], chunks, on_progress, is_hot_bad=is_hot_bad
         )
-        return Handover(tier, manifest, descriptors, is_part=is_part)
+        return OpenCheckpoint(tier, manifest, descriptors, is_part=is_part)
 
-    async def _open_memory(self, checkpoint: CheckpointId) -> Handover:
+    async def _open_memory(self, checkpoint: CheckpointId) -> OpenCheckpoint:
         snapshot_set = self._memory.find(checkpoint)
         if snapshot_set is None:
             raise NotFound(f"open {checkpoint} in memory: a newer snapshot has just replaced it")
         _check_count(checkpoint, snapshot_set.world_size)
         manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
         descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
-        return Handover(MEMORY, manifest, duplicates(descriptors))
+        return OpenCheckpoint(MEMORY, manifest, open_all(map(os.dup, descriptors)))
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""
@@ -203,19 +197,3 @@ def _check_count(checkpoint: CheckpointId, files: int) -> None:
             f"open {checkpoint}: {files} files, a message carries {DESCRIPTORS_MAX - 1} at most",
             hint="`tierd restore` writes it to a directory",
         )
-
-
-def duplicates(descriptors: Sequence[int]) -> list[int]:
-    """A duplicate of each, for the caller to close: of all of them, or of none and the error."""
-    with contextlib.ExitStack() as opened:
-        copies: list[int] = []
-        for descriptor in descriptors:
-            copies.append(os.dup(descriptor))
-            opened.callback(os.close, copies[-1])
-        opened.pop_all()
-    return copies
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -65,7 +65,7 @@ class Scrubber:
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_began_s
         if not self._remaining and since_s >= self._config.interval_s:
-            self._remaining = [manifest.id for manifest in self._catalog.held(self._tier.name)]
+            self._remaining = [manifest.id for manifest in self._catalog.manifests_in(self._tier.name)]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
@@ -79,13 +79,10 @@ class Scrubber:
         # Retry soon, unless what follows shows that it cannot help.
         known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_reported)
         self._known[checkpoint] = known
+        count_read = self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc if is_deep else None
         try:
             verification = await verify_replica(
-                self._tier,
-                checkpoint,
-                is_deep=is_deep,
-                bandwidth=self._bandwidth,
-                progress=self._read if is_deep else None,
+                self._tier, checkpoint, is_deep=is_deep, bandwidth=self._bandwidth, progress=count_read
             )
         except NewerFormat:
             known.again_at_s = self._now_s() + self._config.interval_s
@@ -99,9 +96,6 @@ class Scrubber:
             self._repaired(checkpoint)  # by someone else
         else:
             known.again_at_s = self._now_s() + self._config.interval_s
-
-    def _read(self, size_bytes: int) -> None:
-        self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc(size_bytes)
 
     async def _handle_damage(self, checkpoint: CheckpointId, verification: Verification, known: _Known) -> None:
         """Mark the replica as damaged, report it once, and repair it if the config allows."""
@@ -127,6 +121,6 @@ class Scrubber:
 
     def _repaired(self, checkpoint: CheckpointId) -> None:
         """It counts as a replica again after the next listing of the tier, which also shows its markers."""
-        self._catalog.mended(checkpoint, self._tier.name)
+        self._catalog.forget_damage(checkpoint, self._tier.name)
         self._known.pop(checkpoint, None)
         self._context.notify.relist(self._tier.name)

@@ -7,6 +7,7 @@ itself. After an error the loop waits with exponential backoff and jitter, and i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -29,23 +30,15 @@ class Worker(Protocol):
         ...
 
 
-class Wake:
-    """Called when there may be work. Several calls before a pass cause one pass."""
+class Wake(asyncio.Event):
+    """Set when there may be work. Setting it several times before a pass causes one pass."""
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def __call__(self) -> None:
-        self._event.set()
-
-    async def wait(self, timeout_s: float) -> None:
-        try:
+    async def take(self, timeout_s: float) -> None:
+        """Wait until it is set, at most `timeout_s`, and clear it."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            return
-        finally:
-            self._event.clear()
+                await self.wait()
+        self.clear()
 
 
 async def run_forever(
@@ -66,11 +59,11 @@ async def run_forever(
             on_error(worker.name, error)
         failures = 0 if is_well else failures + 1
         if failures == 0:
-            await wake.wait(worker.interval_s)
+            await wake.take(worker.interval_s)
             continue
         pause_s = backoff_s(failures, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
         if worker.is_urgent:
             await asyncio.sleep(limits.retry_min_s)
-            await wake.wait(pause_s)
+            await wake.take(pause_s)
         else:
             await asyncio.sleep(pause_s)

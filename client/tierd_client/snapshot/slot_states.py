@@ -2,7 +2,7 @@
 
     FREE → FILLING → SEALED → SENT → ACCEPTED → PERSISTED → FREE
 
-Unlisted moves raise. The daemon has its own states for the same memory: tierd/memory/slot_states.py.
+Unlisted moves raise. The daemon has its own states for the same memory: tierd/memory/slot.py.
 """
 
 from __future__ import annotations

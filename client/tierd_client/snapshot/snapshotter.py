@@ -127,14 +127,14 @@ class Snapshotter:
         self._generation.check_open()
         self.overlap.finish()
         self._generation.pool.reclaim()  # an interrupt may have come before the client did it
-        checkpoint = checkpoint_id(self._generation.run, step, self._generation.number)
+        checkpoint_id(self._generation.run, step, self._generation.number)  # raises where a part is out of range
         if self.last_step is not None and step <= self.last_step:
             raise BadRequest(
                 f"snapshot step {step} of {self._generation.run}: step {self.last_step} was taken before it",
                 hint="to go back, restore that step first: it begins a new generation",
             )
         if milestone is not None:
-            layout.milestone_key(checkpoint, milestone)
+            layout.milestone_file(milestone)
         captured = state.capture(self._ranks.rank, self._ranks.world_size)
         if len(captured.tensors) != self._checked_tensors:  # the first snapshot, or tensors were added
             check_restorable(state, captured)

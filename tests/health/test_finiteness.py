@@ -18,7 +18,7 @@ from torch import nn
 from tests.support.state import stage
 from tierd.errors import Corrupt
 from tierd.format.health import TENSORS_LISTED_MAX, Examined
-from tierd.health.program import BLOCK_BYTES, COUNTS, examine
+from tierd.health.finiteness import BLOCK_BYTES, COUNTS, examine
 
 FLOATS = {
     "F64": torch.float64,

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tierd.api.packets import close_all
-from tierd.api.session import TrainerSession
+from tierd.api.session import TrainerSession, refused
+from tierd.descriptors import close_all
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.incidents import Incidents
@@ -70,29 +70,16 @@ class RestoreRequests:
     async def _open(
         self, session: TrainerSession, find: wire.Find, on_progress: Callable[[int, int], None]
     ) -> tuple[wire.FoundReplica, list[int]]:
-        """The answer and its descriptors."""
-        handover = await self._restorer.find(session.run, find, on_progress)
+        """The answer and its descriptors: of the manifest, then of the files."""
+        opened = await self._restorer.find(session.run, find, on_progress)
+        descriptors = opened.descriptors
         try:
-            manifest = _as_memfd(handover.manifest.encode())
+            descriptors.insert(0, os.memfd_create("tierd-manifest", os.MFD_CLOEXEC))
+            os.pwrite(descriptors[0], opened.manifest.encode(), 0)
         except BaseException:
-            close_all(handover.descriptors)
+            close_all(descriptors)
             raise
         answer = wire.FoundReplica(
-            request=find.request, tier=handover.tier, passed_over=handover.passed_over, is_part=handover.is_part
+            request=find.request, tier=opened.tier, passed_over=opened.passed_over, is_part=opened.is_part
         )
-        return answer, [manifest, *handover.descriptors]
-
-
-def refused(request: int, error: TierdError) -> wire.Refused:
-    return wire.Refused(request=request, kind=error.kind, message=error.message[:8192], hint=error.hint)
-
-
-def _as_memfd(content: bytes) -> int:
-    descriptor = os.memfd_create("tierd-manifest", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        return answer, descriptors

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,8 +22,8 @@ import numpy as np
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum
 from tierd.format.health import TENSORS_LISTED_MAX, Examined, NotFinite
-from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
-from tierd.tiers.direct_io import page_aligned
+from tierd.format.shard import TensorEntry, read_header
+from tierd.tiers.direct_io import page_aligned, read_all
 
 BLOCK_BYTES = 4 << 20  # fits the CPU cache, for the checksum and the count
 EXAMINED = ("model.", "optimizer.", "ema.")
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
 
 def examine(files: list[tuple[int, int]]) -> Examined:
     """`files`: (descriptor, size in bytes) of all shards of one checkpoint. Raises Corrupt for an invalid shard."""
-    shards = [_read_shard(descriptor, size_bytes) for descriptor, size_bytes in files]
+    shards = [read_header(partial(os.pread, fd), size_bytes, where="a shard") for fd, size_bytes in files]
     trained, must_change = _trained(shards[0].tierd)
     counts: dict[str, Counter[str]] = {}
     digests: dict[str, int] = {}
@@ -67,13 +68,6 @@ def examine(files: list[tuple[int, int]]) -> Examined:
         not_finite=[NotFinite(tensor=name[:256], nan=count["nan"], inf=count["inf"]) for name, count in first],
         digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if must_change else "",
     )
-
-
-def _read_shard(descriptor: int, size_bytes: int) -> Shard:
-    length = header_length(os.pread(descriptor, 8, 0), size_bytes, where="a shard")
-    header = bytearray(length)
-    _read(descriptor, 0, memoryview(header))
-    return parse_header(memoryview(header), size_bytes, where="a shard")
 
 
 def _is_examined(entry: TensorEntry) -> bool:
@@ -107,22 +101,14 @@ def _count(descriptor: int, entry: TensorEntry, buffer: memoryview, *, is_digest
         return count, digest
     for offset in range(entry.offset, entry.offset + entry.size_bytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, entry.offset + entry.size_bytes - offset)]
-        _read(descriptor, offset, block)
+        if missing := read_all(descriptor, offset, block):
+            raise Corrupt(f"read a shard: it ends at byte {offset + len(block) - missing}")
         if is_digested:
             digest = checksum.crc64nvme(block, digest)
         if count_block is not None:
             nan, inf = count_block(block)
             count.update(nan=nan, inf=inf)
     return count, digest
-
-
-def _read(descriptor: int, offset: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            raise Corrupt(f"read a shard: it ends at byte {offset + done}")
-        done += count
 
 
 def _floats(dtype: str) -> Callable[[memoryview], tuple[int, int]]:

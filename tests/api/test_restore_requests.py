@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.api import handover
-from tierd.api.handover import RestoreRequests
+from tierd.api import restore_requests
 from tierd.api.packets import PacketConnection, receive_packet
+from tierd.api.restore_requests import RestoreRequests
 from tierd.api.session import TrainerSession
 from tierd.errors import TierdError
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Generation, Rank, Run
-from tierd.workers.restorer import Handover, Restorer
+from tierd.workers.restorer import OpenCheckpoint, Restorer
 
 
 async def not_examined(checkpoint: CheckpointId) -> bool | None:
@@ -32,7 +32,7 @@ class Slow(Restorer):
     may_go: asyncio.Event
     bug: Exception | None = None
 
-    async def find(self, run: Run, find: wire.Find, on_progress: Callable[[int, int], None]) -> Handover:
+    async def find(self, run: Run, find: wire.Find, on_progress: Callable[[int, int], None]) -> OpenCheckpoint:
         on_progress(1, 3)
         await self.may_go.wait()
         if self.bug is not None:
@@ -99,7 +99,7 @@ async def requester(rooms: Rooms) -> AsyncIterator[Requester]:
 
 async def test_a_peer_receives_progress_until_the_answer(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fetch may take many minutes, and a daemon that sends nothing looks dead."""
-    monkeypatch.setattr(handover, "PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(restore_requests, "PROGRESS_INTERVAL_S", 0.01)
     requester.ask()
     async with asyncio.timeout(10):
         while requester.session._outbox.qsize() < 3:
@@ -131,7 +131,7 @@ async def test_the_descriptors_for_a_peer_that_has_disconnected_are_closed(reque
 
 
 async def test_requests_beyond_the_limit_are_refused(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "FINDS_MAX", 3)
+    monkeypatch.setattr(restore_requests, "FINDS_MAX", 3)
     for request in range(1, 6):
         requester.ask(request)
     assert len(requester.tasks) == 3
