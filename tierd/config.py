@@ -64,6 +64,8 @@ class TierPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep_hourly: Count = 0
     keep_daily: Count = 0
     keep_weekly: Count = 0  # ISO weeks, from Monday
+    # the newest of a generation that no later one has passed yet, of the n that got furthest; 0: off
+    keep_generations: Count = 2
     keep_best: Count = 0  # the n best by best_metric, a metric of snapshot(metrics=...); 0: off
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"

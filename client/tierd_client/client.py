@@ -22,7 +22,7 @@ from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
-from tierd_client.restore.resume import Resume, agree_on_policy, restore_by_policy
+from tierd_client.restore.resume import Resume, agree_on_policy, check_start, restore_by_policy
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.snapshotter import Snapshotter
 from tierd_client.state.training_state import Capturable, State
@@ -59,6 +59,7 @@ class Client:
         self._last_shot: Shot | None = None
         self._state: State | None = None
         self._parent: CheckpointRef | None = None
+        self._start_is_chosen = False  # by a restore, which may have found nothing
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
         lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
@@ -120,6 +121,7 @@ class Client:
         began = self._begin_restore()
         session = self._generation.session
         replica = restore_by_policy(session, self._ranks, policy, request, read, force=force)
+        self._start_is_chosen = True
         self._parent = None
         found = self._restored(replica, began) if replica is not None else None
         self._snapshotter.prepare(state)
@@ -152,6 +154,7 @@ class Client:
     def _restored(self, replica: Replica, began: float) -> Found:
         manifest = replica.manifest
         seconds = time.monotonic() - began
+        self._start_is_chosen = True
         self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
         self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
@@ -187,9 +190,13 @@ class Client:
         With staging="overlap" the parameters and the optimizer state are copied during the next step. The next
         optimizer step waits for that copy; any other change of them in place before then fails the shot with Torn.
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: no snapshot was taken, training may go on.
-        Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over.
+        Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over. Raises
+        TargetNotEmpty when the run has checkpoints and `restore` was not called: the new ones would push them out.
         """
         step = _as_step(step)
+        if not self._start_is_chosen:
+            self._ranks.run_on_all(lambda: check_start(self._generation.session) if self._ranks.rank == 0 else None)
+            self._start_is_chosen = True
         with self._step_times.outside_steps(step):
             self._requests.at(step)
             milestone = self._requests.milestone(milestone)

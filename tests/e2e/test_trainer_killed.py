@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tierd_client import TargetNotEmpty
 from tierd_client.snapshot.copying import Copier
 
 from tests.support.daemon import Daemon
@@ -173,3 +174,25 @@ def test_death_of_a_trainer_is_noticed_while_a_forked_child_lives(tmp_path: Path
                 assert successor.restore().tier == "memory"
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_script_that_forgets_to_restore_is_refused_at_its_first_snapshot(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        with Trainer() as first:
+            first.connect(daemon.socket)
+            first.train(3)
+            first.durable()  # the run is new: there is nothing to restore
+        with Trainer(seed=2) as second:
+            second.connect(daemon.socket)
+            second.train(1)
+            for _ in range(2):
+                with pytest.raises(TargetNotEmpty, match=r"step 3 of generation 1, and restore\(\) was not called"):
+                    second.snapshot()
+            assert second.restore().step == 3
+            second.train(1)
+            second.durable()
+        with Trainer(seed=3) as third:
+            third.connect(daemon.socket)
+            assert third.restore(resume="scratch", force=True) is None
+            third.train(1)
+            third.durable()

@@ -37,7 +37,7 @@ def test_input_order_does_not_matter() -> None:
 def test_newest_is_the_newest_step_of_the_newest_generation() -> None:
     abandoned = view(1, step=900, generation=1)
     resumed = view(2, step=500, generation=2)
-    assert list(kept([abandoned, resumed], TierPolicy(keep_last=1))) == [resumed.id]
+    assert list(kept([abandoned, resumed], TierPolicy(keep_last=1, keep_generations=0))) == [resumed.id]
 
 
 def test_every_nth_goes_by_sequence_and_every_nth_step_by_step() -> None:
@@ -366,3 +366,40 @@ def test_explanation_says_that_hot_stands_in_for_a_missing_cold_tier() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 1 else []) for n in range(1, 6)]
     found = by_replica(explain(views, DEFAULT, cold={}, hot_known=True))
     assert found[1, HOT] == (Action.KEEP, "milestone best; there is no cold tier to hold it")
+
+
+# ── generations ──
+
+
+def _kept_steps(views: list[CheckpointView], **policy: Any) -> set[tuple[int, int]]:
+    return {(found.generation, found.step) for found in kept(views, TierPolicy(**policy))}
+
+
+def _steps(generation: int, *steps: int, sequence: int = 0, **more: Any) -> list[CheckpointView]:
+    return [view(sequence + index, "hot", generation=generation, step=step, **more) for index, step in enumerate(steps)]
+
+
+def test_new_start_does_not_push_out_what_an_older_one_reached() -> None:
+    old = _steps(1, 1000, 2000, 3000)
+    assert _kept_steps(old + _steps(2, 1, 2, 3, 4, sequence=10)) == {(1, 3000), (2, 2), (2, 3), (2, 4)}
+    passed = _steps(2, 2990, 3000, 3010, sequence=10)
+    assert _kept_steps(old + passed) == {(2, 2990), (2, 3000), (2, 3010)}
+    assert _kept_steps(old + _steps(2, 1, 2, 3, sequence=10), keep_generations=0) == {(2, 1), (2, 2), (2, 3)}
+
+
+def test_resumed_run_keeps_no_more_than_before() -> None:
+    views = _steps(1, 10, 20, 30) + _steps(2, 40, 50, sequence=10) + _steps(3, 60, 70, 80, 90, sequence=20)
+    assert _kept_steps(views) == {(3, 70), (3, 80), (3, 90)}
+
+
+def test_many_short_starts_do_not_push_out_the_furthest_one() -> None:
+    views = _steps(1, 500) + _steps(2, 3000, sequence=5)
+    for generation in range(3, 12):
+        views += _steps(generation, 3, 5, sequence=10 * generation)
+    assert (2, 3000) in _kept_steps(views, keep_last=1)
+    assert _kept_steps(views, keep_last=1) == {(2, 3000), (11, 5)}
+
+
+def test_unhealthy_end_of_a_generation_is_not_kept_for_it() -> None:
+    views = [*_steps(1, 100, 200), *_steps(1, 300, sequence=4, healthy=False), *_steps(2, 1, sequence=10)]
+    assert _kept_steps(views, keep_last=1, keep_unhealthy=0) == {(1, 200), (2, 1)}

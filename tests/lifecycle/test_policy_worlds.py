@@ -92,6 +92,7 @@ def tier_policies(draw: st.DrawFn, kind: type[Policy]) -> Policy:
         keep_last=draw(st.integers(1, 4)),
         keep_every=draw(st.sampled_from([0, 3, 10])),
         keep_every_steps=draw(st.sampled_from([0, 50])),
+        keep_generations=draw(st.integers(0, 3)),
         keep_hourly=draw(st.sampled_from([0, 0, 3])),
         keep_daily=draw(st.sampled_from([0, 0, 2])),
         keep_weekly=draw(st.sampled_from([0, 0, 2])),
@@ -233,7 +234,18 @@ class Model:
         found |= self.periods(lambda at: at.strftime("%Y-%m-%d %H"), policy.keep_hourly)
         found |= self.periods(lambda at: at.strftime("%Y-%m-%d"), policy.keep_daily)
         found |= self.periods(lambda at: at.strftime("%G week %V"), policy.keep_weekly)
-        return found | self.best()
+        return found | self.best() | self.left_behind()
+
+    def left_behind(self) -> set[CheckpointId]:
+        ends = {one.id.generation: one.id for one in self.fit}
+        found: set[CheckpointId] = set()
+        for generation, end in ends.items():
+            further = [other for other in ends.values() if other.step > end.step]
+            later = [other for other in ends.values() if other.generation > generation]
+            is_passed = not later or any(other.step >= end.step for other in later)
+            if not is_passed and len(further) < self.policy.keep_generations:
+                found.add(end)
+        return found
 
 
 @st.composite

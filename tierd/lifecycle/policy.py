@@ -198,7 +198,7 @@ def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[Chec
     if newest_first and not healthy:
         reasons.setdefault(newest_first[0].id, "newest, though none is healthy")
     # Of several reasons, the one that holds longest comes last and is reported.
-    reasons |= _by_time(healthy, policy) | _best(healthy, policy)
+    reasons |= _left_behind(healthy, policy) | _by_time(healthy, policy) | _best(healthy, policy)
     reasons |= {view.id: reason for view in newest_first if (reason := kept_forever(view, policy))}
     return reasons
 
@@ -214,6 +214,23 @@ def kept_forever(view: CheckpointView, policy: TierPolicy) -> str | None:
     if policy.keep_every_steps and view.id.step % policy.keep_every_steps == 0:
         return f"every {policy.keep_every_steps} steps"
     return None
+
+
+def _left_behind(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
+    """The newest checkpoint of each generation, until a later one has reached its step: a new start, perhaps by mistake,
+    must not push out what an older one reached. At most `keep_generations`, those with the highest steps."""
+    newest: dict[int, CheckpointId] = {}
+    for view in healthy:
+        newest.setdefault(view.id.generation, view.id)  # the newest comes first
+    furthest = sorted((checkpoint.step for checkpoint in newest.values()), reverse=True)[: policy.keep_generations]
+    reasons: dict[CheckpointId, str] = {}
+    passed: int | None = None
+    for generation in sorted(newest, reverse=True):
+        checkpoint = newest[generation]
+        if passed is not None and checkpoint.step > passed and checkpoint.step in furthest:
+            reasons[checkpoint] = f"newest of generation {generation}, which no later one has passed"
+        passed = max(passed or 0, checkpoint.step)
+    return reasons
 
 
 def _by_time(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:

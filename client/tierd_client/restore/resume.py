@@ -112,6 +112,18 @@ def _check_scratch(session: DaemonSession, *, force: bool) -> None:
         )
 
 
+def check_start(session: DaemonSession) -> None:
+    """Raises TargetNotEmpty when the run has checkpoints and nothing has said where this training begins."""
+    run, newest = session.hello.run, session.welcome.newest
+    if newest is not None and not session.hello.starts_anew:
+        raise TargetNotEmpty(
+            f"take the first snapshot of {run}: it has checkpoints, the newest is step {newest.step} of generation "
+            f"{newest.generation}, and restore() was not called",
+            hint="call client.restore(state) before the loop; for a fresh start use another run name, or "
+            'client.restore(state, resume="scratch", force=True)',
+        )
+
+
 def _restore_directory(path: str, ranks: Ranks, read: ReadReplica, *, allow_unhealthy: bool) -> Replica:
     def read_on_first() -> bytes:
         if ranks.rank != 0:
