@@ -467,6 +467,7 @@ def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: L
 def test_repeated_connect_and_close_leaks_nothing(daemon: Daemon, run: str) -> None:
     def once() -> None:
         with Lab(daemon, run) as lab:
+            lab.client.restore(lab.state)
             lab.durable(1)
 
     once()

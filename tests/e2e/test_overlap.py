@@ -118,6 +118,8 @@ def test_snapshot_torn_on_one_rank_fails_on_all_and_frees_its_slots(daemon: Daem
                 assert all(isinstance(error, Torn) for error in refusals(ranks, "wait_persisted"))
             else:
                 together(ranks, "wait_persisted")
+            if step == 2:
+                ranks[0].apply(change)  # again the same weights on both
         assert daemon.steps("hot") == [1, 3]
         together(ranks, "train", 1)
         together(ranks, "snapshot", 4)

@@ -162,6 +162,7 @@ def test_tensor_parallel_with_plain_tensors_is_refused_by_name(daemon: Daemon) -
         every(alone, train, 1)
         together(alone, "durable")
     with arranged(daemon, "ddp", 2) as trainers:
+        together(trainers, "restore")
         every(trainers, _shard_by_hand)
         errors = refusals(trainers, "snapshot", 2)
         assert [type(error) for error in errors] == [Unsupported, Unsupported]
