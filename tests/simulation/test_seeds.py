@@ -1,6 +1,7 @@
 """Whole daemons under simulated time and injected faults: no seed breaks a promise.
 
-A failure names its seed. `python -m tests.support.simulation.seeds SEED --shrink` replays it with as few events as possible.
+A failure names its seed. `python -m tests.support.simulation.seeds SEED --shrink` replays it with as few events as it
+needs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KNOWN_DEFECTS = {
     "an upload overwrites a committed shard": {"a committed file was overwritten", "a manifest of other bytes"},
     "an eviction asks only for the manifest in cold": {"hot deleted the last whole replica"},
 }
-"""Defects of the daemon that are not mended yet: by their name, the broken promises through which a seed shows them. The
+"""Defects of the daemon that are not mended yet, by name: the broken promises through which a seed shows them. The
 change that mends one removes it here."""
 
 

@@ -12,7 +12,7 @@ import contextvars
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,6 +34,7 @@ from tierd.config import (
 )
 from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId
+from tierd.metrics import Metrics
 from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import recover
@@ -59,6 +60,12 @@ def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: f
             reconcile_interval_s=100.0, cold_list_interval_s=cold_list_interval_s, retry_min_s=1.0, retry_max_s=30.0
         ),
     )
+
+
+@cache
+def _shared_metrics() -> Metrics:
+    """One for all daemons: nothing decides by metrics, and to make them is a fifth of a simulation's time."""
+    return Metrics(tiers=["hot", "cold"])
 
 
 class Connection:
@@ -104,7 +111,10 @@ class SimulatedDaemon(daemon._Daemon):
         clocks = partial(
             DaemonContext, now=lambda: EPOCH + timedelta(seconds=loop.time()), monotonic_s=lambda: loop.time()
         )
-        with patch.object(daemon, "DaemonContext", clocks):
+        with (
+            patch.object(daemon, "DaemonContext", clocks),
+            patch.object(daemon, "Metrics", lambda tiers: _shared_metrics()),
+        ):
             super().__init__(config, "", None)
         self._own_context = contextvars.copy_context()
         self._own_context.run(OWNER.set, self.process)

@@ -52,14 +52,14 @@ class _Task(asyncio.Task[Any]):
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """`latency_s`: name of an executor → seconds until a job runs, and from then until its result arrives.
-    `before_job` and `after_job`: called around each job, with that name. `is_stopped`: end at once. `errors`: exceptions
-    that nobody handled."""
+    `before_job` and `after_job`: called around each job, with that name; `after_job` also with the function's name.
+    `is_stopped`: end at once. `errors`: exceptions that nobody handled."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.latency_s: Callable[[str], tuple[float, float]] = lambda name: (0.001, 0.0)
         self.before_job: Callable[[str], None] = lambda name: None
-        self.after_job: Callable[[str], None] = lambda name: None
+        self.after_job: Callable[[str, str], None] = lambda name, function: None
         self.result_at_s = 0.0  # when the result of the job that runs now arrives
         self.is_stopped = False
         self.errors: list[dict[str, Any]] = []
@@ -189,7 +189,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 result = func(*args)
             except Exception as raised:
                 error = raised
-            self.after_job(name)
+            self.after_job(name, getattr(getattr(func, "func", func), "__name__", ""))
             self.call_later(until_result_s, deliver, result, error)
 
         self.call_later(until_run_s, run)

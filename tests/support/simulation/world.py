@@ -41,6 +41,7 @@ from tierd.errors import TierdError
 
 PREFIX = "tier/"
 SETTLE_S = 700.0  # one listing of a cold tier at the default interval, and what follows from it
+READ_ONLY = {"walk", "_get", "read_blocking", "open_file", "begin"}  # jobs of a directory after which nothing differs
 DISK_ERROR_RATE = 0.1  # of system calls
 
 
@@ -229,12 +230,12 @@ class World:
         self._disk_faults += 1
         return True
 
-    def _after_job(self, name: str) -> None:
+    def _after_job(self, name: str, function: str) -> None:
         self._is_disk_failing = False
         owner = OWNER.get()
         if self.checker.damaged and owner is not None:
             self._note_what_is_known(owner.name)
-        if name == "tierd-directory" and owner is not None:
+        if name == "tierd-directory" and owner is not None and function not in READ_ONLY:
             self.checker.observe(owner.name, self._loop.time())
             if self._has_folder:
                 self.checker.observe(COLD, self._loop.time())
@@ -294,7 +295,7 @@ def simulate(schedule: Schedule) -> Outcome:
         finally:
             loop.is_stopped = False
             world._is_calm = True
-            loop.after_job = lambda name: None
+            loop.after_job = lambda name, function: None
             world.bucket.on_change = lambda key, before, now: None
             loop.unwind()
     return outcome
