@@ -85,6 +85,31 @@ def test_hot_must_keep_what_cold_does_not_have_yet(tiers: Tiers) -> None:
     assert tiers.kind == "hot deleted a checkpoint before its cold copy"
 
 
+def test_cold_must_keep_a_milestone_of_any_age(tiers: Tiers) -> None:
+    for step, sequence in ((30, 3), (40, 4)):
+        tiers.write(tiers.cold, Id("run", 1, step), sequence, b"%d" % step)
+    tiers.look()
+    tiers.checker.milestones = {OLD}
+    tiers.delete(tiers.cold, NEW)
+    tiers.look()
+    assert tiers.checker.violation is None
+    tiers.delete(tiers.cold, OLD)
+    tiers.look()
+    assert tiers.kind == "cold deleted what its policy keeps"
+
+
+@pytest.mark.parametrize("seen_by", ["node", "other"])
+def test_cold_must_keep_what_the_deleting_node_saw_to_be_a_milestone(tiers: Tiers, seen_by: str) -> None:
+    for step, sequence in ((30, 3), (40, 4)):
+        tiers.write(tiers.cold, Id("run", 1, step), sequence, b"%d" % step)
+    tiers.look()
+    prefix = f"{tiers.folder(OLD)}/"
+    tiers.checker.looked(seen_by, prefix, [f"{prefix}milestone-best.json"], 50.0)
+    tiers.delete(tiers.cold, OLD)
+    tiers.checker.observe(COLD, 60.0, "node")
+    assert (tiers.checker.violation is not None) == (seen_by == "node")
+
+
 @pytest.mark.parametrize(
     ("is_shown", "known_s", "kind"),
     [

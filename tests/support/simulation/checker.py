@@ -113,6 +113,9 @@ class Checker:
     acknowledged: set[Id] = field(default_factory=set[Id])
     looks: dict[tuple[str, Id], list[tuple[float, bool]]] = field(default_factory=dict[Any, Any])
     """By node and checkpoint: when a listing of its folder in cold arrived, and whether it showed a missing shard."""
+    milestones: set[Id] = field(default_factory=set[Id])  # that were snapshotted as one
+    marks: dict[tuple[str, Id], float] = field(default_factory=dict[tuple[str, Id], float])
+    """By node and checkpoint: when a listing of its folder in cold arrived that showed a milestone."""
     known_damaged: dict[tuple[str, Id], float] = field(default_factory=dict[tuple[str, Id], float])  # since when
     violation: Violation | None = None  # the first one
 
@@ -129,13 +132,13 @@ class Checker:
         """Its disk was lost: nothing there is expected any more."""
         self.committed[name] = {}
 
-    def observe(self, name: str, now_s: float) -> None:
-        """Something may have been committed or deleted in the place."""
+    def observe(self, name: str, now_s: float, by: str = "") -> None:
+        """Something may have been committed or deleted in the place. `by`: the node that did it; empty: unknown."""
         place, before = self.places[name], self.committed[name]
         now = {identify(folder): folder for folder in place.folders()}
         for checkpoint in [each for each in before if each not in now]:
             del before[checkpoint]
-            self._check_deletion(name, checkpoint, now_s)
+            self._check_deletion(name, checkpoint, now_s, by)
         for checkpoint, folder in now.items():
             if checkpoint not in before:
                 before[checkpoint] = self._read_whole(name, folder)
@@ -157,15 +160,15 @@ class Checker:
         elif content != self.committed[name][checkpoint].files[file]:
             self.violate("a committed file was overwritten", f"{file} of {checkpoint} in {name}")
 
-    def object_changed(self, key: str, content: bytes | None, now_s: float) -> None:
-        """One object of the cold bucket was written or deleted."""
+    def object_changed(self, key: str, content: bytes | None, now_s: float, by: str = "") -> None:
+        """One object of the cold bucket was written or deleted, by a node."""
         folder, _, file = key.rpartition("/")
         if not _FOLDER.fullmatch(folder):
             return
         checkpoint = identify(folder)
         committed = self.committed[COLD].get(checkpoint)
         if file == "manifest.json":
-            self.observe(COLD, now_s)
+            self.observe(COLD, now_s, by)
         elif committed is not None and file in committed.files:
             self.damaged.pop(key, None) if content is not None else None
             self.check_file(COLD, checkpoint, file, content)
@@ -194,7 +197,8 @@ class Checker:
         return {each for place, each in enumerate(ids) if place < last or (every and self.ever[each] % every == 0)}
 
     def kept_in_cold(self, run: str) -> set[Id]:
-        return self.kept(run, self.policy.cold_last, self.policy.cold_every)
+        milestones = {each for each in self.milestones & self.ever.keys() if each.run == run}
+        return self.kept(run, self.policy.cold_last, self.policy.cold_every) | milestones
 
     def kept_in_hot(self, run: str) -> set[Id]:
         return self.kept(run, self.policy.hot_last, 0)
@@ -205,11 +209,13 @@ class Checker:
     def _damage(self, checkpoint: Id) -> list[str]:
         return [key for key in self.damaged if key.startswith(f"{folder_of(checkpoint)}/")]
 
-    def _check_deletion(self, name: str, checkpoint: Id, now_s: float) -> None:
+    def _check_deletion(self, name: str, checkpoint: Id, now_s: float, by: str) -> None:
         run = checkpoint.run
         if name == COLD:
             if checkpoint in self.kept_in_cold(run):
                 self.violate("cold deleted what its policy keeps", f"{checkpoint}")
+            elif self.marks.get((by, checkpoint), now_s) < now_s:
+                self.violate("cold deleted a milestone", f"{checkpoint}, after a listing had shown it to {by}")
             return
         if checkpoint in self.kept_in_hot(run):
             self.violate("hot deleted what its policy keeps", f"{checkpoint} in {name}")
@@ -229,6 +235,8 @@ class Checker:
             looks = self.looks.setdefault((node, checkpoint), [])
             looks.append((arrives_s, bool(set(self._damage(checkpoint)) - set(keys))))
             looks.sort()
+            if any(key.startswith(f"{prefix}milestone-") for key in keys):
+                self.marks.setdefault((node, checkpoint), arrives_s)
 
     # ── what trainers were told ──
 

@@ -104,6 +104,7 @@ def _draw(rng: random.Random, schedule: Schedule) -> Event:
         "bucket errs": (3, "", rng.uniform(5.0, 200.0)),
         "disk errs": (2, node, rng.uniform(5.0, 60.0)),
         "lose shard": (2, "", rng.random()),
+        "mark": (3, "", rng.random()),
         "nothing": (3, "", ""),
     }
     action = rng.choices(list(actions), [weight for weight, _, _ in actions.values()])[0]

@@ -27,6 +27,7 @@ from tests.support.simulation.loop import OWNER, Process
 from tierd.format import wire
 
 SLOTS = 2
+MILESTONE_STEPS = 50
 SHARD_BYTES = 4500  # more than one block, and no multiple of it
 ANSWER_TIMEOUT_S = 60.0
 
@@ -267,6 +268,8 @@ class SimulatedTrainer:
         }
         self._files[self.step] = files
         self._checker.snapshots.setdefault(checkpoint, []).append(files)
+        if self.step % MILESTONE_STEPS == 0:
+            self._checker.milestones.add(checkpoint)
         self._trace("sealed", self.name, checkpoint)
         filled: list[tuple[_Rank, wire.Sealed]] = []
         for rank, content in zip(self._ranks, files.values(), strict=True):
@@ -287,7 +290,7 @@ class SimulatedTrainer:
             created_at=EPOCH.isoformat(),
             stall_s=0.01,
             metrics={},
-            milestone=None,
+            milestone=f"step{self.step}" if self.step % MILESTONE_STEPS == 0 else None,
             parent=None,
             architecture_hash="0",
             versions={},

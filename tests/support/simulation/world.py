@@ -149,6 +149,8 @@ class World:
                 loop.call_later(float(argument), self._mend_bucket)
             case "disk errs":
                 self._disk_errs_until_s[target] = loop.time() + float(argument)
+            case "mark":
+                self._mark(float(argument))
             case "lose shard":
                 self._lose_shard(float(argument))
             case _:
@@ -171,6 +173,12 @@ class World:
         self.checker.damaged[key] = self._loop.time()
         self.bucket.objects.pop(PREFIX + key, None)
         self._note(f"lost {key}")
+
+    def _mark(self, choice: float) -> None:
+        """Make an old checkpoint in the bucket a milestone, as `tierd milestone` on another machine does."""
+        if committed := [] if self._has_folder else sorted(self.checker.committed[COLD]):
+            checkpoint = committed[int(choice * choice * len(committed))]
+            self.bucket.write(f"{PREFIX}{folder_of(checkpoint)}/milestone-kept.json", b"{}")
 
     # ── processes ──
 
@@ -250,7 +258,9 @@ class World:
 
     def _object_changed(self, key: str, before: bytes | None, content: bytes | None) -> None:
         self._note(f"{'delete' if content is None else 'put'} {key}")
-        self.checker.object_changed(key.removeprefix(PREFIX), content, self._loop.time())
+        owner = OWNER.get()
+        node = owner.name if owner is not None else ""
+        self.checker.object_changed(key.removeprefix(PREFIX), content, self._loop.time(), node)
         self._stop_at_violation()
 
     def _listed(self, node: str, prefix: str, keys: list[str]) -> None:
