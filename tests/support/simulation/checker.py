@@ -1,7 +1,7 @@
 """Checks the promises of DESIGN after every change, from the bytes in the tiers and from what trainers were told.
 
-It shares no code with what it checks: keys, manifests, checksums and the retention rules are read and computed here, as
-docs/FORMAT.md and docs/LIFECYCLE.md describe them. The first violation ends the simulation.
+It shares no code with what it checks: keys, manifests and checksums are read here as docs/FORMAT.md describes them, and
+the retention rules are computed from the config alone. The first violation ends the simulation.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class Checker:
     """`committed`: by place, what is there now. `ever`: all checkpoints that were ever committed anywhere."""
 
     policy: Policy
-    has_one_writer: bool = True  # at most one trainer of a run at a time; else only bytes in the tiers are checked
+    has_one_writer: bool = True  # of a run at a time; else claims and restores are not checked
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     committed: dict[str, dict[Id, Committed]] = field(default_factory=dict[str, dict[Id, Committed]])
-    ever: dict[Id, int] = field(default_factory=dict[Id, int])
+    ever: set[Id] = field(default_factory=set[Id])
     damaged: dict[str, float] = field(default_factory=dict[str, float])  # shard keys in cold that a fault deleted
     snapshots: dict[Id, list[dict[str, bytes]]] = field(default_factory=dict[Id, list[dict[str, bytes]]])
     claimed: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
@@ -137,12 +137,11 @@ class Checker:
         place, before = self.places[name], self.committed[name]
         now = {identify(folder): folder for folder in place.folders()}
         for checkpoint in [each for each in before if each not in now]:
-            del before[checkpoint]
-            self._check_deletion(name, checkpoint, now_s, by)
+            self._check_deletion(name, checkpoint, before.pop(checkpoint), now_s, by)
         for checkpoint, folder in now.items():
             if checkpoint not in before:
                 before[checkpoint] = self._read_whole(name, folder)
-                self.ever.setdefault(checkpoint, before[checkpoint].sequence)
+                self.ever.add(checkpoint)
 
     def observe_bytes(self, name: str, now_s: float) -> None:
         """Compare every committed file with the bytes that were there when it was committed."""
@@ -191,17 +190,16 @@ class Checker:
 
     # ── deletion ──
 
-    def kept(self, run: str, last: int, every: int) -> set[Id]:
-        """What a policy keeps of all checkpoints that ever were. It keeps no less of those that are left."""
-        ids = sorted((each for each in self.ever if each.run == run), reverse=True)
-        return {each for place, each in enumerate(ids) if place < last or (every and self.ever[each] % every == 0)}
+    def is_kept_in_hot(self, checkpoint: Id) -> bool:
+        """Whether the policy keeps it among all checkpoints that ever were. It keeps no less of those that are left."""
+        newer = sum(each.run == checkpoint.run and each > checkpoint for each in self.ever)
+        return newer < self.policy.hot_last
 
-    def kept_in_cold(self, run: str) -> set[Id]:
-        milestones = {each for each in self.milestones & self.ever.keys() if each.run == run}
-        return self.kept(run, self.policy.cold_last, self.policy.cold_every) | milestones
-
-    def kept_in_hot(self, run: str) -> set[Id]:
-        return self.kept(run, self.policy.hot_last, 0)
+    def is_kept_in_cold(self, checkpoint: Id, sequence: int) -> bool:
+        """As `is_kept_in_hot`."""
+        newer = sum(each.run == checkpoint.run and each > checkpoint for each in self.ever)
+        is_one_of_every = self.policy.cold_every and sequence % self.policy.cold_every == 0
+        return newer < self.policy.cold_last or bool(is_one_of_every) or checkpoint in self.milestones
 
     def is_whole_in_cold(self, checkpoint: Id) -> bool:
         return checkpoint in self.committed[COLD] and not self._damage(checkpoint)
@@ -209,19 +207,18 @@ class Checker:
     def _damage(self, checkpoint: Id) -> list[str]:
         return [key for key in self.damaged if key.startswith(f"{folder_of(checkpoint)}/")]
 
-    def _check_deletion(self, name: str, checkpoint: Id, now_s: float, by: str) -> None:
-        run = checkpoint.run
+    def _check_deletion(self, name: str, checkpoint: Id, deleted: Committed, now_s: float, by: str) -> None:
+        is_kept_in_cold = self.is_kept_in_cold(checkpoint, deleted.sequence)
         if name == COLD:
-            if checkpoint in self.kept_in_cold(run):
+            if is_kept_in_cold:
                 self.violate("cold deleted what its policy keeps", f"{checkpoint}")
             elif self.marks.get((by, checkpoint), now_s) < now_s:
                 self.violate("cold deleted a milestone", f"{checkpoint}, after a listing had shown it to {by}")
-            return
-        if checkpoint in self.kept_in_hot(run):
+        elif self.is_kept_in_hot(checkpoint):
             self.violate("hot deleted what its policy keeps", f"{checkpoint} in {name}")
-        elif checkpoint in self.kept_in_cold(run) and checkpoint not in self.committed[COLD]:
+        elif is_kept_in_cold and checkpoint not in self.committed[COLD]:
             self.violate("hot deleted a checkpoint before its cold copy", f"{checkpoint} in {name}")
-        elif checkpoint in self.kept_in_cold(run) and self._damage(checkpoint):
+        elif is_kept_in_cold and self._damage(checkpoint):
             arrived = [is_missing for at_s, is_missing in self.looks.get((name, checkpoint), ()) if at_s <= now_s]
             if arrived and arrived[-1]:
                 self.violate("hot deleted the last whole replica", f"{checkpoint} in {name}, whose last look showed it")
@@ -247,8 +244,6 @@ class Checker:
 
     def told(self, tier: str, node: str, checkpoint: Id, files: dict[str, bytes]) -> None:
         """A trainer was told that its snapshot is committed in a tier."""
-        if not self.has_one_writer:
-            return
         place = self.committed[COLD if tier == COLD else node].get(checkpoint) or self.committed[COLD].get(checkpoint)
         if place is not None and place.files != files:
             self.violate("Persisted was said of other bytes", f"{checkpoint} in {tier} of {node}")
@@ -279,15 +274,12 @@ class Checker:
         """After a long time without a fault: retention holds in hot, and cold has what hot has and cold keeps."""
         for node in live_nodes:
             hot = self.committed[node]
-            for run in {each.run for each in hot}:
-                kept = self.kept_in_hot(run)
-                for checkpoint in (each for each in hot if each.run == run):
-                    if checkpoint in self.kept_in_cold(run) and not self.is_whole_in_cold(checkpoint):
-                        self.violate("cold lacks what it keeps", f"{checkpoint} of {node} after a long quiet time")
-                surplus = [each for each in hot if each.run == run and each not in kept]
-                newest = sorted((each for each in hot if each.run == run), reverse=True)[: self.policy.hot_last]
-                if surplus := [each for each in surplus if each not in newest]:
-                    self.violate("hot keeps too much", f"{surplus} in {node} after a long quiet time")
+            for checkpoint, committed in hot.items():
+                newer = [each for each in hot if each.run == checkpoint.run and each > checkpoint]
+                if self.is_kept_in_cold(checkpoint, committed.sequence) and not self.is_whole_in_cold(checkpoint):
+                    self.violate("cold lacks what it keeps", f"{checkpoint} of {node} after a long quiet time")
+                if len(newer) >= self.policy.hot_last:
+                    self.violate("hot keeps too much", f"{checkpoint} in {node} after a long quiet time")
 
 
 def _names(folder: str) -> list[str]:

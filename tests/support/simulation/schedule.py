@@ -11,7 +11,8 @@ SCENARIOS = ("one node", "moves", "shared run", "shared folder", "lost shards")
 """
 one node: jobs stay where they are.
 moves: a job may start again on another node.
-shared run: two jobs on two nodes use one run name, an error of their users. Only bytes in the tiers are checked.
+shared run: two jobs on two nodes use one run name, an error of their users, and a slow bucket. Claims and restores are
+    not checked.
 shared folder: as moves, with a directory as the cold tier.
 lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
 """
@@ -59,7 +60,7 @@ def make_schedule(seed: int, scenario: str = "") -> Schedule:
     rng = random.Random(seed)
     drawn = rng.choice(SCENARIOS)
     scenario = scenario or drawn
-    has_lost_shards = scenario == "lost shards"
+    is_fixed = scenario in ("lost shards", "shared run")  # a slow bucket that is listed often
     nodes = (
         ["node1"] if scenario in ("one node", "lost shards") else [f"node{n}" for n in range(1, rng.randint(2, 3) + 1)]
     )
@@ -74,16 +75,18 @@ def make_schedule(seed: int, scenario: str = "") -> Schedule:
         for n in range(count)
     ]
     if scenario == "shared run":
-        jobs[1] = replace(jobs[1], world_size=jobs[0].world_size, interval_s=jobs[0].interval_s)
+        # With other steps, their checkpoints have other names, and only what one daemon does to the other's is left.
+        jobs[0] = replace(jobs[0], world_size=rng.randint(1, 3))
+        jobs[1] = replace(jobs[0], name=jobs[1].name, every_steps=rng.choice([10, 7]))
     schedule = Schedule(
         seed=seed,
         scenario=scenario,
         nodes=nodes,
         jobs=jobs,
-        cold_list_interval_s=30.0 if has_lost_shards else rng.choice([30.0, 120.0, 600.0]),
+        cold_list_interval_s=30.0 if is_fixed else rng.choice([30.0, 120.0, 600.0]),
         page_keys=rng.choice([5, 1000]),
         ignores_conditions=rng.random() < 0.3,
-        is_slow=rng.random() < 0.4 or has_lost_shards,
+        is_slow=rng.random() < 0.4 or is_fixed,
     )
     starts = [Event(rng.uniform(0.0, 5.0), "start job", job.name, nodes[n % len(nodes)]) for n, job in enumerate(jobs)]
     return replace(schedule, events=starts + [_draw(rng, schedule) for _ in range(rng.randint(3, 11))])
