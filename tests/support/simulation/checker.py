@@ -10,7 +10,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -118,10 +118,12 @@ class Checker:
     """By node and checkpoint: when a listing of its folder in cold arrived that showed a milestone."""
     known_damaged: dict[tuple[str, Id], float] = field(default_factory=dict[tuple[str, Id], float])  # since when
     violation: Violation | None = None  # the first one
+    on_violation: Callable[[], None] = lambda: None
 
     def violate(self, kind: str, message: str) -> None:
         if self.violation is None:
             self.violation = Violation(kind, message)
+            self.on_violation()
 
     # ── places ──
 

@@ -100,6 +100,7 @@ def _draw(rng: random.Random, schedule: Schedule) -> Event:
         return Event(rng.uniform(5.0, 60.0), "lose shard", "", rng.random())
     actions = {
         "restart job": (6, job, "" if stays else rng.choice(schedule.nodes)),
+        "take over job": (1, job, "" if stays else rng.choice(schedule.nodes)),
         "kill daemon": (4, node, rng.uniform(1.0, 40.0)),
         "kill node": (3, node, rng.uniform(5.0, 120.0)),
         "lose disk": (1, node, rng.uniform(5.0, 120.0)),

@@ -5,8 +5,10 @@ Modelled deaths: of a trainer, of a daemon (its memory is lost, its trainers sen
 Modelled faults: requests that fail before or after their effect, a bucket that cannot be reached, system calls on files
 that fail, a shard that disappears from cold.
 
-Not modelled: power loss (files that were not fsynced stay), two live trainers of one run on two sides of a partition,
-multipart uploads, a partial file of a killed daemon losing its lock (so it is not swept).
+A job may also be taken over by a second trainer while the first one still lives.
+
+Not modelled: power loss (files that were not fsynced stay), multipart uploads, a drain, a partial file of a killed
+daemon that loses its lock (so it is not swept).
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class World:
         self._loop = loop
         self._jobs = {job.name: job for job in schedule.jobs}
         self._daemons: dict[str, SimulatedDaemon] = {}
-        self._trainers: dict[str, SimulatedTrainer] = {}
-        self._trainers_started = 0
+        self._trainers: dict[str, SimulatedTrainer] = {}  # the newest of each job
+        self._all_trainers: list[SimulatedTrainer] = []
         self._disk_errs_until_s: dict[str, float] = {}
         self._disk_faults = 0
         self._is_disk_failing = False
@@ -78,7 +80,9 @@ class World:
             ignores_conditions=schedule.ignores_conditions,
         )
         self.checker = Checker(
-            Policy(HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY), has_one_writer=schedule.scenario != "shared run"
+            Policy(HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY),
+            has_one_writer=schedule.scenario != "shared run",
+            on_violation=self._end,
         )
         self._has_folder = schedule.scenario == "shared folder"
         cold = FolderPlace(root / COLD) if self._has_folder else BucketPlace(self.bucket.objects, PREFIX)
@@ -110,7 +114,7 @@ class World:
             if not daemon.process.is_alive:
                 self._start_daemon(node)
         await asyncio.sleep(100.0)
-        for trainer in self._trainers.values():
+        for trainer in self._all_trainers:
             trainer.kill()
         await asyncio.sleep(SETTLE_S)
         self._check()
@@ -124,15 +128,15 @@ class World:
     def _apply(self, event: Event) -> None:
         loop, target, argument = self._loop, event.target, event.argument
         match event.action:
-            case "start job" | "restart job":
+            case "start job" | "restart job" | "take over job":
                 former = self._trainers.get(target)
-                if former is not None:
+                if former is not None and event.action == "restart job":
                     former.kill()
                 self._start_trainer(target, str(argument) or (former.node if former else self._schedule.nodes[0]))
             case "kill daemon":
                 self._kill_daemon(target, float(argument))
             case "kill node" | "lose disk":
-                for trainer in self._trainers.values():
+                for trainer in self._all_trainers:
                     if trainer.node == target:
                         trainer.kill()
                 self._kill_daemon(target, float(argument))
@@ -199,17 +203,17 @@ class World:
         self._loop.call_later(for_s, self._start_daemon, node)
 
     def _start_trainer(self, job: str, node: str) -> None:
-        self._trainers_started += 1
-        self._trainers[job] = SimulatedTrainer(
+        trainer = self._trainers[job] = SimulatedTrainer(
             self._jobs[job],
             node,
-            f"{job}.{self._trainers_started}",
+            f"{job}.{len(self._all_trainers) + 1}",
             self.checker,
             lambda: self._daemons.get(node),
             self._faults,
             lambda *words: self._note(" ".join(map(str, words))),
         )
-        self._trainers[job].start()
+        self._all_trainers.append(trainer)
+        trainer.start()
 
     def _faults(self) -> float:
         """How many faults were injected; not equal to itself while the bucket is unreachable."""
@@ -247,7 +251,6 @@ class World:
             self.checker.observe(owner.name, self._loop.time())
             if self._has_folder:
                 self.checker.observe(COLD, self._loop.time())
-            self._stop_at_violation()
 
     def _note_what_is_known(self, node: str) -> None:
         """Which replicas the node's daemon itself reports as unreadable in cold."""
@@ -261,7 +264,6 @@ class World:
         owner = OWNER.get()
         node = owner.name if owner is not None else ""
         self.checker.object_changed(key.removeprefix(PREFIX), content, self._loop.time(), node)
-        self._stop_at_violation()
 
     def _listed(self, node: str, prefix: str, keys: list[str]) -> None:
         relative = [key.removeprefix(PREFIX) for key in keys]
@@ -279,15 +281,13 @@ class World:
                 self.checker.violate("a daemon ended by an unexpected exception", repr(daemon.crash))
         for error in self._loop.errors:
             self.checker.violate("an exception that nobody handled", str(error))
-        for trainer in self._trainers.values():
+        for trainer in self._all_trainers:
             if trainer.task.done() and not trainer.task.cancelled() and trainer.task.exception():
                 raise RuntimeError("a bug in the simulated trainer") from trainer.task.exception()
-        self._stop_at_violation()
 
-    def _stop_at_violation(self) -> None:
-        if self.checker.violation is not None and not self._loop.is_stopped:
-            self._note(str(self.checker.violation))
-            self._loop.is_stopped = True
+    def _end(self) -> None:
+        self._note(str(self.checker.violation))
+        self._loop.is_stopped = True
 
     def _note(self, text: str) -> None:
         self.trace.append(f"{self._loop.time():9.3f} {text}")
