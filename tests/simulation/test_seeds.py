@@ -37,7 +37,7 @@ RARE_DEFECTS = {
     "a snapshot counts as persisted when another one has its id": ("shared run", "Persisted was said of other bytes"),
     "an eviction acts on a stale decision": (
         "lost shards",
-        "hot deleted the last whole replica on a stale decision",  # about one seed of 500
+        "hot deleted the last whole replica on a stale decision",
     ),
 }
 """As KNOWN_DEFECTS, but too rare for the short run: (the scenario that shows it, the broken promise)."""
@@ -62,7 +62,7 @@ def test_no_seed_breaks_a_promise(outcomes: list[SeedOutcome]) -> None:
 
 @pytest.mark.xfail(reason="not mended yet", strict=True)
 @pytest.mark.parametrize("defect", KNOWN_DEFECTS)
-def test_no_seed_shows_the_defect_that(defect: str, outcomes: list[SeedOutcome]) -> None:
+def test_no_seed_shows_the_known_defect(defect: str, outcomes: list[SeedOutcome]) -> None:
     assert [str(outcome) for outcome in outcomes if outcome.kind in KNOWN_DEFECTS[defect]] == []
 
 
@@ -76,7 +76,7 @@ def test_no_seed_of_many_breaks_a_promise() -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.xfail(reason="not mended yet", strict=True)
 @pytest.mark.parametrize("defect", RARE_DEFECTS)
-def test_no_seed_of_its_scenario_shows_the_rare_defect_that(defect: str) -> None:
+def test_no_seed_of_its_scenario_shows_the_rare_defect(defect: str) -> None:
     scenario, kind = RARE_DEFECTS[defect]
     outcomes = run_seeds(3000, 1000, scenario=scenario, processes=os.cpu_count() or 1)
     assert [str(outcome) for outcome in outcomes if outcome.kind == kind] == []

@@ -69,8 +69,6 @@ class World:
         self._disk_errs_until_s: dict[str, float] = {}
         self._disk_faults = 0
         self._is_disk_failing = False
-        self._bucket_errs_until_s = 0.0
-        self._bucket_fails_until_s = 0.0
         self._is_calm = False
         self._has_lost_shards = False
         self.trace: list[str] = []
@@ -108,8 +106,7 @@ class World:
     async def _settle(self) -> None:
         """Every fault ends and training stops; after a while, all copies and deletions must be done."""
         self._is_calm = True
-        self.bucket.is_down = False
-        self.bucket.error_rate = self.bucket.lost_rate = 0.0
+        self._mend_bucket()
         for node, daemon in self._daemons.items():
             if not daemon.process.is_alive:
                 self._start_daemon(node)
@@ -274,11 +271,13 @@ class World:
     def _check(self) -> None:
         for place in self.checker.places:
             self.checker.observe_bytes(place, self._loop.time())
-        for daemon in self._daemons.values():
+        for daemon in list(self._daemons.values()):
             for bug in daemon.bugs():
                 self.checker.violate("an unexpected exception in a daemon", bug)
             if daemon.crash is not None and not isinstance(daemon.crash, TierdError):
                 self.checker.violate("a daemon ended by an unexpected exception", repr(daemon.crash))
+            elif daemon.crash is not None:
+                self._start_daemon(daemon.process.name)  # as its supervisor does
         for error in self._loop.errors:
             self.checker.violate("an exception that nobody handled", str(error))
         for trainer in self._all_trainers:
