@@ -1,0 +1,179 @@
+"""A simulated S3 server, and the boto3-like client through which the real S3Store talks to one bucket of it.
+
+Modelled: PUT with and without If-None-Match, HEAD, GET with ranges, paged listings, single and batch deletes. A request
+takes effect at one instant. The seed injects faults: an error before the effect, an answer lost after it, a server that
+ignores conditions, and times without any connection. A listing of several pages is not atomic.
+
+Not modelled: multipart uploads (the simulated shards fit into one part), versioning, requests that never end.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+from awscrt.checksums import crc64nvme
+from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError
+
+from tierd.config import ColdConfig
+from tierd.s3.client import S3Client
+
+OnChange = Callable[[str, bytes | None, bytes | None], None]
+"""Called with (key, content before, content now); None: absent."""
+
+OnListed = Callable[[str, str, list[str]], None]
+"""Called with (node, prefix, keys) when a listing was answered completely."""
+
+
+@dataclass
+class SimulatedBucket:
+    """`error_rate`, `lost_rate`: the shares of requests that fail before and after their effect. `faults` counts the
+    injected ones."""
+
+    random: random.Random
+    page_keys: int = 1000
+    ignores_conditions: bool = False
+    error_rate: float = 0.0
+    lost_rate: float = 0.0
+    is_down: bool = False
+    faults: int = 0
+    objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    on_change: OnChange = lambda key, before, now: None
+    on_listed: OnListed = lambda node, prefix, keys: None
+
+    def write(self, key: str, content: bytes | None) -> None:
+        before = self.objects.get(key)
+        if content is None:
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = content
+        self.on_change(key, before, content)
+
+
+class BucketClient(S3Client):
+    """The S3Client of one node. All code above boto3's own methods is real."""
+
+    def __init__(self, cold: ColdConfig, bucket: SimulatedBucket, node: str) -> None:
+        super().__init__(cold, "simulated", connections=1, timeout_s=60.0)
+        self._requests = _Requests(bucket, node)
+
+    def _connect(self, *, signs_payload: bool) -> Any:
+        return self._requests
+
+
+class _Requests:
+    """The methods of boto3's client that S3Store calls."""
+
+    def __init__(self, bucket: SimulatedBucket, node: str) -> None:
+        self._bucket = bucket
+        self._node = node
+        self._listed: dict[str, list[str]] = {}
+
+    def __getattr__(self, operation: str) -> Callable[..., dict[str, Any]]:
+        return partial(self._request, operation)
+
+    def _request(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        bucket = self._bucket
+        if bucket.is_down:
+            bucket.faults += 1
+            raise EndpointConnectionError(endpoint_url="https://simulated")
+        chance = bucket.random.random()
+        if chance < bucket.error_rate:
+            bucket.faults += 1
+            raise (
+                _error(operation, 503, "SlowDown") if chance < bucket.error_rate / 2 else _error(operation, 500, "500")
+            )
+        answer = _OPERATIONS[operation](self, **arguments)
+        if chance > 1.0 - bucket.lost_rate:
+            bucket.faults += 1
+            raise ConnectionClosedError(endpoint_url="https://simulated")
+        return {"ResponseMetadata": {"HTTPStatusCode": 200, "HTTPHeaders": {}}, **answer}
+
+    def put(self, Key: str, Body: Any, IfNoneMatch: str = "", **_: Any) -> dict[str, Any]:
+        content = Body if isinstance(Body, bytes) else b"".join(iter(lambda: bytes(Body.read()), b""))
+        if IfNoneMatch and not self._bucket.ignores_conditions and Key in self._bucket.objects:
+            raise _error("put_object", 412, "PreconditionFailed")
+        self._bucket.write(Key, content)
+        return _about(content)
+
+    def head(self, Key: str, **_: Any) -> dict[str, Any]:
+        content = self._content("head_object", Key, "404")
+        return {"ContentLength": len(content), **_about(content)}
+
+    def get(self, Key: str, Range: str = "", **_: Any) -> dict[str, Any]:
+        content = self._content("get_object", Key, "NoSuchKey")
+        answer = _about(content)
+        if Range:
+            first, last = (int(number) for number in Range.removeprefix("bytes=").split("-"))
+            if first >= len(content):
+                raise _error("get_object", 416, "InvalidRange")
+            answer = {"ContentRange": f"bytes {first}-{last}/{len(content)}", "ETag": answer["ETag"]}
+            content = content[first : last + 1]
+        return {"ContentLength": len(content), "Body": io.BytesIO(content), **answer}
+
+    def list(self, Prefix: str, ContinuationToken: str = "", **_: Any) -> dict[str, Any]:
+        objects = self._bucket.objects
+        keys = sorted(key for key in objects if key.startswith(Prefix) and key > ContinuationToken)
+        page = keys[: self._bucket.page_keys]
+        listed = self._listed.setdefault(Prefix, [])
+        if not ContinuationToken:
+            listed.clear()
+        listed += page
+        is_truncated = len(keys) > len(page)
+        if not is_truncated:
+            self._bucket.on_listed(self._node, Prefix, listed)
+        contents = [{"Key": key, "Size": len(objects[key]), "ETag": _etag(objects[key])} for key in page]
+        return {
+            "Contents": contents,
+            "IsTruncated": is_truncated,
+            **({"NextContinuationToken": page[-1]} if is_truncated else {}),
+        }
+
+    def delete(self, Key: str, **_: Any) -> dict[str, Any]:
+        if Key in self._bucket.objects:
+            self._bucket.write(Key, None)
+        return {}
+
+    def delete_batch(self, Delete: dict[str, Any], **_: Any) -> dict[str, Any]:
+        for listed in Delete["Objects"]:
+            self.delete(listed["Key"])
+        return {}
+
+    def list_uploads(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+    def _content(self, operation: str, key: str, code: str) -> bytes:
+        if key not in self._bucket.objects:
+            raise _error(operation, 404, code)
+        return self._bucket.objects[key]
+
+
+_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "put_object": _Requests.put,
+    "head_object": _Requests.head,
+    "get_object": _Requests.get,
+    "list_objects_v2": _Requests.list,
+    "delete_object": _Requests.delete,
+    "delete_objects": _Requests.delete_batch,
+    "list_multipart_uploads": _Requests.list_uploads,
+}
+
+
+@lru_cache(1000)
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+
+
+def _about(content: bytes) -> dict[str, Any]:
+    checksum = base64.b64encode(crc64nvme(content).to_bytes(8, "big")).decode()
+    return {"ETag": _etag(content), "ChecksumCRC64NVME": checksum, "ChecksumType": "FULL_OBJECT"}
+
+
+def _error(operation: str, status: int, code: str) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, operation)

@@ -1,0 +1,116 @@
+"""What happens in one simulation: the machines, the jobs, and the events in order. All of it follows from the seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from tests.support.simulation.trainer import Job
+
+SCENARIOS = ("one node", "moves", "shared run", "shared folder", "lost shards")
+"""
+one node: jobs stay where they are.
+moves: a job may start again on another node.
+shared run: two jobs on two nodes use one run name, an error of their users, and a slow bucket. Claims and restores are
+    not checked.
+shared folder: as moves, with a directory as the cold tier.
+lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
+"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Happens `after_s` seconds after the one before. `target`: a job or a node; `argument`: a node or a number."""
+
+    after_s: float
+    action: str
+    target: str = ""
+    argument: str | float = ""
+
+    def __str__(self) -> str:
+        return f"+{self.after_s:.1f} s {self.action} {self.target} {self.argument}".rstrip()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`is_slow`: some requests to the bucket take minutes."""
+
+    seed: int
+    scenario: str
+    nodes: list[str]
+    jobs: list[Job]
+    cold_list_interval_s: float
+    page_keys: int
+    ignores_conditions: bool
+    is_slow: bool
+    events: list[Event] = field(default_factory=list[Event])
+
+    def without(self, first: int, count: int) -> Schedule:
+        """The same without some events. Later ones keep their times."""
+        left, removed = list(self.events), self.events[first : first + count]
+        del left[first : first + count]
+        if first < len(left):
+            delay_s = sum(event.after_s for event in removed)
+            left[first] = replace(left[first], after_s=left[first].after_s + delay_s)
+        return replace(self, events=left)
+
+
+def make_schedule(seed: int, scenario: str = "") -> Schedule:
+    """`scenario`: empty: the seed decides."""
+    rng = random.Random(seed)
+    drawn = rng.choice(SCENARIOS)
+    scenario = scenario or drawn
+    is_fixed = scenario in ("lost shards", "shared run")  # a slow bucket that is listed often
+    nodes = (
+        ["node1"] if scenario in ("one node", "lost shards") else [f"node{n}" for n in range(1, rng.randint(2, 3) + 1)]
+    )
+    count = 2 if scenario == "shared run" else rng.randint(1, 2)
+    jobs = [
+        Job(
+            name=f"job{n}",
+            run="run" if scenario == "shared run" else f"run{n}",
+            world_size=rng.randint(1, 2),
+            interval_s=rng.choice([20.0, 45.0, 90.0]),
+        )
+        for n in range(count)
+    ]
+    if scenario == "shared run":
+        # With other steps, their checkpoints have other names, and only what one daemon does to the other's is left.
+        jobs[0] = replace(jobs[0], world_size=rng.randint(1, 3))
+        jobs[1] = replace(jobs[0], name=jobs[1].name, every_steps=rng.choice([10, 7]))
+    schedule = Schedule(
+        seed=seed,
+        scenario=scenario,
+        nodes=nodes,
+        jobs=jobs,
+        cold_list_interval_s=30.0 if is_fixed else rng.choice([30.0, 120.0, 600.0]),
+        page_keys=rng.choice([5, 1000]),
+        ignores_conditions=rng.random() < 0.3,
+        is_slow=rng.random() < 0.4 or is_fixed,
+    )
+    starts = [Event(rng.uniform(0.0, 5.0), "start job", job.name, nodes[n % len(nodes)]) for n, job in enumerate(jobs)]
+    return replace(schedule, events=starts + [_draw(rng, schedule) for _ in range(rng.randint(3, 11))])
+
+
+def _draw(rng: random.Random, schedule: Schedule) -> Event:
+    after_s = rng.choice([0.5, 10.0, 60.0, 150.0]) * rng.uniform(0.2, 1.8)
+    job, node = rng.choice(schedule.jobs).name, rng.choice(schedule.nodes)
+    stays = schedule.scenario not in ("moves", "shared folder")
+    if schedule.scenario == "lost shards":
+        return Event(rng.uniform(5.0, 60.0), "lose shard", "", rng.random())
+    actions = {
+        "restart job": (6, job, "" if stays else rng.choice(schedule.nodes)),
+        "take over job": (1, job, "" if stays else rng.choice(schedule.nodes)),
+        "kill daemon": (4, node, rng.uniform(1.0, 40.0)),
+        "kill node": (3, node, rng.uniform(5.0, 120.0)),
+        "lose disk": (1, node, rng.uniform(5.0, 120.0)),
+        "bucket fails": (3, "", rng.uniform(5.0, 200.0)),
+        "bucket errs": (3, "", rng.uniform(5.0, 200.0)),
+        "disk errs": (2, node, rng.uniform(5.0, 60.0)),
+        "lose shard": (2, "", rng.random()),
+        "mark": (3, "", rng.random()),
+        "nothing": (3, "", ""),
+    }
+    action = rng.choices(list(actions), [weight for weight, _, _ in actions.values()])[0]
+    _, target, argument = actions[action]
+    return Event(after_s, action, target, argument)
