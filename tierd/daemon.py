@@ -151,12 +151,7 @@ class _Daemon:
             describe(address)
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                limits, record = self._config.limits, context.incidents.record
-                tasks = [group.create_task(self._door.serve(listener))]
-                tasks += [
-                    group.create_task(run_forever(worker, self._wakes[name], limits, record))
-                    for name, worker in self._workers.items()
-                ]
+                tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
                 with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
@@ -180,6 +175,13 @@ class _Daemon:
                 f"{self._config.daemon.drain_timeout_s:.0f} s",
                 hint="a trainer that still runs will send it again to the next daemon",
             )
+
+    def start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        limits, record = self._config.limits, self._context.incidents.record
+        return [
+            group.create_task(run_forever(worker, self._wakes[name], limits, record))
+            for name, worker in self._workers.items()
+        ]
 
     async def _open_http(self, runner: web.AppRunner) -> str:
         host, port = self._config.listen_address

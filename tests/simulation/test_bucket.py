@@ -26,7 +26,7 @@ def bucket() -> SimulatedBucket:
 async def store(bucket: SimulatedBucket) -> AsyncIterator[S3Store]:
     cold = ColdConfig(name="cold", url="s3://simulated/tier")
     store = S3Store(cold, LimitsConfig(), part_bytes_min=ONE_PART, retry_min_s=0.001)
-    store.requests._client = BucketClient(cold, bucket, "node")
+    store.requests.client = BucketClient(cold, bucket, "node")
     yield store
     await store.close()
 

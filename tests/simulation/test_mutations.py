@@ -42,7 +42,7 @@ async def claim_nothing(tier: Tier, *claim: object) -> bool:
 
 
 async def evict_all(reaper: Reaper) -> bool:
-    for manifest in reaper._catalog.held(HOT):
+    for manifest in reaper._catalog.manifests_in(HOT):
         await reaper._context.hot.delete(manifest.id)
         reaper._catalog.drop(manifest.id, HOT)
     return True

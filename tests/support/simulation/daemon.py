@@ -115,14 +115,14 @@ class SimulatedDaemon(daemon._Daemon):
             patch.object(daemon, "DaemonContext", clocks),
             patch.object(daemon, "Metrics", lambda tiers: _shared_metrics()),
         ):
-            super().__init__(config, "", None)
+            super().__init__(config, "", lambda: config)
         self._own_context = contextvars.copy_context()
         self._own_context.run(OWNER.set, self.process)
 
     def _open_cold(self, cold: ColdConfig) -> Tier:
         tier = super()._open_cold(cold)
         if self._bucket is not None and isinstance(tier.store, S3Store):
-            tier.store.requests._client = BucketClient(cold, self._bucket, self.process.name)
+            tier.store.requests.client = BucketClient(cold, self._bucket, self.process.name)
         return tier
 
     def start(self) -> None:
@@ -140,7 +140,7 @@ class SimulatedDaemon(daemon._Daemon):
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         async with asyncio.TaskGroup() as group:
             self._group = group
-            self._start_workers(group)
+            self.start_workers(group)
             self._is_serving = True
 
     def kill(self) -> None:
@@ -157,7 +157,7 @@ class SimulatedDaemon(daemon._Daemon):
         ours.peer, theirs.peer = theirs, ours
         self._connections.append(ours)
         self._door._connections += 1
-        self._own_context.run(self._spawn, self._door._serve_one(ours))
+        self._own_context.run(self._spawn, self._door._serve_peer(ours))
         return theirs
 
     def unreadable(self) -> list[tuple[str, CheckpointId]]:
