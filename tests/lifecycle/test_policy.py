@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.policy import sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.lifecycle.policy import HOT, Action, Decision, explain, kept, plan
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept, plan
 
 DEFAULT = LifecycleConfig()
 

@@ -217,8 +217,8 @@ def kept_forever(view: CheckpointView, policy: TierPolicy) -> str | None:
 
 
 def _left_behind(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
-    """The newest checkpoint of each generation, until a later one has reached its step: a new start, perhaps by mistake,
-    must not push out what an older one reached. At most `keep_generations`, those with the highest steps."""
+    """The newest checkpoint of each generation, until a later one has reached its step: a new start, made by mistake
+    perhaps, must not push out what an older one reached. At most `keep_generations`, those with the highest steps."""
     newest: dict[int, CheckpointId] = {}
     for view in healthy:
         newest.setdefault(view.id.generation, view.id)  # the newest comes first
