@@ -190,10 +190,13 @@ class Client:
         With staging="overlap" the parameters and the optimizer state are copied during the next step. The next
         optimizer step waits for that copy; any other change of them in place before then fails the shot with Torn.
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: no snapshot was taken, training may go on.
+        A second call with the same step returns the first one's handle.
         Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over. Raises
         TargetNotEmpty when the run has checkpoints and `restore` was not called: the new ones would push them out.
         """
         step = _as_step(step)
+        if milestone is None and self._last_shot is not None and step == self._snapshotter.last_step:
+            return self._last_shot  # for example at the end of a loop whose last step was due
         if not self._start_is_chosen:
             self._ranks.run_on_all(lambda: check_start(self._generation.session) if self._ranks.rank == 0 else None)
             self._start_is_chosen = True

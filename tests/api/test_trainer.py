@@ -237,6 +237,19 @@ def test_slots_of_a_dead_trainer_are_adopted_even_if_a_child_has_its_socket_open
         os.close(adopted)
 
 
+def test_death_of_a_trainer_is_noticed_while_a_child_has_its_socket_open(daemon: Daemon, run: str) -> None:
+    with trainer(daemon, run, leaves_a_child=True) as process:
+
+        def ranks_attached() -> int:
+            (found,) = [of_run for of_run in daemon.status()["runs"] if of_run["run"] == run]
+            return found["ranks_attached"]
+
+        assert ranks_attached() == 1
+        process.kill()
+        process.wait()
+        wait_until(lambda: ranks_attached() == 0, "the daemon to notice the death")
+
+
 def test_slots_of_a_living_trainer_cannot_be_adopted_and_stay_restorable(daemon: Daemon, run: str) -> None:
     with trainer(daemon, run), Peer(daemon.socket) as successor:
         welcome = successor.greet(run)

@@ -134,7 +134,7 @@ def test_unsupported_state_raises_in_snapshot_and_not_in_due(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("step", "more", "said"),
     [
-        (5, {}, "step 5 was taken before it"),
+        (5, {"milestone": "best"}, "step 5 was taken before it"),
         (4, {}, "step 5 was taken before it"),
         (-1, {}, "step -1 is not between"),
         (10**12, {}, "is not between"),
@@ -157,6 +157,14 @@ def test_snapshot_with_invalid_arguments_changes_nothing(lab: Lab, step: int, mo
     with pytest.raises(BadRequest, match=said):
         lab.client.snapshot(step, lab.state, **more)
     lab.durable(6, metrics={"loss": 1.5})
+    assert [row["step"] for row in lab.rows()] == [6, 5]
+
+
+def test_second_snapshot_of_a_step_is_the_first_one(lab: Lab) -> None:
+    lab.durable(5)
+    shot = lab.client.snapshot(6, lab.state)
+    assert lab.client.snapshot(6, lab.state) is shot
+    shot.wait_persisted(30)
     assert [row["step"] for row in lab.rows()] == [6, 5]
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from tierd.descriptors import close_all, receive_packet, send_packet
@@ -62,6 +62,31 @@ class PacketConnection:
             except BlockingIOError:
                 loop = asyncio.get_running_loop()
                 await _ready(self._socket, loop.add_writer, loop.remove_writer)
+
+    @contextlib.contextmanager
+    def ended_by_death(self) -> Generator[None]:
+        """Inside, the connection ends when the peer's process does, even if a child of it still has the socket open.
+
+        Without effect for a peer in another PID namespace, and where the kernel has no pidfd.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            process = os.pidfd_open(self.peer_pid) if self.peer_pid > 0 else -1
+        except OSError:
+            process = -1
+
+        def end() -> None:
+            loop.remove_reader(process)
+            self.shutdown()  # packets that have arrived can still be read
+
+        if process >= 0:
+            loop.add_reader(process, end)
+        try:
+            yield
+        finally:
+            if process >= 0:
+                loop.remove_reader(process)
+                os.close(process)
 
     def shutdown(self) -> None:
         """End the connection: both sides read the end of the stream. The descriptor stays open until `close`."""

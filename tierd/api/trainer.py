@@ -119,7 +119,8 @@ class TrainerDoor:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(session.send_queued())
                     try:
-                        await self._converse(session)
+                        with connection.ended_by_death():
+                            await self._converse(session)
                     finally:
                         self._leave(session)
                         session.finish()

@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -88,6 +89,9 @@ class Connection:
         if self._is_ended or self.peer is None:
             raise BrokenPipeError
         self.peer._packets.put_nowait((raw, [os.dup(descriptor) for descriptor in descriptors]))
+
+    def ended_by_death(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def shutdown(self) -> None:
         for end in (self, self.peer):
