@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from tierd.errors import DaemonUnreachable, SlotsBusy
 from tierd.format import wire
-from tierd.format.manifest import CheckpointRef
+from tierd.format.ids import CheckpointId
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
@@ -57,7 +57,7 @@ class Client:
         self._snapshotter = Snapshotter(generation, ranks, self._step_times)
         self._last_shot: Shot | None = None
         self._state: State | None = None
-        self._parent: CheckpointRef | None = None
+        self._parent: CheckpointId | None = None
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
         lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
@@ -151,7 +151,7 @@ class Client:
     def _restored(self, replica: Replica, began: float) -> Found:
         manifest = replica.manifest
         seconds = time.monotonic() - began
-        self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
+        self._parent = manifest.id
         self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)

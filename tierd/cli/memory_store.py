@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tierd.descriptors import close_all
+from tierd.descriptors import close_all, read_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import decode
-from tierd.tiers.direct_io import read_all
 from tierd.tiers.store import Source
 
 

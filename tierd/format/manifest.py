@@ -34,23 +34,16 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[str]
 
 
-class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that another one continues: of the same run, or of the run that it was forked from."""
-
-    run: str
-    step: int
-    generation: int
-
-
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted."""
+    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted. `parent`: the
+    checkpoint that it continues, of the same run or of the run that it was forked from."""
 
     format_version: int
     run: str
     step: int
     generation: int
     sequence: int
-    parent: CheckpointRef | None
+    parent: CheckpointId | None
     world_size: int
     created_at: str
     kind: str

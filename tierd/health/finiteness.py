@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tierd.descriptors import read_all
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum
 from tierd.format.health import TENSORS_LISTED_MAX, Examined, NotFinite
 from tierd.format.shard import TensorEntry, read_header
-from tierd.tiers.direct_io import page_aligned, read_all
+from tierd.tiers.direct_io import page_aligned
 
 BLOCK_BYTES = 4 << 20  # fits the CPU cache, for the checksum and the count
 EXAMINED = ("model.", "optimizer.", "ema.")

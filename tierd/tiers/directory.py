@@ -12,13 +12,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tierd.descriptors import read_all
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import round_up
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.direct_io import read_all
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
