@@ -90,7 +90,7 @@ async def _space(settings: Settings, loaded: Config) -> Advice:
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
     if cold.url.startswith("file://"):
         path = Path(cold.url.removeprefix("file://"))
-        found = probe_directory(cold.name, path, is_hot=False)
+        found = list(probe_directory(cold.name, path, is_hot=False))
         if is_same_disk(path, loaded.hot_path):
             message = f"{path} is on the same filesystem as hot: one dead disk takes both"
             hint = "set its url to another disk, or to a bucket"

@@ -137,7 +137,7 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
             for name, file in zip(names, files, strict=True):
                 await store.put(
                     f"{_FOLDER}/{name}",
-                    Source(_Assembly(file, opened).fill),
+                    _assembled(file, opened),
                     size_bytes=file.size_bytes,
                     chunk_bytes=checksum.CHUNK_BYTES,
                     progress=progress,
@@ -159,28 +159,23 @@ def _read_shard(path: Path) -> Shard:
         return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
-class _Assembly:
+def _assembled(file: WholeFile, opened: Mapping[str, int]) -> Source:
     """A whole file as a source for the store: assembled from the open shards while it is written."""
 
-    def __init__(self, file: WholeFile, opened: Mapping[str, int]) -> None:
-        self._file = file
-        self._opened = opened
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await asyncio.to_thread(self._fill, offset, buffer)
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
-        header = self._file.header[offset : offset + len(buffer)]
+    def fill(offset: int, buffer: memoryview) -> None:
+        header = file.header[offset : offset + len(buffer)]
         buffer[: len(header)] = header
         done = len(header)
-        for piece in self._file.pieces(offset + done, offset + len(buffer)):
+        for piece in file.pieces(offset + done, offset + len(buffer)):
             view = buffer[piece.at - offset : piece.at - offset + piece.length]
-            read = os.preadv(self._opened[piece.shard], [view], piece.offset)
+            read = os.preadv(opened[piece.shard], [view], piece.offset)
             if read != piece.length:
                 raise Corrupt(f"assemble a whole file: {piece.shard} ends early, at byte {piece.offset + read}")
             done += read
         if done != len(buffer):
             raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")
+
+    return Source(functools.partial(asyncio.to_thread, fill))
 
 
 # ── torch's own formats ──

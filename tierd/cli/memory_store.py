@@ -36,7 +36,7 @@ class DescriptorStore:
     """Owns the descriptors from here on. Raises Corrupt when they do not fit the manifest."""
 
     def __init__(self, raw: bytes, descriptors: Sequence[int], checkpoint: CheckpointId) -> None:
-        self.manifest = decode(raw, where=f"{checkpoint} in memory", expect=checkpoint)
+        self.manifest = decode(raw, where="memory", expect=checkpoint)
         if len(descriptors) != len(self.manifest.files):
             raise Corrupt(f"read {checkpoint} in memory: {len(descriptors)} of {len(self.manifest.files)} files sent")
         self._raw = raw

@@ -100,10 +100,10 @@ class _Version(msgspec.Struct):
 def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Manifest:
     """Decode and check a manifest.
 
-    `where` names it in messages; `expect` is the checkpoint in whose folder it is.
+    `where` says in messages where it is; `expect` is the checkpoint in whose folder it is.
     Raises NewerFormat for a later version, Corrupt for any other violation of the format.
     """
-    action = f"decode the manifest {where}"
+    action = f"decode the manifest {where if expect is None else f'{expect} in {where}'}"
     hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
     if len(raw) > MANIFEST_BYTES_MAX:
         raise Corrupt(f"{action}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)

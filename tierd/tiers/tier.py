@@ -53,12 +53,17 @@ class ReadableTier:
 
     async def manifest(self, checkpoint: CheckpointId) -> Manifest:
         """Raises NotFound when the checkpoint is not committed here, Corrupt or NewerFormat when it cannot be used."""
-        return self._decode(checkpoint, await self._manifest_bytes(checkpoint))
+        return (await self.read_manifest(checkpoint))[0]
+
+    async def read_manifest(self, checkpoint: CheckpointId) -> tuple[Manifest, bytes]:
+        """The manifest and its exact bytes. Raises as `manifest`."""
+        raw = await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
+        return decode(raw, where=self.name, expect=checkpoint), raw
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
-        raw = await self._manifest_bytes(manifest.id)
-        if self._decode(manifest.id, raw) != manifest:
+        committed, raw = await self.read_manifest(manifest.id)
+        if committed != manifest:
             raise self._conflict(manifest.id)
         return raw
 
@@ -69,12 +74,6 @@ class ReadableTier:
             return msgspec.json.decode(await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), type=Diagnosis)
         except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return Diagnosis(healthy=is_healthy)
-
-    async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
-        return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
-
-    def _decode(self, checkpoint: CheckpointId, raw: bytes) -> Manifest:
-        return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
 
     def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
         return Corrupt(
@@ -120,7 +119,8 @@ class Tier(ReadableTier):
         raws = await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX)
         for checkpoint, raw in zip(checkpoints, raws, strict=True):
             try:
-                manifests.append(raw if isinstance(raw, TierdError) else self._decode(checkpoint, raw))
+                is_read = isinstance(raw, bytes)
+                manifests.append(decode(raw, where=self.name, expect=checkpoint) if is_read else raw)
             except TierdError as error:
                 manifests.append(error)
         return manifests
@@ -143,7 +143,7 @@ class Tier(ReadableTier):
     async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
         """Raises Corrupt when another checkpoint is committed under this id."""
         try:
-            committed = await self._manifest_bytes(manifest.id)
+            committed = await self.store.get_bytes(layout.manifest_key(manifest.id), size_max=MANIFEST_BYTES_MAX)
         except NotFound:
             return False
         if committed != raw:
