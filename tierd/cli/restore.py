@@ -186,10 +186,7 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
 
 async def _commit(replicas: Replicas, source: ReadableTier, restored: Tier) -> None:
     """The markers, then the manifest's own bytes, as in any tier."""
-    manifest = replicas.manifest
-    for milestone in replicas.chosen.milestones:
-        await restored.mark_milestone(manifest.id, milestone, manifest.created_at)
-    if replicas.chosen.is_healthy is not None:
-        diagnosis = await source.diagnosis(manifest.id, is_healthy=replicas.chosen.is_healthy)
-        await restored.mark_diagnosis(manifest.id, diagnosis)
-    await restored.commit(manifest, raw=replicas.raw)
+    chosen, diagnosis = replicas.chosen, None
+    if chosen.is_healthy is not None:
+        diagnosis = await source.diagnosis(chosen.id, is_healthy=chosen.is_healthy)
+    await restored.commit(replicas.manifest, raw=replicas.raw, milestones=chosen.milestones, diagnosis=diagnosis)

@@ -6,7 +6,7 @@ tiers are here too; every byte is checked against the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -125,11 +125,24 @@ class Tier(ReadableTier):
                 manifests.append(error)
         return manifests
 
-    async def commit(self, manifest: Manifest, *, raw: bytes | None = None) -> None:
-        """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes, where they exist.
+    async def commit(
+        self,
+        manifest: Manifest,
+        *,
+        raw: bytes | None = None,
+        milestones: Iterable[str] = (),
+        diagnosis: Diagnosis | None = None,
+    ) -> None:
+        """Makes the checkpoint exist here, with its markers. Repeating it is harmless. `raw`: the manifest's bytes,
+        where they exist.
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
+        # The markers are written before the commit, so a committed milestone always has its marker.
+        for milestone in milestones:
+            await self.mark_milestone(manifest.id, milestone, manifest.created_at)
+        if diagnosis is not None:
+            await self.mark_diagnosis(manifest.id, diagnosis)
         content = manifest.encode() if raw is None else raw
         if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
             return
@@ -177,7 +190,7 @@ async def copy_checkpoint(
     source: Tier,
     target: Tier,
     *,
-    milestones: Iterable[str] = (),
+    milestones: Collection[str] = (),
     is_healthy: bool | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -185,20 +198,13 @@ async def copy_checkpoint(
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
-    milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
-
-    is_committed = await target.is_committed(manifest, raw=raw)
-    if not is_committed:
+    if not await target.is_committed(manifest, raw=raw):
         options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
         copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
-    for milestone in milestones:
-        await target.mark_milestone(manifest.id, milestone, manifest.created_at)
-    if is_healthy is not None:
-        await target.mark_diagnosis(manifest.id, await source.diagnosis(manifest.id, is_healthy=is_healthy))
-    if not is_committed:
-        await target.commit(manifest, raw=raw)
+    diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
+    await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
 
 
 async def copy_file(
