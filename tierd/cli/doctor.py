@@ -125,8 +125,7 @@ def _limits() -> Iterator[Advice]:
 def _socket(loaded: Config) -> Advice:
     folder = loaded.socket_path.parent
     if not folder.exists():
-        message = f"{folder} does not exist yet; `tierd serve` makes it, if it may"
-        return Advice("socket", "socket", "note", message)
+        return Advice("socket", "socket", "note", f"{folder} does not exist yet; `tierd serve` makes it, if it may")
     if not os.access(folder, os.W_OK | os.X_OK):
         message = f"{folder} cannot be written: no socket can be made there"
         hint = "give it to the daemon's user, or set daemon.socket to a path of its own"

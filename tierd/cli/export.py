@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import duration, print_json, print_result, progress_bar, size
+from tierd.cli.console import duration, print_report, progress_bar, size
 from tierd.cli.options import parse_query, settings_of
 from tierd.cli.restore import resolve_target, restore_to
 from tierd.descriptors import close_all, open_all
@@ -102,13 +102,11 @@ async def export(
         )
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
     exported = await restore_to(target, settings_of(context), query, place, convert=convert)
-    if json:
-        print_json(msgspec.to_builtins(exported) | {"format": format.value})
-    else:
-        print_result(
-            f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
-            f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
-        )
+    text = (
+        f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
+        f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
+    )
+    print_report(msgspec.to_builtins(exported) | {"format": format.value}, as_json=json, text=text)
     return 0
 
 

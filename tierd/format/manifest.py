@@ -145,22 +145,18 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise ValueError("two files have the same name")
     for entry in manifest.files:
-        _check_file(entry)
-
-
-def _check_file(entry: FileEntry) -> None:
-    if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
-        raise ValueError(f"file name {entry.name!r}")
-    if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
-        raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
-    # Compare the count before making a list from the size: a forged size must not exhaust memory.
-    expected = -(-entry.size_bytes // entry.chunk_bytes)
-    if len(entry.chunks) != expected:
-        raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
-    chunks = [checksum.decode(chunk) for chunk in entry.chunks]
-    lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
-    if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):
-        raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
+        if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
+            raise ValueError(f"file name {entry.name!r}")
+        if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
+            raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
+        # Compare the count before making a list from the size: a forged size must not exhaust memory.
+        expected = -(-entry.size_bytes // entry.chunk_bytes)
+        if len(entry.chunks) != expected:
+            raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
+        chunks = [checksum.decode(chunk) for chunk in entry.chunks]
+        lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
+        if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):
+            raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
 
 
 def encode_marker(content: Mapping[str, Any] | msgspec.Struct) -> bytes:
