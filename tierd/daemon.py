@@ -107,12 +107,9 @@ class _Daemon:
         self._group: asyncio.TaskGroup
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
+        intervals_s = {HOT: config.limits.reconcile_interval_s}
         self._listers = {
-            name: Lister(
-                context.catalog,
-                tier,
-                config.limits.reconcile_interval_s if name == HOT else config.limits.cold_list_interval_s,
-            )
+            name: Lister(context.catalog, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
             for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)

@@ -6,15 +6,15 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.format.ids import CheckpointId, Run
+from tierd.lifecycle import policy
 from tierd.lifecycle.forecast import Forecast, forecast
-from tierd.lifecycle.policy import HOT, Action, Decision, by_run, explain, plan
+from tierd.lifecycle.policy import HOT, Action, Decision
 
 
 class HaltReason(StrEnum):
@@ -47,31 +47,34 @@ def halted(catalog: Catalog) -> list[Halt]:
 
 
 def decisions(catalog: Catalog, config: Config) -> list[Decision]:
-    """What becomes of every checkpoint in every tier, and why."""
-    return list(_by_run(catalog, config, explain))
+    """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run."""
+    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    decided: list[Decision] = []
+    for run, views in policy.by_run(catalog.views()):
+        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
+        cold = {cold.name: is_known[cold.name] for cold in config.cold}
+        decided += policy.explain(views, config.lifecycle, cold=cold, hot_known=is_known[HOT], own=config.own_policies)
+    return decided
 
 
 def deletions(catalog: Catalog, config: Config) -> list[Decision]:
     """The replicas to delete now, by run, the oldest first."""
-    planned = _by_run(catalog, config, plan)
-    return [decision for decision in planned if decision.action in (Action.EVICT, Action.EXPIRE)]
+    return policy.deletions(decisions(catalog, config))
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
+    milestones = {entry.id for entry in catalog.entries() if entry.all_milestones}
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
     unreadable = catalog.tiers[tier].unreadable
-    planned = plan(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
-    copies = [each.checkpoint for each in planned if each.action is Action.REPLICATE and each.tier == tier]
+    copies = [copy.checkpoint for copy in policy.copies(_copying(catalog, config), milestones) if copy.tier == tier]
     return [checkpoint for checkpoint in copies if checkpoint not in unreadable]
 
 
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
-    cold = {one.name: catalog.tiers[one.name].is_known for one in config.cold}
-    missing: dict[str, list[CheckpointId]] = {name: [] for name in cold}
-    for one in explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies):
+    missing: dict[str, list[CheckpointId]] = {cold.name: [] for cold in config.cold}
+    for one in _copying(catalog, config):
         if one.action in (Action.REPLICATE, Action.WAIT):
             missing[one.tier].append(one.checkpoint)
     return missing
@@ -84,10 +87,7 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
     return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
 
 
-def _by_run(catalog: Catalog, config: Config, decide: Callable[..., list[Decision]]) -> Iterator[Decision]:
-    """What `decide`, which is `explain` or `plan`, says of each run, given which tiers are known for that run."""
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    for run, views in by_run(catalog.views()):
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        cold = {cold.name: is_known[cold.name] for cold in config.cold}
-        yield from decide(views, config.lifecycle, cold=cold, hot_known=is_known[HOT], own=config.own_policies)
+def _copying(catalog: Catalog, config: Config) -> list[Decision]:
+    """The decisions about copies. An unreadable manifest of a run stops its deletions, but no copy."""
+    cold = {cold.name: catalog.tiers[cold.name].is_known for cold in config.cold}
+    return policy.explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)

@@ -62,6 +62,12 @@ class NewerFormat(TierdError):
 class Stale(TierdError):
     """Raised when a newer generation of the run has taken over: this writer is fenced and must stop."""
 
+    @classmethod
+    def by(cls, newer: int, action: str, generation: int) -> Stale:
+        """The error of `action` in a generation that the generation `newer` has replaced."""
+        message = f"{action} as generation {generation}: generation {newer} has taken over"
+        return cls(message, hint="another trainer of this run was started later; stop this one")
+
 
 class NotFound(TierdError):
     """Raised when no such run, checkpoint or object exists."""

@@ -191,9 +191,7 @@ def checkpoint_rows(
     manifests |= {entry.id: entry.manifest for entry in catalog.entries(run)}
     rows = [
         CheckpointRow(
-            run=candidate.id.run,
-            step=candidate.id.step,
-            generation=candidate.id.generation,
+            **msgspec.to_builtins(candidate.id),
             tiers=list(candidate.tiers),
             milestone=min(candidate.milestones, default=None),
             healthy=candidate.is_healthy,
@@ -232,9 +230,7 @@ def lifecycle_report(
     """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
     planned = [
         PlannedAction(
-            run=decision.checkpoint.run,
-            step=decision.checkpoint.step,
-            generation=decision.checkpoint.generation,
+            **msgspec.to_builtins(decision.checkpoint),
             tier=decision.tier,
             action=decision.action.value,
             reason=decision.reason,

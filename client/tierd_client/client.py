@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from tierd.errors import BadRequest, DaemonUnreachable, SlotsBusy
 from tierd.format import wire
-from tierd.format.manifest import CheckpointRef
+from tierd.format.ids import CheckpointId
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
@@ -58,7 +58,7 @@ class Client:
         self._snapshotter = Snapshotter(generation, ranks, self._step_times)
         self._last_shot: Shot | None = None
         self._state: State | None = None
-        self._parent: CheckpointRef | None = None
+        self._parent: CheckpointId | None = None
         self._start_is_chosen = False  # by a restore, which may have found nothing
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
@@ -155,7 +155,7 @@ class Client:
         manifest = replica.manifest
         seconds = time.monotonic() - began
         self._start_is_chosen = True
-        self._parent = CheckpointRef(run=manifest.run, step=manifest.step, generation=manifest.generation)
+        self._parent = manifest.id
         self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)

@@ -212,13 +212,7 @@ class DaemonSession:
 
     def _check_fenced(self, message: wire.ToClient) -> None:
         if isinstance(message, wire.Fenced):
-            hello, newer = self.hello, message.generation
-            self._end(
-                Stale(
-                    f"train {hello.run} as generation {hello.generation}: generation {newer} has taken over",
-                    hint="another trainer of this run was started later; stop this one",
-                )
-            )
+            self._end(Stale.by(message.generation, f"train {self.hello.run}", self.welcome.generation))
         elif isinstance(message, wire.Refused):
             error = from_kind(message.kind, message.message, message.hint)
             log.error("tierd: the daemon refused: %s", error)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tierd.errors import Corrupt, NewerFormat, TierdError
 from tierd.format import checksum, manifest
 from tierd.format.ids import checkpoint_id
-from tierd.format.manifest import CheckpointRef, Manifest, file_entry
+from tierd.format.manifest import Manifest, file_entry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden" / "000000000005-g0003"
 SHARD = "rank-00000-of-00001.safetensors"
@@ -31,7 +31,7 @@ def golden() -> Manifest:
         step=5,
         generation=3,
         sequence=7,
-        parent=CheckpointRef(run="golden", step=4, generation=2),
+        parent=checkpoint_id("golden", 4, 2),
         world_size=1,
         created_at="2026-01-02T03:04:05.678+00:00",
         kind="snapshot",

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.support.slots import make_sealed
 from tierd.errors import BadRequest, from_kind
 from tierd.format import wire
-from tierd.format.manifest import CheckpointRef
+from tierd.format.ids import checkpoint_id
 
 TO_DAEMON: list[wire.ToDaemon] = [
     wire.Hello(protocol=1, version="0.1.0", run="run42", rank=None, world_size=1, generation=None),
     wire.AttachSlot(slot=1, capacity_bytes=1 << 40),
     wire.Filling(slot=1, step=7),
     wire.Abandon(slot=1),
-    make_sealed(7, parent=CheckpointRef(run="run41", step=3, generation=1), metrics={"loss": float("inf"), "n": "nan"}),
+    make_sealed(7, parent=checkpoint_id("run41", 3, 1), metrics={"loss": float("inf"), "n": "nan"}),
     wire.Lost(step=7, kind="torn", message="m", hint="h"),
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),

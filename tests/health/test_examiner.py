@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import stage
 from tierd.errors import Transient
-from tierd.format.health import Examined
+from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
 from tierd.health import examiner as examiner_module
 from tierd.health.examiner import Examiner
@@ -71,7 +71,7 @@ async def test_an_unexamined_checkpoint_in_hot_is_examined_once(rooms: Rooms, mo
     assert await worker.run_once()
     assert markers(rooms, "hot", 1) == markers(rooms, "hot", 2) == ["healthy.json"]
 
-    async def never(*_: object) -> Examined:
+    async def never(*_: object) -> Diagnosis:
         raise AssertionError("examined again")
 
     monkeypatch.setattr(examiner_module, "_run_program", never)
@@ -88,13 +88,13 @@ async def test_the_hot_file_is_examined_if_the_slot_is_released_meanwhile(
     real = examiner_module._run_program
     sources: list[str] = []
 
-    async def overwritten(checkpoint: object, files: list[tuple[int, int]]) -> Examined:
+    async def overwritten(checkpoint: object, files: list[tuple[int, int]]) -> Diagnosis:
         if not sources:
             rooms.seal(2, [shard(2.0)])
             list(rooms.memory.release(RUN))
             snapshot_set.snapshots.clear()
             sources.append("slot")
-            return Examined(tensors=1)  # of overwritten bytes
+            return Diagnosis(healthy=False, tensors=1)  # of overwritten bytes
         sources.append("file")
         return await real(checkpoint, files)  # type: ignore[arg-type]
 

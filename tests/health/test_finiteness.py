@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.support.state import stage
 from tierd.errors import Corrupt
-from tierd.format.health import TENSORS_LISTED_MAX, Examined
+from tierd.format.health import TENSORS_LISTED_MAX, Diagnosis
 from tierd.health.finiteness import BLOCK_BYTES, COUNTS, examine
 
 FLOATS = {
@@ -31,7 +31,7 @@ FLOATS = {
 }
 
 
-def examined(folder: Path, *shards: bytes) -> Examined:
+def examined(folder: Path, *shards: bytes) -> Diagnosis:
     files: list[tuple[int, int]] = []
     try:
         for number, raw in enumerate(shards):

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.policy import sequences, view
+from tests.support.policy import plan, sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept, plan
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept
 
 DEFAULT = LifecycleConfig()
 

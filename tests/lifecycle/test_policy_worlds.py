@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.policy import sequences, view
+from tests.support.policy import plan, sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept, plan
+from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept
 
 Policy = TypeVar("Policy", bound=TierPolicy)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 
+from tierd.config import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.lifecycle.policy import CheckpointView
+from tierd.lifecycle.policy import CheckpointView, Decision, copies, deletions, explain
 
 
 def view(
@@ -29,6 +31,20 @@ def view(
         created_at=None if at is None else datetime.fromisoformat(at).replace(tzinfo=UTC),
         metrics=metrics or {},
     )
+
+
+def plan(
+    checkpoints: Iterable[CheckpointView],
+    rules: LifecycleConfig,
+    *,
+    cold: Mapping[str, bool],
+    hot_known: bool,
+    own: Mapping[str, TierPolicy] = MappingProxyType({}),
+) -> list[Decision]:
+    """What is carried out: the copies in their order, then the deletions in theirs. Arguments as of `explain`."""
+    views = list(checkpoints)
+    decisions = explain(views, rules, cold=cold, hot_known=hot_known, own=own)
+    return copies(decisions, {one.id for one in views if one.milestones}) + deletions(decisions)
 
 
 def sequences(views: Iterable[CheckpointView], found: Iterable[CheckpointId]) -> list[int]:

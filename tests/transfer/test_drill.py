@@ -23,9 +23,8 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
 async def test_drill_restores_everything_and_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold", milestones=("best",))
     told: list[int] = []
-    done = await drill(rooms.cold["cold"], made, tmp_path / "scratch", progress=told.append)
-    assert done.manifest == made
-    assert done.seconds > 0
+    seconds = await drill(rooms.cold["cold"], made, tmp_path / "scratch", progress=told.append)
+    assert seconds > 0
     assert sum(told) == made.size_bytes
     assert not (tmp_path / "scratch").exists()
 

@@ -19,7 +19,6 @@ from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Stale, TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
-from tierd.format.manifest import CheckpointRef
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.workers.restorer import Restorer
 
@@ -61,7 +60,6 @@ class Admission:
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
         config = self._context.config
-        newest = self._restorer.newest(session.run)
         welcome = wire.Welcome(
             protocol=wire.PROTOCOL_VERSION,
             version=tierd.__version__,
@@ -79,7 +77,7 @@ class Admission:
             when_busy=config.snapshot.when_busy,
             staging=config.snapshot.staging,
             stop_grace_s=config.snapshot.stop_grace_s,
-            newest=newest and CheckpointRef(run=newest.run, step=newest.step, generation=newest.generation),
+            newest=self._restorer.newest(session.run),
             unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
             report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
         )
@@ -127,10 +125,7 @@ class Admission:
         if not 1 <= generation <= GENERATION_MAX:
             raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_MAX}")
         if generation < newest:
-            raise Stale(
-                f"join run {run} as generation {generation}: generation {newest} has taken over",
-                hint="another trainer of this run was started later; stop this one",
-            )
+            raise Stale.by(newest, f"join run {run}", generation)
         previous = self._memory.generation(run)
         self._memory.enter(run, generation, rank, hello.world_size)
         self._catalog.saw_generation(run, generation)

@@ -28,10 +28,12 @@ def print_json(result: Any) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
 
 
-def print_report(report: T, *, as_json: bool, text: Callable[[T], None]) -> None:
-    """The result of a verb: as JSON, or by the function that prints it as text."""
+def print_report(report: T, *, as_json: bool, text: str | Callable[[T], None]) -> None:
+    """The result of a verb: as JSON, or as this text, or by the function that prints it as text."""
     if as_json:
         print_json(report)
+    elif isinstance(text, str):
+        print_result(text)
     else:
         text(report)
 

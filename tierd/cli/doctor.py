@@ -90,7 +90,7 @@ async def _space(settings: Settings, loaded: Config) -> Advice:
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
     if cold.url.startswith("file://"):
         path = Path(cold.url.removeprefix("file://"))
-        found = probe_directory(cold.name, path, is_hot=False)
+        found = list(probe_directory(cold.name, path, is_hot=False))
         if is_same_disk(path, loaded.hot_path):
             message = f"{path} is on the same filesystem as hot: one dead disk takes both"
             hint = "set its url to another disk, or to a bucket"
@@ -125,8 +125,7 @@ def _limits() -> Iterator[Advice]:
 def _socket(loaded: Config) -> Advice:
     folder = loaded.socket_path.parent
     if not folder.exists():
-        message = f"{folder} does not exist yet; `tierd serve` makes it, if it may"
-        return Advice("socket", "socket", "note", message)
+        return Advice("socket", "socket", "note", f"{folder} does not exist yet; `tierd serve` makes it, if it may")
     if not os.access(folder, os.W_OK | os.X_OK):
         message = f"{folder} cannot be written: no socket can be made there"
         hint = "give it to the daemon's user, or set daemon.socket to a path of its own"

@@ -116,7 +116,7 @@ async def _restore(tiers: OpenedTiers, one: Drill, checkpoint: CheckpointId, scr
     manifest = await tier.manifest(checkpoint)
     one.size_bytes = manifest.size_bytes
     with progress_bar(f"step {checkpoint.step} from {one.tier}", manifest.size_bytes) as progress:
-        drilled = await drill_replica(tier, manifest, scratch, progress=progress)
-    one.seconds = round(drilled.seconds, 6)
-    one.bytes_per_s = round(manifest.size_bytes / max(drilled.seconds, 1e-6))
+        seconds = await drill_replica(tier, manifest, scratch, progress=progress)
+    one.seconds = round(seconds, 6)
+    one.bytes_per_s = round(manifest.size_bytes / max(seconds, 1e-6))
     one.is_verified = True

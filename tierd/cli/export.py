@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import duration, print_json, print_result, progress_bar, size
+from tierd.cli.console import duration, print_report, progress_bar, size
 from tierd.cli.options import parse_query, settings_of
 from tierd.cli.restore import resolve_target, restore_to
 from tierd.descriptors import close_all, open_all
@@ -102,13 +102,11 @@ async def export(
         )
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
     exported = await restore_to(target, settings_of(context), query, place, convert=convert)
-    if json:
-        print_json(msgspec.to_builtins(exported) | {"format": format.value})
-    else:
-        print_result(
-            f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
-            f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
-        )
+    text = (
+        f"exported {exported.run} step {exported.step} (generation {exported.generation}) from {exported.tier} "
+        f"to {exported.to} as {format.value}: {size(exported.size_bytes)} in {duration(exported.seconds)}, verified"
+    )
+    print_report(msgspec.to_builtins(exported) | {"format": format.value}, as_json=json, text=text)
     return 0
 
 
@@ -137,7 +135,7 @@ async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: S
             for name, file in zip(names, files, strict=True):
                 await store.put(
                     f"{_FOLDER}/{name}",
-                    Source(_Assembly(file, opened).fill),
+                    _assembled(file, opened),
                     size_bytes=file.size_bytes,
                     chunk_bytes=checksum.CHUNK_BYTES,
                     progress=progress,
@@ -159,28 +157,23 @@ def _read_shard(path: Path) -> Shard:
         return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
-class _Assembly:
+def _assembled(file: WholeFile, opened: Mapping[str, int]) -> Source:
     """A whole file as a source for the store: assembled from the open shards while it is written."""
 
-    def __init__(self, file: WholeFile, opened: Mapping[str, int]) -> None:
-        self._file = file
-        self._opened = opened
-
-    async def fill(self, offset: int, buffer: memoryview) -> None:
-        await asyncio.to_thread(self._fill, offset, buffer)
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
-        header = self._file.header[offset : offset + len(buffer)]
+    def fill(offset: int, buffer: memoryview) -> None:
+        header = file.header[offset : offset + len(buffer)]
         buffer[: len(header)] = header
         done = len(header)
-        for piece in self._file.pieces(offset + done, offset + len(buffer)):
+        for piece in file.pieces(offset + done, offset + len(buffer)):
             view = buffer[piece.at - offset : piece.at - offset + piece.length]
-            read = os.preadv(self._opened[piece.shard], [view], piece.offset)
+            read = os.preadv(opened[piece.shard], [view], piece.offset)
             if read != piece.length:
                 raise Corrupt(f"assemble a whole file: {piece.shard} ends early, at byte {piece.offset + read}")
             done += read
         if done != len(buffer):
             raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")
+
+    return Source(functools.partial(asyncio.to_thread, fill))
 
 
 # ── torch's own formats ──

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import now, print_json, print_result
+from tierd.cli.console import now, print_report
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.format import layout
@@ -35,10 +35,8 @@ async def milestone(
             if not dry_run:
                 await tiers.by_name[tier].mark_milestone(chosen.id, name, marked_at)
     checkpoint, names = chosen.id, list(chosen.tiers)
-    if json:
-        about = msgspec.to_builtins(checkpoint)  # run, step and generation
-        print_json(about | {"milestone": name, "tiers": names, "is_dry_run": dry_run})
-    else:
-        which = f"{checkpoint.run} step {checkpoint.step} (generation {checkpoint.generation})"
-        print_result(f"{'would mark' if dry_run else 'marked'} {which} as {name} in {', '.join(names)}")
+    marked = f"{'would mark' if dry_run else 'marked'} {checkpoint.run} step {checkpoint.step}"
+    text = f"{marked} (generation {checkpoint.generation}) as {name} in {', '.join(names)}"
+    report = msgspec.to_builtins(checkpoint) | {"milestone": name, "tiers": names, "is_dry_run": dry_run}
+    print_report(report, as_json=json, text=text)
     return code

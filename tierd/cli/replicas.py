@@ -16,8 +16,7 @@ from tierd.cli.memory_store import ask_memory
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config import Config
 from tierd.errors import Corrupt, TierdError
-from tierd.format import layout
-from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest, decode
+from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
 from tierd.tiers.tier import ReadableTier
 from tierd.transfer.atomic_output import AtomicOutput
@@ -93,8 +92,7 @@ class Replicas(AsyncExitStack):
             tier: ReadableTier = ReadableTier(MEMORY, store)
         else:
             tier = self._tiers.by_name[name]
-        raw = await tier.store.get_bytes(layout.manifest_key(self.chosen.id), size_max=MANIFEST_BYTES_MAX)
-        manifest = decode(raw, where=f"{self.chosen.id} in {name}", expect=self.chosen.id)
+        manifest, raw = await tier.read_manifest(self.chosen.id)
         if raw != (self.raw or raw):
             raise Corrupt(f"read {self.chosen.id} in {name}: its manifest differs from that of the nearer replicas")
         self.raw, self.manifest = raw, manifest

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, print_json, print_note, print_result, size
+from tierd.cli.console import duration, print_note, print_report, size
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
 from tierd.cli.partial_restore import Subset, fetch_subset
@@ -74,16 +74,14 @@ async def restore(
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
     subset = Subset(only=tuple(only or ()), rank=rank) if only or rank is not None else None
     restored = await restore_to(target, settings_of(context), query, place, subset=subset)
-    if json:
-        print_json(restored)
-    else:
-        verb = "restored" if restored.is_whole else "restored a part of"
-        resumed = f", {size(restored.resumed_bytes)} of it from an earlier attempt" if restored.resumed_bytes else ""
-        print_result(
-            f"{verb} {restored.run} step {restored.step} (generation {restored.generation}) from "
-            f"{' and '.join(restored.given_bytes) or restored.tier} to {restored.to}: {size(restored.size_bytes)} in "
-            f"{duration(restored.seconds)}, {size(restored.bytes_per_s)}/s{resumed}, verified"
-        )
+    verb = "restored" if restored.is_whole else "restored a part of"
+    resumed = f", {size(restored.resumed_bytes)} of it from an earlier attempt" if restored.resumed_bytes else ""
+    text = (
+        f"{verb} {restored.run} step {restored.step} (generation {restored.generation}) from "
+        f"{' and '.join(restored.given_bytes) or restored.tier} to {restored.to}: {size(restored.size_bytes)} in "
+        f"{duration(restored.seconds)}, {size(restored.bytes_per_s)}/s{resumed}, verified"
+    )
+    print_report(restored, as_json=json, text=text)
     return 0
 
 
@@ -168,9 +166,7 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
     seconds = time.monotonic() - began_s
     given_bytes = replicas.given_bytes
     return Restored(
-        run=checkpoint.run,
-        step=checkpoint.step,
-        generation=checkpoint.generation,
+        **msgspec.to_builtins(checkpoint),
         tier=list(given_bytes)[-1] if given_bytes else nearest.name,
         to=str(target),
         size_bytes=size_bytes,
@@ -186,10 +182,7 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
 
 async def _commit(replicas: Replicas, source: ReadableTier, restored: Tier) -> None:
     """The markers, then the manifest's own bytes, as in any tier."""
-    manifest = replicas.manifest
-    for milestone in replicas.chosen.milestones:
-        await restored.mark_milestone(manifest.id, milestone, manifest.created_at)
-    if replicas.chosen.is_healthy is not None:
-        diagnosis = await source.diagnosis(manifest.id, is_healthy=replicas.chosen.is_healthy)
-        await restored.mark_diagnosis(manifest.id, diagnosis)
-    await restored.commit(manifest, raw=replicas.raw)
+    chosen, diagnosis = replicas.chosen, None
+    if chosen.is_healthy is not None:
+        diagnosis = await source.diagnosis(chosen.id, is_healthy=chosen.is_healthy)
+    await restored.commit(replicas.manifest, raw=replicas.raw, milestones=chosen.milestones, diagnosis=diagnosis)

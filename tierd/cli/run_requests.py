@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from tierd.cli import daemon_http, options
-from tierd.cli.console import print_json, print_result
+from tierd.cli.console import print_report, print_result
 from tierd.cli.options import settings_of
 from tierd.config import Config
 from tierd.errors import EXIT_HALTED, Transient
@@ -41,11 +41,8 @@ def stop(
         print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
     ended = _wait_ended(config, run, agreed.generation, deadline_s)
     state = ended.state or ""
-    if json:
-        about = {"run": run, "generation": agreed.generation, "step": agreed.step}
-        print_json(about | {"state": state, "reason": ended.reason})
-    else:
-        print_result(f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
+    report = {"run": run, "generation": agreed.generation, "step": agreed.step, "state": state, "reason": ended.reason}
+    print_report(report, as_json=json, text=f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
     return 0 if force else EXIT_CODES.get(state, 1)
 
 
@@ -79,9 +76,8 @@ def snapshot(
     agreed = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
     path = str(config.hot_path / checkpoint.run / checkpoint.name)
-    if json:
-        print_json(msgspec.to_builtins(checkpoint) | {"milestone": milestone, "path": path})
-    else:
-        named = f" as {milestone}" if milestone is not None else ""
-        print_result(f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}")
+    named = f" as {milestone}" if milestone is not None else ""
+    text = f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}"
+    report = msgspec.to_builtins(checkpoint) | {"milestone": milestone, "path": path}
+    print_report(report, as_json=json, text=text)
     return 0

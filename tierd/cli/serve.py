@@ -8,7 +8,7 @@ import typer
 
 from tierd import __version__
 from tierd.cli import options
-from tierd.cli.console import print_json, print_result
+from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
 from tierd.config_file import notify_socket
 from tierd.format.manifest import FORMAT_VERSION
@@ -27,17 +27,8 @@ def serve(context: typer.Context) -> int:
 
 def version(context: typer.Context, json: options.Json = False) -> int:
     """Print the version of tierd, and of the format and protocol it uses."""
-    if json:
-        print_json(
-            {
-                "version": __version__,
-                "format_version": FORMAT_VERSION,
-                "protocol_version": PROTOCOL_VERSION,
-                "python": platform.python_version(),
-            }
-        )
-    else:
-        print_result(version_line())
+    versions = {"version": __version__, "format_version": FORMAT_VERSION, "protocol_version": PROTOCOL_VERSION}
+    print_report(versions | {"python": platform.python_version()}, as_json=json, text=version_line())
     return 0
 
 

@@ -23,8 +23,8 @@ class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """`tensors`: how many tensors are not finite; `not_finite` lists the first of them.
 
-    `digest`: of all trained tensors; empty if it is not known, or if every learning rate is 0, so that the weights
-    need not change. Two steps of one generation with the same digest have the same weights.
+    `digest`: of all trained tensors; empty if it is not known, if a tensor is not finite, or if every learning rate is
+    0, so that the weights need not change. Two steps of one generation with the same digest have the same weights.
     """
 
     healthy: bool
@@ -39,12 +39,3 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         shown = ", ".join(f"{each.tensor} ({each.nan} NaN, {each.inf} Inf)" for each in self.not_finite[:3])
         more = f" and {self.tensors - 3} more" if self.tensors > 3 else ""
         return f"{self.tensors} tensors are not finite: {shown}{more}" if shown else "not finite"
-
-
-class Examined(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of the examining process. `trouble`: why the checkpoint could not be examined, or empty."""
-
-    tensors: int = 0
-    not_finite: list[NotFinite] = []
-    digest: str = ""
-    trouble: str = ""

@@ -34,23 +34,16 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[str]
 
 
-class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that another one continues: of the same run, or of the run that it was forked from."""
-
-    run: str
-    step: int
-    generation: int
-
-
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted."""
+    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted. `parent`: the
+    checkpoint that it continues, of the same run or of the run that it was forked from."""
 
     format_version: int
     run: str
     step: int
     generation: int
     sequence: int
-    parent: CheckpointRef | None
+    parent: CheckpointId | None
     world_size: int
     created_at: str
     kind: str
@@ -107,10 +100,10 @@ class _Version(msgspec.Struct):
 def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Manifest:
     """Decode and check a manifest.
 
-    `where` names it in messages; `expect` is the checkpoint in whose folder it is.
+    `where` says in messages where it is; `expect` is the checkpoint in whose folder it is.
     Raises NewerFormat for a later version, Corrupt for any other violation of the format.
     """
-    action = f"decode the manifest {where}"
+    action = f"decode the manifest {where if expect is None else f'{expect} in {where}'}"
     hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
     if len(raw) > MANIFEST_BYTES_MAX:
         raise Corrupt(f"{action}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
@@ -152,22 +145,18 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise ValueError("two files have the same name")
     for entry in manifest.files:
-        _check_file(entry)
-
-
-def _check_file(entry: FileEntry) -> None:
-    if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
-        raise ValueError(f"file name {entry.name!r}")
-    if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
-        raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
-    # Compare the count before making a list from the size: a forged size must not exhaust memory.
-    expected = -(-entry.size_bytes // entry.chunk_bytes)
-    if len(entry.chunks) != expected:
-        raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
-    chunks = [checksum.decode(chunk) for chunk in entry.chunks]
-    lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
-    if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):
-        raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
+        if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
+            raise ValueError(f"file name {entry.name!r}")
+        if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:
+            raise ValueError(f"{entry.name}: size {entry.size_bytes}, chunk size {entry.chunk_bytes}")
+        # Compare the count before making a list from the size: a forged size must not exhaust memory.
+        expected = -(-entry.size_bytes // entry.chunk_bytes)
+        if len(entry.chunks) != expected:
+            raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
+        chunks = [checksum.decode(chunk) for chunk in entry.chunks]
+        lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
+        if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):
+            raise ValueError(f"{entry.name}: the chunk checksums do not combine to the file's checksum")
 
 
 def encode_marker(content: Mapping[str, Any] | msgspec.Struct) -> bytes:

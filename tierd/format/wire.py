@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tierd.errors import BadRequest
-from tierd.format.manifest import CheckpointRef
+from tierd.format.ids import CheckpointId
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 << 10
@@ -78,7 +78,7 @@ class Sealed(_Message, frozen=True, kw_only=True):
     stall_s: float
     metrics: dict[str, float | str]
     milestone: str | None
-    parent: CheckpointRef | None
+    parent: CheckpointId | None
     architecture_hash: str
     versions: dict[str, str]
     resent: bool
@@ -195,7 +195,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     when_busy: str
     staging: str = "sync"
     stop_grace_s: float = 25.0
-    newest: CheckpointRef | None = None
+    newest: CheckpointId | None = None
     unseen: list[str] = []
     report_s: float = 0.0
 

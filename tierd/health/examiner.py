@@ -18,7 +18,7 @@ import msgspec
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
-from tierd.format.health import Diagnosis, Examined
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.transfer.verify import verify_files
 
@@ -80,7 +80,7 @@ class Examiner:
             if self.diagnosis(checkpoint) is not None or checkpoint in self._failed:
                 return None
             try:
-                examined = await self._examine(checkpoint)
+                diagnosis = await self._examine(checkpoint)
             except NotFound:
                 return None  # it was deleted meanwhile
             except TierdError as error:
@@ -90,13 +90,7 @@ class Examiner:
                 self._metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
                 self._context.incidents.record(self.name, error, checkpoint)
                 return None
-        diagnosis = Diagnosis(
-            healthy=not examined.tensors,
-            examined_at=self._context.timestamp(),
-            tensors=examined.tensors,
-            not_finite=examined.not_finite,
-            digest="" if examined.tensors else examined.digest,  # weights that are all NaN do not count as unchanged
-        )
+        diagnosis = msgspec.structs.replace(diagnosis, examined_at=self._context.timestamp())
         held = self._memory.find(checkpoint)
         if held is not None:
             held.diagnosis = diagnosis
@@ -156,14 +150,14 @@ class Examiner:
         while len(self._digests) > DIGESTS_KEPT:
             del self._digests[next(iter(self._digests))]
 
-    async def _examine(self, checkpoint: CheckpointId) -> Examined:
+    async def _examine(self, checkpoint: CheckpointId) -> Diagnosis:
         held = self._memory.find(checkpoint)
         if held is not None:
             snapshots = [snapshot for _, snapshot in sorted(held.snapshots.items())]
             files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]
-            examined = await _run_program(checkpoint, files)
+            diagnosis = await _run_program(checkpoint, files)
             if self._memory.find(checkpoint) is held:
-                return examined
+                return diagnosis
             # A slot was released while it was read: the program may have read another snapshot.
         entry = self._catalog.get(checkpoint)
         if entry is None or self._hot.name not in entry.tiers:
@@ -174,14 +168,14 @@ class Examiner:
                 descriptor = self._context.hot_store.open_fd(layout.file_key(checkpoint, file.name))
                 opened.callback(os.close, descriptor)
                 files.append((descriptor, file.size_bytes))
-            examined = await _run_program(checkpoint, files)
-        if examined.tensors and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
+            diagnosis = await _run_program(checkpoint, files)
+        if not diagnosis.healthy and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
             # The disk made the NaN, not the training.
             raise Corrupt(f"examine {checkpoint}: {damage[0]}", hint="docs/RUNBOOK.md#corrupt-chunk")
-        return examined
+        return diagnosis
 
 
-async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Examined:
+async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Diagnosis:
     """`files`: (descriptor, size in bytes). Raises Transient when the program failed, Corrupt when it can never read
     them."""
     timeout_s = TIMEOUT_MIN_S + sum(size_bytes for _, size_bytes in files) / RATE_MIN_BYTES_S
@@ -195,7 +189,7 @@ async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]
     )
     try:
         async with asyncio.timeout(timeout_s):
-            answer, _ = await process.communicate()
+            raw, _ = await process.communicate()
     except TimeoutError:
         raise Transient(f"examine {checkpoint}: no answer within {timeout_s:.0f} s") from None
     finally:
@@ -203,9 +197,9 @@ async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]
             process.kill()
             await process.wait()
     try:
-        examined = msgspec.json.decode(answer, type=Examined)
+        answer: Diagnosis | str = msgspec.json.decode(raw, type=Diagnosis | str)
     except msgspec.DecodeError:
         raise Transient(f"examine {checkpoint}: {PROGRAM} ended with code {process.returncode}") from None
-    if examined.trouble:
-        raise Corrupt(f"examine {checkpoint}: {examined.trouble}", hint="docs/RUNBOOK.md#corrupt-chunk")
-    return examined
+    if isinstance(answer, str):
+        raise Corrupt(f"examine {checkpoint}: {answer}", hint="docs/RUNBOOK.md#corrupt-chunk")
+    return answer

@@ -1,8 +1,9 @@
 """Counts NaN and Inf in one checkpoint. A separate program, so that numpy and its memory are not in the daemon.
 
-health/examiner.py starts it with the shards as open descriptors; it prints an `Examined` as JSON. It examines all
-tensors except those in NOT_EXAMINED, and except scalars outside EXAMINED: a best loss may be infinite, a score NaN.
-Inf counts only in trained tensors and in the optimizer, because a buffer may be a mask of infinities.
+health/examiner.py starts it with the shards as open descriptors; it prints a `Diagnosis` as JSON, or a string that says
+why they cannot be examined. It examines all tensors except those in NOT_EXAMINED, and except scalars outside EXAMINED:
+a best loss may be infinite, a score NaN. Inf counts only in trained tensors and in the optimizer, because a buffer may
+be a mask of infinities.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tierd.descriptors import read_all
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum
-from tierd.format.health import TENSORS_LISTED_MAX, Examined, NotFinite
+from tierd.format.health import TENSORS_LISTED_MAX, Diagnosis, NotFinite
 from tierd.format.shard import TensorEntry, read_header
-from tierd.tiers.direct_io import page_aligned, read_all
+from tierd.tiers.direct_io import page_aligned
 
 BLOCK_BYTES = 4 << 20  # fits the CPU cache, for the checksum and the count
 EXAMINED = ("model.", "optimizer.", "ema.")
@@ -38,13 +40,13 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # slots must not stay open after the daemon has died
     shards = [argument.split(":") for argument in arguments]
     try:
-        examined = examine([(int(descriptor), int(size_bytes)) for descriptor, size_bytes in shards])
+        answer: Diagnosis | str = examine([(int(descriptor), int(size_bytes)) for descriptor, size_bytes in shards])
     except (TierdError, OSError) as error:
-        examined = Examined(trouble=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(examined))
+        answer = str(error)
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
 
 
-def examine(files: list[tuple[int, int]]) -> Examined:
+def examine(files: list[tuple[int, int]]) -> Diagnosis:
     """`files`: (descriptor, size in bytes) of all shards of one checkpoint. Raises Corrupt for an invalid shard."""
     shards = [read_header(partial(os.pread, fd), size_bytes, where="a shard") for fd, size_bytes in files]
     trained, must_change = _trained(shards[0].tierd)
@@ -63,10 +65,12 @@ def examine(files: list[tuple[int, int]]) -> Examined:
             if entry.name in trained:
                 digests[f"{entry.name}{list(entry.saved_offsets)}"] = digest
     first = sorted(counts.items())[:TENSORS_LISTED_MAX]
-    return Examined(
+    is_comparable = must_change and not counts  # weights that are all NaN do not count as unchanged
+    return Diagnosis(
+        healthy=not counts,
         tensors=len(counts),
         not_finite=[NotFinite(tensor=name[:256], nan=count["nan"], inf=count["inf"]) for name, count in first],
-        digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if must_change else "",
+        digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if is_comparable else "",
     )
 
 

@@ -48,7 +48,7 @@ def forecast(
     own: Mapping[str, TierPolicy],
 ) -> list[Forecast]:
     """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price per GiB and month, 0 if it is
-    unknown. `own`: as for `plan`."""
+    unknown. `own`: as for `explain`."""
     # Without a cold tier, hot also holds what cold would.
     policies = {HOT: [policy.hot] if cold else [policy.hot, policy.cold]}
     policies |= {name: [own.get(name, policy.cold)] for name in cold}

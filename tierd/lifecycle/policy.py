@@ -8,7 +8,7 @@ contents are unknown, and nothing because of what such a tier might hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -54,26 +54,16 @@ class Decision:
     reason: str
 
 
-def plan(
-    checkpoints: Iterable[CheckpointView],
-    policy: LifecycleConfig,
-    *,
-    cold: Mapping[str, bool],
-    hot_known: bool,
-    own: Mapping[str, TierPolicy] = MappingProxyType({}),
-) -> list[Decision]:
-    """The copies and deletions to carry out, in order. Arguments as for `explain`.
+def copies(decisions: Iterable[Decision], milestones: Container[CheckpointId]) -> list[Decision]:
+    """The copies to make, in order: milestones first, then the newest."""
+    copied = [decision for decision in decisions if decision.action is Action.REPLICATE]
+    return sorted(copied, key=lambda copy: (copy.checkpoint in milestones, copy.checkpoint.recency), reverse=True)
 
-    Copies come first: milestones, then the newest. Then deletions, the oldest first.
-    """
-    views = list(checkpoints)
-    milestones = {view.id for view in views if view.milestones}
-    decisions = explain(views, policy, cold=cold, hot_known=hot_known, own=own)
-    copies = [decision for decision in decisions if decision.action is Action.REPLICATE]
-    copies.sort(key=lambda decision: decision.checkpoint.recency, reverse=True)
-    copies.sort(key=lambda decision: decision.checkpoint not in milestones)
-    deletions = [decision for decision in decisions if decision.action in (Action.EVICT, Action.EXPIRE)]
-    return copies + sorted(deletions, key=lambda decision: decision.checkpoint.recency)
+
+def deletions(decisions: Iterable[Decision]) -> list[Decision]:
+    """The deletions to make, in order: by run, the oldest first."""
+    deleted = [decision for decision in decisions if decision.action in (Action.EVICT, Action.EXPIRE)]
+    return sorted(deleted, key=lambda deletion: (deletion.checkpoint.run, deletion.checkpoint.recency))
 
 
 def explain(

@@ -141,10 +141,7 @@ class MemoryTier:
         """A rank of this generation has connected. Raises Stale when the run has a newer generation."""
         memory = self._runs.setdefault(run, _RunMemory(generation, world_size))
         if generation < memory.generation:
-            raise Stale(
-                f"join run {run} as generation {generation}: generation {memory.generation} has taken over",
-                hint="another trainer of this run was started later; stop this one",
-            )
+            raise Stale.by(memory.generation, f"join run {run}", generation)
         if generation > memory.generation:
             memory.generation = generation
             memory.world_size = world_size
@@ -350,8 +347,5 @@ class MemoryTier:
     def _current(self, run: Run, generation: Generation, action: str) -> _RunMemory:
         memory = self._runs[run]
         if generation != memory.generation:
-            raise Stale(
-                f"{action} as generation {generation}: generation {memory.generation} has taken over",
-                hint="another trainer of this run was started later; stop this one",
-            )
+            raise Stale.by(memory.generation, action, generation)
         return memory

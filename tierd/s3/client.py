@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import boto3.session
@@ -43,16 +44,16 @@ for _logger in ("boto3", "botocore", "urllib3"):
     logging.getLogger(_logger).setLevel(logging.INFO)
 
 
+@dataclass(eq=False)
 class RequestConnection:
     """The connection that one request uses. `abort` makes the request fail at once, in its own thread."""
 
-    def __init__(self, *, signs_payload: bool = False) -> None:
-        self.signs_payload = signs_payload
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self.is_aborted = False
-        self.began_s: float | None = None  # monotonic; None while the request waits for a thread
-        self.client: object = None  # boto3's client of this request
+    signs_payload: bool = False
+    is_aborted: bool = False
+    began_s: float | None = None  # monotonic; None while the request waits for a thread
+    client: object = None  # boto3's client of this request
+    _socket: socket.socket | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def attach(self, connected: socket.socket) -> None:
         with self._lock:

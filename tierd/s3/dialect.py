@@ -8,6 +8,7 @@ costs one request and changes nothing. Without a checksum the payload is signed:
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -32,10 +33,10 @@ _UNSPECIFIC = {"NotImplemented", "501"}  # "a header you provided implies functi
 _REFUSALS = {"InvalidRequest", "InvalidArgument", "MalformedXML", "UnsupportedHeader", *_UNSPECIFIC}
 
 
+@dataclass(eq=False)
 class Dialect:
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self.refused: Extras = NO_EXTRAS
+    where: str
+    refused: Extras = NO_EXTRAS
 
     def adapt(self, arguments: dict[str, Any], omitted: Extras) -> dict[str, Any]:
         """The arguments of a request without what the server refuses and without `omitted`."""
@@ -59,7 +60,7 @@ class Dialect:
     def learn(self, omitted: Extras) -> None:
         """A request succeeded without `omitted`."""
         for extra in sorted(omitted - self.refused, key=list(Extra).index):
-            log.warning("%s refuses %s", self._where, extra.value)
+            log.warning("%s refuses %s", self.where, extra.value)
         self.refused |= omitted
 
 

@@ -116,7 +116,7 @@ _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded",
 
 def code_of(error: BaseException | None) -> str:
     """S3's error code, or the HTTP status where there is none, or the name of the exception."""
-    response = _response(error)
+    response: dict[str, Any] | None = getattr(error, "response", None)
     if response is None:
         return type(error).__name__
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
@@ -128,7 +128,7 @@ def trouble_of(error: BaseException | None) -> Trouble:
     code = code_of(error)
     if code in _KNOWN:
         return _KNOWN[code][0]
-    return Trouble.TRANSIENT if _response(error) is None else Trouble.REFUSED
+    return Trouble.TRANSIENT if getattr(error, "response", None) is None else Trouble.REFUSED
 
 
 def translate(error: Exception, action: str) -> TierdError:
@@ -149,7 +149,7 @@ def translate(error: Exception, action: str) -> TierdError:
 
 def _details(error: Exception, meaning: str) -> str:
     """What the answer says beyond its code: the bucket's region, or the action that is not allowed."""
-    about: dict[str, Any] = (_response(error) or {}).get("Error", {})
+    about: dict[str, Any] = (getattr(error, "response", None) or {}).get("Error", {})
     region = str(about.get("Region") or _headers(error).get("x-amz-bucket-region") or "")
     if meaning == _OTHER_REGION and re.fullmatch(r"[a-z0-9-]{1,40}", region):
         return region
@@ -187,9 +187,5 @@ def retry_after_s(error: BaseException | None) -> float:
         return 0.0
 
 
-def _response(error: BaseException | None) -> dict[str, Any] | None:
-    return getattr(error, "response", None)
-
-
 def _headers(error: BaseException | None) -> dict[str, str]:
-    return (_response(error) or {}).get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPHeaders", {})

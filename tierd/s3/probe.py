@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -35,20 +35,18 @@ SKEW_WARNED_S = 60.0  # S3 refuses a clock that is 15 minutes off
 _DENIED = {"AccessDenied", "AllAccessDisabled", "403"}
 
 
-def endpoint_advice(cold: ColdConfig) -> list[Advice]:
+def endpoint_advice(cold: ColdConfig) -> Iterator[Advice]:
     """What can be seen from the config alone."""
-    advice: list[Advice] = []
     endpoint = urlsplit(cold.endpoint_url)
     host = endpoint.hostname or ""
     if endpoint.scheme == "http" and not is_private(host):
         message = f"{cold.endpoint_url} is plain http: checksums detect damage, but anyone on the way can read"
-        advice.append(Advice("transport", cold.name, "warning", message, "use https:// in endpoint_url"))
+        yield Advice("transport", cold.name, "warning", message, "use https:// in endpoint_url")
     regional = re.fullmatch(r"s3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com(?:\.cn)?", host)
     if regional and cold.region and regional[1] != cold.region:
         message = f"endpoint_url is in {regional[1]}, region says {cold.region}"
         hint = "leave endpoint_url empty for AWS, and set the bucket's region"
-        advice.append(Advice("region", cold.name, "warning", message, hint))
-    return advice
+        yield Advice("region", cold.name, "warning", message, hint)
 
 
 def is_private(host: str) -> bool:
@@ -111,10 +109,9 @@ class BucketProbe:
         key = self._own + "object"
         reports_absence = await self._is_absent(key)
         sums = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(BYTES))}
-        if await self._request("put_object", "put", Key=key, Body=BYTES, **sums) is None:
+        ok = "objects can be written" + (f", encrypted with {self._cold.sse}" if self._cold.sse else "")
+        if await self._request("put_object", "put", ok, Key=key, Body=BYTES, **sums) is None:
             return
-        encrypted = f", encrypted with {self._cold.sse}" if self._cold.sse else ""
-        self._add("put", "ok", "objects can be written" + encrypted)
         await self._head(key, verifies=await self._detects_damage())
         if await self._read(key) and not reports_absence:
             message = "an absent object is answered with 403, not 404: tierd cannot tell whether it may write one"
@@ -199,48 +196,37 @@ class BucketProbe:
             if code_of(error.__cause__) not in BATCH_REFUSED:
                 self._add_refusal("delete_objects", "delete", error)
                 return
-        if await self._request("delete_object", "delete", Key=key) is not None:
-            self._add("delete", "ok", "objects can be deleted")
+        await self._request("delete_object", "delete", "objects can be deleted", Key=key)
 
     async def _upload(self) -> None:
-        """Multipart: one upload that is completed, and one that is listed and aborted."""
+        """Multipart: one upload that is listed and completed, and one that is aborted."""
         key = self._own + "upload"
         crc = checksum.encode(checksum.crc64nvme(BYTES))
-        upload = await self._begin_upload(key, crc)
-        if upload is None:
+        kind = {"Key": key, "ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+        created = await self._request("create_multipart_upload", "multipart", **kind)
+        if created is None:
             return
-        upload_id, etag = upload
-        parts = [{"PartNumber": 1, "ETag": etag, "ChecksumCRC64NVME": crc}]
-        whole = {"ChecksumCRC64NVME": crc, "ChecksumType": "FULL_OBJECT", "MultipartUpload": {"Parts": parts}}
-        operation = "complete_multipart_upload"
-        if await self._request(operation, "multipart", Key=key, UploadId=upload_id, **whole) is not None:
-            self._add("multipart", "ok", "large objects can be written in parts")
-        upload = await self._begin_upload(key, crc)
-        if upload is None:
+        upload: dict[str, Any] = {"Key": key, "UploadId": created["UploadId"]}
+        part: dict[str, Any] = {"PartNumber": 1, "ChecksumCRC64NVME": crc}
+        sent = await self._request("upload_part", "multipart", Body=BYTES, **upload, **part)
+        if sent is None:
             return
-        upload_id = upload[0]
-        listed = await self._request("list_parts", "list_parts", Key=key, UploadId=upload_id)
-        if listed is not None and [part["PartNumber"] for part in listed.get("Parts", ())] == [1]:
+        listed = await self._request("list_parts", "list_parts", **upload)
+        if listed is not None and [each["PartNumber"] for each in listed.get("Parts", ())] == [1]:
             self._add("list_parts", "ok", "an interrupted upload continues with the parts that are there")
         elif listed is not None:
             self._add("list_parts", "note", "parts are not listed: an interrupted upload begins again")
         uploads = await self._request("list_multipart_uploads", "list_uploads", Prefix=self._own)
-        if uploads is not None and any(listed["UploadId"] == upload_id for listed in uploads.get("Uploads", ())):
+        if uploads is not None and created["UploadId"] in [each["UploadId"] for each in uploads.get("Uploads", ())]:
             self._add("list_uploads", "ok", "abandoned uploads are found, and aborted after a day")
         elif uploads is not None:
             self._add("list_uploads", "note", "uploads are not listed: an interrupted one begins again")
-        if await self._request("abort_multipart_upload", "abort", Key=key, UploadId=upload_id) is not None:
-            self._add("abort", "ok", "uploads can be aborted")
-
-    async def _begin_upload(self, key: str, crc: str) -> tuple[str, str] | None:
-        """(upload id, ETag of its one part)"""
-        kind = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-        created = await self._request("create_multipart_upload", "multipart", Key=key, **kind)
-        if created is None:
-            return None
-        about: dict[str, Any] = {"UploadId": created["UploadId"], "PartNumber": 1, "ChecksumCRC64NVME": crc}
-        part = await self._request("upload_part", "multipart", Key=key, Body=BYTES, **about)
-        return None if part is None else (created["UploadId"], part["ETag"])
+        whole = {"MultipartUpload": {"Parts": [{**part, "ETag": sent["ETag"]}]}, "ChecksumType": "FULL_OBJECT"}
+        ok = "large objects can be written in parts"
+        await self._request("complete_multipart_upload", "multipart", ok, ChecksumCRC64NVME=crc, **upload, **whole)
+        if created := await self._request("create_multipart_upload", "multipart", **kind):
+            upload["UploadId"] = created["UploadId"]
+            await self._request("abort_multipart_upload", "abort", "uploads can be aborted", **upload)
 
     # ── the bucket's configuration ──
 
@@ -297,14 +283,18 @@ class BucketProbe:
 
     # ── advice, and the objects of the probe ──
 
-    async def _request(self, operation: str, check: str, **arguments: Any) -> Any:
-        """None when it failed, with the advice added."""
+    async def _request(self, operation: str, check: str, ok: str = "", **arguments: Any) -> Any:
+        """None when it failed, with the advice added. `ok`: the advice when it succeeds."""
         try:
-            action = f"{check} a probe object in {self._requests.url}"
-            return await self._requests.request(operation, action, **arguments)
+            answer = await self._requests.request(
+                operation, f"{check} a probe object in {self._requests.url}", **arguments
+            )
         except TierdError as error:
             self._add_refusal(operation, check, error)
             return None
+        if ok:
+            self._add(check, "ok", ok)
+        return answer
 
     def _add_refusal(self, operation: str, check: str, error: TierdError) -> None:
         code = code_of(error.__cause__)

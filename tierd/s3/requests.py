@@ -91,9 +91,9 @@ class S3Requests:
     def object_key(self, key: str) -> str:
         return self.prefix + check_key(key)
 
-    def action(self, verb: str, key: str) -> str:
-        """What a request does, for messages."""
-        return f"{verb} {check_key(key)} in {self.name} ({self.url})"
+    def addressed(self, verb: str, key: str) -> tuple[str, str]:
+        """(what a request does, for messages; the key of its object)."""
+        return f"{verb} {key} in {self.name} ({self.url})", self.prefix + check_key(key)
 
     async def request(
         self,

@@ -67,8 +67,7 @@ class S3Store:
         is_lasting: bool = False,
         replace: bool = False,
     ) -> FileEntry:
-        action = self.requests.action("write", key)
-        object_key = self.requests.object_key(key)
+        action, object_key = self.requests.addressed("write", key)
         report: Progress = progress or (lambda length: None)
         storage_class = self._lasting_storage_class if is_lasting else self._storage_class
         entry = expect or await measure(source, key.rpartition("/")[2], size_bytes, chunk_bytes)
@@ -91,8 +90,7 @@ class S3Store:
         return entry
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
-        action = self.requests.action("write", key)
-        object_key = self.requests.object_key(key)
+        action, object_key = self.requests.addressed("write", key)
         arguments: dict[str, Any] = {"ChecksumCRC64NVME": checksum.encode(checksum.crc64nvme(content))}
         if if_absent:
             if await self.requests.head(object_key, action) is not None:
@@ -108,7 +106,7 @@ class S3Store:
         return True
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        action = self.requests.action("read", key)
+        action, object_key = self.requests.addressed("read", key)
 
         def fetch(answer: Answer) -> bytes:
             if answer["ContentLength"] > size_max:
@@ -118,7 +116,6 @@ class S3Store:
                 raise TierUnreachable(f"{action}: the bytes were altered on their way", hint="they are read again")
             return content
 
-        object_key = self.requests.object_key(key)
         return await self.requests.request("get_object", action, use=fetch, Key=object_key, ChecksumMode="ENABLED")
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
@@ -136,9 +133,9 @@ class S3Store:
         return [contents[key] for key in keys]
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        action = self.requests.action(f"read {len(buffer)} bytes at {offset} of", key)
+        action, object_key = self.requests.addressed(f"read {len(buffer)} bytes at {offset} of", key)
         if not buffer:  # no range expresses this, but a missing object must be NotFound
-            await self._existing(key, action)
+            await self._existing(object_key, action)
             return
 
         def fetch(answer: Answer) -> None:
@@ -160,7 +157,7 @@ class S3Store:
             action,
             use=fetch,
             size_bytes=len(buffer),
-            Key=self.requests.object_key(key),
+            Key=object_key,
             Range=f"bytes={offset}-{offset + len(buffer) - 1}",
         )
 
@@ -168,7 +165,8 @@ class S3Store:
         return Source(partial(self.read, key))
 
     async def stored_checksum(self, key: str) -> str | None:
-        return whole_checksum(await self._existing(key, self.requests.action("read the checksum of", key)))
+        action, object_key = self.requests.addressed("read the checksum of", key)
+        return whole_checksum(await self._existing(object_key, action))
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
         action = f"list {self.url} in {self.requests.name}"
@@ -216,8 +214,8 @@ class S3Store:
     async def close(self) -> None:
         await self.requests.close()
 
-    async def _existing(self, key: str, action: str) -> Answer:
-        head = await self.requests.head(self.requests.object_key(key), action)
+    async def _existing(self, object_key: str, action: str) -> Answer:
+        head = await self.requests.head(object_key, action)
         if head is None:
             raise NotFound(f"{action}: no such object")
         return head
@@ -234,7 +232,7 @@ class S3Store:
             raise Corrupt(f"{action}: crc64nvme {whole_checksum(head)} arrived, {entry.crc64nvme} was sent")
 
     async def _delete_one(self, key: str) -> None:
-        action, object_key = self.requests.action("delete", key), self.requests.object_key(key)
+        action, object_key = self.requests.addressed("delete", key)
         try:
             await self.requests.request("delete_object", action, Key=object_key)
         except NotFound:

@@ -96,5 +96,5 @@ def _decode(raw: bytes, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[Chec
         manifest = cached.get((layout.checkpoint_prefix(checkpoint), *fingerprint))
         if manifest is not None:
             with suppress(TierdError):
-                manifests[checkpoint] = decode(bytes(manifest), where=f"{checkpoint} in the cache", expect=checkpoint)
+                manifests[checkpoint] = decode(bytes(manifest), where="the cache", expect=checkpoint)
     return manifests

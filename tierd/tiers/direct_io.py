@@ -1,4 +1,4 @@
-"""O_DIRECT files: aligned memory, reserved space, positional reads and writes, and the fallback to buffered writes."""
+"""O_DIRECT files: aligned memory, reserved space, positional writes, and the fallback to buffered writes."""
 
 from __future__ import annotations
 
@@ -53,13 +53,3 @@ def write_all(fd: int, offset: int, view: memoryview, *, is_direct: bool) -> boo
             continue
         view, offset = view[count:], offset + count
     return is_direct
-
-
-def read_all(fd: int, offset: int, view: memoryview) -> int:
-    """Fill the view from `offset`. Returns how many bytes were missing because the file ended."""
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if count == 0:
-            break
-        view, offset = view[count:], offset + count
-    return len(view)

@@ -12,13 +12,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tierd.descriptors import read_all
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import round_up
 from tierd.tiers.chunks import ChunkSums
-from tierd.tiers.direct_io import read_all
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
@@ -34,17 +34,15 @@ class DirectoryStore:
     is_local = True
     # While one put fills the disk, the other fsyncs. More would only wait; an interrupted file begins again.
     puts_at_once = 2
+    pieces_in_flight = 4
 
-    def __init__(
-        self, root: Path, *, pieces_in_flight: int = 4, create: bool = True, max_write_mib_s: float = 0.0
-    ) -> None:
+    def __init__(self, root: Path, *, create: bool = True, max_write_mib_s: float = 0.0) -> None:
         self.tree = Tree(root, create=create)
         self.root = self.tree.root
         self.url = self.tree.url
-        self.pieces_in_flight = pieces_in_flight
         # Two threads more than writes, so that a listing does not wait behind a large file.
-        self.pool = ThreadPool(pieces_in_flight + 2, "tierd-directory")
-        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=pieces_in_flight)
+        self.pool = ThreadPool(self.pieces_in_flight + 2, "tierd-directory")
+        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=self.pieces_in_flight)
         self._bandwidth = Bandwidth(max_write_mib_s)
         self._has_swept = False
 

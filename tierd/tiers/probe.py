@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -43,24 +44,22 @@ def problem_of(check: str, about: str, error: TierdError) -> Advice:
     return Advice(check, about, "problem", error.message, error.hint, error.exit_code)
 
 
-def probe_directory(about: str, path: Path, *, is_hot: bool) -> list[Advice]:
+def probe_directory(about: str, path: Path, *, is_hot: bool) -> Iterator[Advice]:
     """Creates nothing that stays. A directory that does not exist yet is checked at its nearest existing parent."""
-    advice: list[Advice] = []
     existing = _existing(path)
     if existing != path:
-        advice.append(Advice("directory", about, "note", f"{path} does not exist yet; `tierd serve` makes it"))
+        yield Advice("directory", about, "note", f"{path} does not exist yet; `tierd serve` makes it")
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
-            advice.append(Advice("directory", about, "ok", f"{existing} can be written"))
+            yield Advice("directory", about, "ok", f"{existing} can be written")
             if is_hot:
-                advice.append(_direct_io(about, existing, file.fileno()))
+                yield _direct_io(about, existing, file.fileno())
     except OSError as error:
         message = f"{existing} cannot be written: {error.strerror}"
-        hint = "give it to the daemon's user, or run this as that user"
-        return [*advice, Advice("directory", about, "problem", message, hint)]
+        yield Advice("directory", about, "problem", message, "give it to the daemon's user, or run this as that user")
+        return
     if is_hot:
-        advice.append(_filesystem(about, existing))
-    return advice
+        yield _filesystem(about, existing)
 
 
 def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:

@@ -6,7 +6,7 @@ tiers are here too; every byte is checked against the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,12 +53,17 @@ class ReadableTier:
 
     async def manifest(self, checkpoint: CheckpointId) -> Manifest:
         """Raises NotFound when the checkpoint is not committed here, Corrupt or NewerFormat when it cannot be used."""
-        return self._decode(checkpoint, await self._manifest_bytes(checkpoint))
+        return (await self.read_manifest(checkpoint))[0]
+
+    async def read_manifest(self, checkpoint: CheckpointId) -> tuple[Manifest, bytes]:
+        """The manifest and its exact bytes. Raises as `manifest`."""
+        raw = await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
+        return decode(raw, where=self.name, expect=checkpoint), raw
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
-        raw = await self._manifest_bytes(manifest.id)
-        if self._decode(manifest.id, raw) != manifest:
+        committed, raw = await self.read_manifest(manifest.id)
+        if committed != manifest:
             raise self._conflict(manifest.id)
         return raw
 
@@ -69,12 +74,6 @@ class ReadableTier:
             return msgspec.json.decode(await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), type=Diagnosis)
         except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return Diagnosis(healthy=is_healthy)
-
-    async def _manifest_bytes(self, checkpoint: CheckpointId) -> bytes:
-        return await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
-
-    def _decode(self, checkpoint: CheckpointId, raw: bytes) -> Manifest:
-        return decode(raw, where=f"{checkpoint} in {self.name}", expect=checkpoint)
 
     def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
         return Corrupt(
@@ -120,16 +119,30 @@ class Tier(ReadableTier):
         raws = await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX)
         for checkpoint, raw in zip(checkpoints, raws, strict=True):
             try:
-                manifests.append(raw if isinstance(raw, TierdError) else self._decode(checkpoint, raw))
+                is_read = isinstance(raw, bytes)
+                manifests.append(decode(raw, where=self.name, expect=checkpoint) if is_read else raw)
             except TierdError as error:
                 manifests.append(error)
         return manifests
 
-    async def commit(self, manifest: Manifest, *, raw: bytes | None = None) -> None:
-        """Makes the checkpoint exist here. Repeating it is harmless. `raw`: the manifest's bytes, where they exist.
+    async def commit(
+        self,
+        manifest: Manifest,
+        *,
+        raw: bytes | None = None,
+        milestones: Iterable[str] = (),
+        diagnosis: Diagnosis | None = None,
+    ) -> None:
+        """Makes the checkpoint exist here, with its markers. Repeating it is harmless. `raw`: the manifest's bytes,
+        where they exist.
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
+        # The markers are written before the commit, so a committed milestone always has its marker.
+        for milestone in milestones:
+            await self.mark_milestone(manifest.id, milestone, manifest.created_at)
+        if diagnosis is not None:
+            await self.mark_diagnosis(manifest.id, diagnosis)
         content = manifest.encode() if raw is None else raw
         if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
             return
@@ -143,7 +156,7 @@ class Tier(ReadableTier):
     async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
         """Raises Corrupt when another checkpoint is committed under this id."""
         try:
-            committed = await self._manifest_bytes(manifest.id)
+            committed = await self.store.get_bytes(layout.manifest_key(manifest.id), size_max=MANIFEST_BYTES_MAX)
         except NotFound:
             return False
         if committed != raw:
@@ -177,7 +190,7 @@ async def copy_checkpoint(
     source: Tier,
     target: Tier,
     *,
-    milestones: Iterable[str] = (),
+    milestones: Collection[str] = (),
     is_healthy: bool | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -185,20 +198,13 @@ async def copy_checkpoint(
 
     Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
     """
-    milestones = list(milestones)
     raw = await source.manifest_bytes(manifest)
-
-    is_committed = await target.is_committed(manifest, raw=raw)
-    if not is_committed:
+    if not await target.is_committed(manifest, raw=raw):
         options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
         copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
-    for milestone in milestones:
-        await target.mark_milestone(manifest.id, milestone, manifest.created_at)
-    if is_healthy is not None:
-        await target.mark_diagnosis(manifest.id, await source.diagnosis(manifest.id, is_healthy=is_healthy))
-    if not is_committed:
-        await target.commit(manifest, raw=raw)
+    diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
+    await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
 
 
 async def copy_file(

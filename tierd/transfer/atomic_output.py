@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Container, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ _MARK = ".tierd-restore"  # marks a folder as made by tierd
 _MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
 
 
+@dataclass(slots=True)
 class AtomicOutput:
     """`partial`: the folder to build in. `is_worth_keeping`: set it to keep the folder for the next attempt when this
     one fails."""
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.partial = target.with_name(target.name + PARTIAL_SUFFIX)
-        self.is_published = False
-        self.is_worth_keeping = False
+    target: Path
+    partial: Path
+    is_published: bool = False
+    is_worth_keeping: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -66,7 +67,7 @@ def atomic_output(target: Path, *, size_bytes: int, keep: Container[str] = ()) -
 
     `keep`: paths below `partial` that an earlier attempt may have left; the disk space they use counts as available.
     """
-    output = AtomicOutput(target)
+    output = AtomicOutput(target, target.with_name(target.name + PARTIAL_SUFFIX))
     made: list[Path] = []  # the parents that were missing, innermost first
     try:
         check_target(target)

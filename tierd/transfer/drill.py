@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.errors import Corrupt
@@ -21,18 +20,12 @@ from tierd.transfer.verify import verify_files
 FOLDER_CHARS_MAX = 100  # a filesystem allows 255, and `.partial` is added
 
 
-@dataclass(frozen=True, slots=True)
-class Drilled:
-    """`seconds`: from the first byte until the last one is durable in scratch space; without reading it back."""
-
-    manifest: Manifest
-    seconds: float
-
-
 async def drill(
     tier: Tier, manifest: Manifest, scratch: Path, *, spare_bytes: int = 0, progress: Progress | None = None
-) -> Drilled:
+) -> float:
     """Restores the replica of `tier` below `scratch`, and removes it. `spare_bytes`: free space to leave for others.
+
+    Returns the seconds from the first byte until the last one is durable in scratch space, without reading it back.
 
     Raises Corrupt where a byte differs, NotFound, TierUnreachable, Full; LockHeld while another drill runs there.
     """
@@ -52,7 +45,7 @@ async def drill(
                 f"drill {manifest.id} from {tier.name}: {verification.sentences[0]}",
                 hint="the copy was correct when written, and is read back differently: check that disk",
             )
-        return Drilled(manifest, seconds)
+        return seconds
 
 
 def clear(tier: str, scratch: Path) -> None:

@@ -85,11 +85,7 @@ class Fetch:
         async def prepare(file: _File) -> None:
             has_size = sizes.get(file.partial.key) == file.entry.size_bytes
             file.is_in_place = has_size and not await self.store.pool.run(file.partial.exists)
-            if not file.is_in_place:
-                await make(file)
-
-        async def make(file: _File) -> None:
-            if not await self.store.pool.run(file.partial.begin, all(file.wanted)):
+            if not file.is_in_place and not await self.store.pool.run(file.partial.begin, all(file.wanted)):
                 self.missing_bytes += file.forget()  # an earlier file may have been removed
                 file.is_blank = True
 
@@ -101,7 +97,8 @@ class Fetch:
             sources = {file.entry.name: self._source(file) for file in damaged}
             for file in damaged:
                 self.missing_bytes += file.forget()
-                await make(file)
+                del sizes[file.partial.key]
+                await prepare(file)
             await self._read(damaged, lambda file: sources[file.entry.name], is_own=True)
 
     async def take(self, tier: ReadableTier, progress: Progress | None = None) -> TierdError | None:

@@ -11,11 +11,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
+from tierd.descriptors import read_all
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import ALIGN_BYTES, round_up
-from tierd.tiers.direct_io import read_all, reserve, set_direct, write_all
+from tierd.tiers.direct_io import reserve, set_direct, write_all
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
 from tierd.tiers.tree import closing_fd, translated

@@ -15,7 +15,6 @@ from tierd.errors import BadRequest, Corrupt, NewerFormat, NotFound, TierdError,
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.tiers.store import Progress
 from tierd.tiers.tier import Tier, copy_file
 from tierd.transfer.verify import Proof, Verification, verify_files
 
@@ -41,17 +40,15 @@ async def repair_replica(
     checkpoint: CheckpointId,
     damage: Verification,
     sources: Sequence[Tier],
-    *,
-    progress: Progress | None = None,
 ) -> Repair:
     """Replaces the files that `damage` names. Raises Full or TierUnreachable where `tier` itself cannot be written."""
     repair = Repair(damage.manifest)
     others = [source for source in sources if source.name != tier.name]
     if damage.manifest is None:
-        await _rebuild(tier, checkpoint, others, repair, progress)
+        await _rebuild(tier, checkpoint, others, repair)
     else:
         is_deep = damage.proof is Proof.DEEP
-        await _replace(tier, damage.manifest, damage.problems, others, repair, progress, is_deep=is_deep)
+        await _replace(tier, damage.manifest, damage.problems, others, repair, is_deep=is_deep)
     return repair
 
 
@@ -61,7 +58,6 @@ async def _replace(
     names: Collection[str],
     sources: Sequence[Tier],
     repair: Repair,
-    progress: Progress | None,
     *,
     is_deep: bool,
 ) -> None:
@@ -71,7 +67,7 @@ async def _replace(
         failures: dict[str, TierdError] = {}
         for source in sources:
             try:
-                await copy_file(manifest.id, entry, source, tier, progress=progress, replace=True)
+                await copy_file(manifest.id, entry, source, tier, replace=True)
             except _SOURCE_FAULTS as error:
                 failures[source.name] = error
                 continue
@@ -89,17 +85,14 @@ async def _replace(
         repair.refused += [f"written again, and still wrong: {sentence}" for sentence in sentences]
 
 
-async def _rebuild(
-    tier: Tier, checkpoint: CheckpointId, sources: Sequence[Tier], repair: Repair, progress: Progress | None
-) -> None:
+async def _rebuild(tier: Tier, checkpoint: CheckpointId, sources: Sequence[Tier], repair: Repair) -> None:
     """Replaces an unreadable manifest by that of another tier, when every file beside it is the one which that manifest
     describes. Otherwise the files may be those of another checkpoint with the same name."""
     where = f"{layout.manifest_key(checkpoint)} in {tier.name} is left as it is"
     failures: list[str] = []
     for source in sources:
         try:
-            manifest = await source.manifest(checkpoint)
-            raw = await source.manifest_bytes(manifest)
+            manifest, raw = await source.read_manifest(checkpoint)
         except _SOURCE_FAULTS as error:
             failures.append(f"{source.name}: {error.message}")
             repair.is_for_later |= isinstance(error, TierUnreachable)
@@ -109,7 +102,7 @@ async def _rebuild(
             failures.append(f"{source.name}: its {', '.join(sorted(other))} has other bytes")
             continue
         repair.manifest = manifest
-        await _replace(tier, manifest, beside.missing, sources, repair, progress, is_deep=True)
+        await _replace(tier, manifest, beside.missing, sources, repair, is_deep=True)
         if beside.missing <= repair.repaired.keys():
             await tier.store.put_bytes(layout.manifest_key(checkpoint), raw)
             repair.repaired[layout.MANIFEST] = source.name

@@ -58,7 +58,7 @@ class Driller:
         spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in("hot")), default=0)
         count_read = self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
         try:
-            done = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)
+            seconds = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)
         except TierdError as error:
             if isinstance(error, NotFound) and not await is_listed(tier, entry.id):
                 return True  # it was deleted meanwhile
@@ -66,10 +66,10 @@ class Driller:
                 error = Transient(error.message, hint="drill.scratch may be on another disk")
             self._context.incidents.record(self.name, error, entry.id)
             return False
-        self._metrics.drill_restore_seconds.labels(tier=tier.name).set(done.seconds)
+        self._metrics.drill_restore_seconds.labels(tier=tier.name).set(seconds)
         self._metrics.drill_last_success_timestamp_seconds.labels(tier=tier.name).set(self._context.now().timestamp())
         self._prove(entry.id, tier.name)
-        log.info("drill: %s was restored from %s in %.2f s and verified", entry.id, tier.name, done.seconds)
+        log.info("drill: %s was restored from %s in %.2f s and verified", entry.id, tier.name, seconds)
         return True
 
     def _prove(self, checkpoint: CheckpointId, tier: str) -> None:

@@ -154,10 +154,8 @@ class Fetcher:
         """Commit the fetched checkpoint in hot, with the same manifest bytes."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
-        for milestone in milestones:
-            await self._hot.mark_milestone(manifest.id, milestone, manifest.created_at)
         try:
-            await self._hot.commit(manifest, raw=part.raw)
+            await self._hot.commit(manifest, raw=part.raw, milestones=milestones)
         except Corrupt as error:
             # The manifest there is unreadable. The files are good all the same, and the trainer needs only them.
             self._context.incidents.record("restore", error, manifest.id)

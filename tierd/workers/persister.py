@@ -108,22 +108,15 @@ class Persister:
                     )
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = await self._commit(snapshot_set)
+            manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(checkpoint.run) + 1)
+            milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
+            await self._hot.commit(manifest, milestones=milestones)
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)
             raise
+        self._catalog.add(manifest, self._hot.name, milestones)
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
         self._metrics.persist_seconds.observe(self._context.monotonic_s() - snapshot_set.sealed_at_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
-        return manifest
-
-    async def _commit(self, snapshot_set: SnapshotSet) -> Manifest:
-        manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
-        # The marker is written before the commit, so a committed milestone always has it.
-        milestone = snapshot_set.head.milestone
-        if milestone is not None:
-            await self._hot.mark_milestone(snapshot_set.id, milestone, manifest.created_at)
-        await self._hot.commit(manifest)
-        self._catalog.add(manifest, self._hot.name, [milestone] if milestone else [])
         return manifest

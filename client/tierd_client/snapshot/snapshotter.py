@@ -18,8 +18,7 @@ import torch
 import tierd
 from tierd.errors import BadRequest, SlotsBusy, TierdError, from_kind
 from tierd.format import layout, manifest, wire
-from tierd.format.ids import checkpoint_id
-from tierd.format.manifest import CheckpointRef
+from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
@@ -81,7 +80,7 @@ class Snapshotter:
         *,
         metrics: Mapping[str, float],
         milestone: str | None,
-        parent: CheckpointRef | None,
+        parent: CheckpointId | None,
     ) -> Shot:
         """Returns when training may go on; `stall_s` of the handle is how long it could not.
 
