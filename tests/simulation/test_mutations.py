@@ -12,18 +12,16 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
-from tierd.memory.tier import SnapshotSet
 from tierd.tiers import tier as tier_module
 from tierd.tiers.tier import Tier
-from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
 
 SEEDS = range(30)
 
 
-async def commit_nothing(persister: Persister, snapshot_set: SnapshotSet) -> Manifest:
-    return snapshot_set.make_manifest(sequence=1)
+async def commit_nothing_in_hot(tier: Tier, *arguments: Any, **options: Any) -> Any:
+    return None if tier.name == HOT else await commit(tier, *arguments, **options)
 
 
 async def delete_shards_first(tier: Tier, checkpoint: CheckpointId) -> None:
@@ -53,9 +51,10 @@ async def pass_without_work(worker: object) -> bool:
 
 
 copy_checkpoint = tier_module.copy_checkpoint
+commit = Tier.commit
 
 MUTATIONS: dict[str, tuple[object, str, object]] = {
-    "Persisted was said and nothing was committed": (Persister, "_commit", commit_nothing),
+    "Persisted was said and nothing was committed": (Tier, "commit", commit_nothing_in_hot),
     "a file of a committed checkpoint was deleted": (Tier, "delete", delete_shards_first),
     "a manifest without whole files": ("tierd.workers.replicator", "copy_checkpoint", commit_first),
     "a generation was claimed twice": (Tier, "claim_generation", claim_nothing),
