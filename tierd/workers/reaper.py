@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
+from functools import partial
 
 from tierd.context import DaemonContext
 from tierd.decisions import deletions
@@ -61,8 +63,10 @@ class Reaper:
                 return False
             if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                 continue
+            confirm = partial(self._is_still_decided, action, decided_at)
             try:
-                await self._context.tiers[action.tier].delete(action.checkpoint)
+                if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+                    return False
             except Retained as error:
                 self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, action.checkpoint)
@@ -79,6 +83,10 @@ class Reaper:
             verb = "evicted" if action.action is Action.EVICT else "expired"
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
         return self._catalog.changes == decided_at
+
+    def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
+        """Whether the plan still has this deletion, after listings that may have taken minutes."""
+        return self._catalog.changes == decided_at or action in deletions(self._catalog, self._context.config)
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
