@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,20 @@ async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_li
     assert await reaper(rooms).run_once()
     assert 600 in rooms.steps("hot")
     assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda shard: shard.write_bytes(b"short")])
+async def test_hot_replica_stays_when_the_cold_one_is_not_whole(rooms: Rooms, damage: Callable[[Path], object]) -> None:
+    """Another daemon may have deleted a shard between its upload and the commit."""
+    await rooms.commit("hot", "cold", step=600, sequence=10)
+    for step in (700, 800, 900):
+        await rooms.commit("hot", "cold", step=step, sequence=step)
+    await rooms.look()
+    damage(rooms.folder("cold", CheckpointId(RUN, 600, 1)) / "rank-00001-of-00002.safetensors")  # type: ignore[arg-type]
+    await reaper(rooms).run_once()
+    assert 600 in rooms.steps("hot")
+    assert ("relist", "cold") in rooms.events, "the listing reports it, and the scrub repairs it from hot"
+    assert rooms.incidents.recent()[0]["kind"] == "corrupt"
 
 
 @pytest.mark.parametrize("listed", ["cold", "hot"])

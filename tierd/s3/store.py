@@ -7,6 +7,7 @@ checks by itself: it relies only on what the server's answers say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -180,7 +181,8 @@ class S3Store:
             for listed in page.get("Contents", ()):
                 key = listed["Key"].removeprefix(self.requests.prefix)
                 if is_key(key):
-                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", "")))
+                    written_at_s = listed["LastModified"].timestamp() if "LastModified" in listed else math.inf
+                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", ""), written_at_s))
             if not page.get("IsTruncated"):
                 return objects
             after = {"ContinuationToken": page["NextContinuationToken"]}

@@ -160,7 +160,8 @@ class DirectoryStore:
             for key, entry in self.tree.walk(prefix.rpartition("/")[0]):
                 if key.startswith(prefix) and is_key(key):
                     with suppress(FileNotFoundError):  # deleted since the folder was read
-                        objects.append(StoredObject(key, entry.stat(follow_symlinks=False).st_size))
+                        stat = entry.stat(follow_symlinks=False)
+                        objects.append(StoredObject(key, stat.st_size, written_at_s=stat.st_mtime))
             return objects
 
         with translated(f"list {self.url}"):

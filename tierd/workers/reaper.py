@@ -13,13 +13,15 @@ from functools import partial
 
 from tierd.context import DaemonContext
 from tierd.decisions import deletions
-from tierd.errors import Retained, TierdError
+from tierd.errors import Corrupt, Retained, TierdError
+from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.workers.recovery import is_listed
+from tierd.listing import files_of, missing_file
 
 log = logging.getLogger("tierd")
 
+_HINT = "hot keeps its replica, and the scrub or `tierd verify --repair` repairs the other one"
 RETENTION_S_MIN = 60.0
 RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
 
@@ -90,19 +92,28 @@ class Reaper:
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
-        that has the checkpoint in the catalog is asked again. A tier that has lost it gets it again."""
+        that has the checkpoint in the catalog is listed again, and must have every file with its size. A tier that has
+        lost the checkpoint gets it again."""
         entry = self._catalog.get(action.checkpoint)
-        for name in (entry.tiers if entry else set[str]()) - {HOT}:
+        if entry is None:
+            return False
+        for name in entry.tiers - {HOT}:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
-                if not await is_listed(self._context.tiers[name], action.checkpoint):
-                    self._catalog.drop(action.checkpoint, name)
-                    return False
+                files = await files_of(self._context.tiers[name], action.checkpoint)
             except TierdError as error:
                 self._catalog.listing_failed(name, str(error))
                 self._context.notify.relist(name)
                 failed_tiers.add(name)
+                return False
+            if layout.MANIFEST not in files:
+                self._catalog.drop(action.checkpoint, name)
+                return False
+            if why := missing_file(entry.manifest, files):
+                error = Corrupt(f"evict {action.checkpoint} from {HOT}: in {name}, {why}", hint=_HINT)
+                self._context.incidents.record(self.name, error, action.checkpoint)
+                self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
         return True
 
