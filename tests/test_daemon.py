@@ -255,6 +255,26 @@ def test_snapshots_that_a_trainer_resends_to_a_new_daemon_are_not_written_twice(
             assert manifest.stat().st_ino == written
 
 
+def test_a_resent_snapshot_is_compared_with_the_committed_bytes_before_any_answer(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run42")
+        peer.attach(0)
+        peer.seal(0, 1, b"one")
+        peer.hear(wire.Persisted)
+        daemon.kill()
+        os.pwrite(peer.slots[0], b"two", 0)
+        with serving(tmp_path) as daemon, Peer(daemon.socket) as reconnected:
+            reconnected.greet("run42", generation=1)
+            reconnected.attach(0, descriptor=os.dup(peer.slots[0]))
+            reconnected.send(make_sealed(1, 3, slot=0, resent=True))
+            assert reconnected.hear(wire.Failed).kind == "corrupt"
+            reconnected.send(wire.Ask(step=1, generation=1))
+            reconnected.attach(1)
+            reconnected.seal(1, 2, b"new")
+            assert reconnected.hear(wire.Persisted).step == 2, "and not of step 1"
+            assert any(isinstance(message, wire.Failed) and message.is_final for message in reconnected.heard)
+
+
 # ── failures ──
 
 

@@ -80,10 +80,10 @@ async def _manifests(
         others = known.tiers - {tier.name} if known else None
         if known and others and known.manifest is not manifest and known.manifest != manifest:
             why = f"its manifest differs from the one in {', '.join(sorted(others))}"
-        if _missing(manifest, listing.files[checkpoint]):
+        if missing_file(manifest, listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
-            why = why or _missing(manifest, listing.files[checkpoint])
+            why = why or missing_file(manifest, listing.files[checkpoint])
         if layout.MANIFEST not in listing.files[checkpoint]:
             del found[checkpoint]
         elif why:
@@ -105,7 +105,7 @@ def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list
         yield batch
 
 
-def _missing(manifest: Manifest, files: dict[str, int]) -> str:
+def missing_file(manifest: Manifest, files: dict[str, int]) -> str:
     """Which file of the manifest is missing or has another size; empty if none."""
     for entry in manifest.files:
         if files.get(entry.name) != entry.size_bytes:

@@ -13,7 +13,7 @@ from tests.support.bucket import Bucket, bucket_server
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, StoreContract, content, entry_of, read_whole
-from tierd.errors import TierUnreachable
+from tierd.errors import Corrupt, TierUnreachable
 from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra
 from tierd.s3.store import S3Store
 
@@ -94,6 +94,22 @@ async def test_refused_condition_is_omitted_and_the_commit_checks_first() -> Non
         assert store.requests.dialect.refused == {Extra.CONDITION}, "checksums are still sent"
         await put(store)
         assert (await store.requests.head(f"deep/{KEY}", "look") or {}).get("ChecksumCRC64NVME")
+        other = entry_of(b"other")
+        with pytest.raises(Corrupt, match="other bytes"):
+            await store.put(KEY, BytesSource(b"other"), size_bytes=5, chunk_bytes=other.chunk_bytes, expect=other)
+        await store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, 5])
+async def test_condition_refused_by_an_upload_is_omitted(size_bytes: int) -> None:
+    with bucket_server(
+        refuses={"if-none-match": "NotImplemented"}, honours_conditions=False, part_bytes_min=1024
+    ) as served:
+        store = store_at(served)
+        data = content(size_bytes)
+        await store.put(KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES)
+        assert served.objects[f"deep/{KEY}"].content == data
+        assert store.requests.dialect.refused == {Extra.CONDITION}
         await store.close()
 
 

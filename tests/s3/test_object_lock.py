@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3.session
+import msgspec
 import pytest
 
 from tests.support.bucket import Bucket
@@ -17,7 +18,7 @@ from tests.support.store_contract import KEY, BytesSource, content
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import Generation, Rank, checkpoint_id
 from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier
 from tierd.workers import reaper
@@ -164,6 +165,10 @@ async def test_retained_leftovers_do_not_stop_replication(house: House) -> None:
         await rooms.cold["cold"].delete(checkpoint_id(RUN, 100, 1))
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.hot.delete(checkpoint_id(RUN, 100, 1))
+    house.served.modified = dict.fromkeys(house.served.objects, datetime.now(UTC) - timedelta(days=2))
+    rooms.memory.enter(RUN, Generation(1), Rank(0), 1)
+    limits = msgspec.structs.replace(rooms.config.limits, cold_list_interval_s=0.0)
+    rooms.config = msgspec.structs.replace(rooms.config, limits=limits)
     await rooms.look()
     replicator = rooms.replicator()
     assert await replicator.run_once()

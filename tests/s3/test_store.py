@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -111,11 +112,14 @@ async def test_large_file_is_sent_in_parts_of_its_chunks_and_compared_afterwards
     await store.close()
 
 
-async def test_object_of_the_same_size_with_other_bytes_is_written_again(moto: str) -> None:
+async def test_damaged_object_is_replaced_only_when_asked(moto: str) -> None:
     store = bucket(moto)
     await store.put_bytes(KEY, b"damaged")
     good = entry_of(b"correct")
-    assert await store.put(KEY, BytesSource(b"correct"), size_bytes=7, chunk_bytes=CHUNK_BYTES, expect=good) == good
+    options: dict[str, Any] = {"size_bytes": 7, "chunk_bytes": CHUNK_BYTES, "expect": good}
+    with pytest.raises(Corrupt, match="other bytes"):
+        await store.put(KEY, BytesSource(b"correct"), **options)
+    assert await store.put(KEY, BytesSource(b"correct"), **options, replace=True) == good
     assert await store.get_bytes(KEY, size_max=7) == b"correct"
     await store.close()
 

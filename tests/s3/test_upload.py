@@ -188,8 +188,67 @@ async def test_whole_object_is_not_sent_again(served: Bucket) -> None:
     served.objects[store.requests.object_key(KEY)] = replace(
         served.objects[store.requests.object_key(KEY)], etag=f'"{"0" * 32}-{PARTS}"', crc64nvme=0
     )
-    await put(store)
-    assert served.count("upload_part") == PARTS
+    if served.keeps_checksums:
+        with pytest.raises(Corrupt, match="other bytes"):
+            await put(store)
+    else:
+        assert await put(store) == SIZE_BYTES, "the ETag proves nothing, so the object is read"
+        assert served.count("get_object") == 1
+    assert served.count("upload_part") == 0
+    await store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, 5])
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_object_of_another_writer_that_appears_during_the_upload_stays(
+    served: Bucket, size_bytes: int, is_same: bool
+) -> None:
+    """The last request has If-None-Match. The same bytes count as done, others are refused."""
+    store = store_at(served)
+    data = content(size_bytes)
+    other = data if is_same else data[:-1] + bytes([data[-1] ^ 1])
+    object_key = store.requests.object_key(KEY)
+
+    def appear(operation: str, key: str) -> str:
+        if operation in ("put_object", "complete_multipart_upload"):
+            etag = f'"{hashlib.md5(other).hexdigest()}"'
+            served.objects[object_key] = Stored(other, etag, checksum.crc64nvme(other))
+        return ""
+
+    served.script = appear
+    expect = entry_of(data, chunk_bytes=CHUNK_BYTES)
+    told: list[int] = []
+    writing = store.put(
+        KEY,
+        BytesSource(data),
+        size_bytes=size_bytes,
+        chunk_bytes=CHUNK_BYTES,
+        expect=expect,
+        progress=told.append,
+    )
+    if is_same:
+        assert await writing == expect
+        assert sum(told) == size_bytes
+    else:
+        with pytest.raises(Corrupt, match="other bytes"):
+            await writing
+    assert served.objects[object_key].content == other
+    assert sum(served.written.values()) == 0
+    assert served.uploads == {}
+    await store.close()
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, 5])
+async def test_upload_whose_answer_was_lost_is_compared(served: Bucket, size_bytes: int) -> None:
+    served.script = EveryOther("put_object", "lose")
+    store = store_at(served)
+    data = content(size_bytes)
+    told: list[int] = []
+    options: dict[str, Any] = {"size_bytes": size_bytes, "chunk_bytes": CHUNK_BYTES, "progress": told.append}
+    entry = await store.put(KEY, BytesSource(data), **options)
+    assert entry == entry_of(data, chunk_bytes=CHUNK_BYTES)
+    assert sum(told) == size_bytes
+    assert sum(served.written.values()) == 1
     await store.close()
 
 

@@ -167,6 +167,24 @@ class StoreContract:
         assert await read_whole(store, KEY, size_bytes) == data
         assert [one.key for one in await store.list()] == [KEY]
 
+    @pytest.mark.parametrize("size", [(0, 4096), (1, 1)])
+    async def test_an_object_with_other_bytes_is_refused_and_stays(self, store: Store, size: tuple[int, int]) -> None:
+        """Two writers of one name: the second must not destroy what the first has committed."""
+        size_bytes = self.size_bytes(size)
+        data = content(size_bytes)
+        await store.put(KEY, BytesSource(data), size_bytes=size_bytes, chunk_bytes=self.chunk_bytes)
+        for other in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1]):
+            with pytest.raises(Corrupt, match=KEY):
+                await store.put(
+                    KEY,
+                    BytesSource(other),
+                    size_bytes=len(other),
+                    chunk_bytes=self.chunk_bytes,
+                    expect=self.entry_of(other),
+                )
+            assert await read_whole(store, KEY, size_bytes) == data
+        assert [one.key for one in await store.list()] == [KEY]
+
     @pytest.mark.parametrize("size", [(0, 1), (0, 4096), (1, 1)])
     async def test_a_flipped_bit_is_corrupt_and_leaves_no_object(self, store: Store, size: tuple[int, int]) -> None:
         size_bytes = self.size_bytes(size)

@@ -124,29 +124,29 @@ async def test_bytes_after_the_given_length_are_never_in_the_file(store: Directo
     assert (store.root / KEY).read_bytes() == data
 
 
-async def test_put_fsyncs_the_file_then_renames_it_then_fsyncs_the_folder(
+async def test_put_fsyncs_the_file_then_links_it_then_fsyncs_the_folder(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, link = os.fsync, os.link
 
     def watched_fsync(fd: int) -> None:
         events.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
         fsync(fd)
 
-    def watched_rename(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-        events.append(("rename", new))
-        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    def watched_link(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        events.append(("link", new))
+        link(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "rename", watched_rename)
+    monkeypatch.setattr(os, "link", watched_link)
     await store.put("run/a/x", memoryview(b"bytes"), size_bytes=5, chunk_bytes=CHUNK_BYTES)
     folders, (file, named, last) = events[:-3], events[-3:]
     above = [("fsync", name) for name in (store.root.parent.parent.name, "above", "root", "run")]
     assert folders == above  # every new folder is durable in its parent
     assert file[0] == "fsync"
     assert file[1].endswith(".partial")
-    assert (named, last) == (("rename", "x"), ("fsync", "a"))
+    assert (named, last) == (("link", "x"), ("fsync", "a"))
 
 
 async def test_manifest_is_durably_deleted_before_any_shard(

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.cli import content
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
@@ -158,6 +159,37 @@ async def test_a_resent_snapshot_that_is_only_in_cold_is_not_written_again(rooms
     rooms.seal(7, resent=True)
     await rooms.persister().run_once()
     assert rooms.steps("hot") == [8]
+
+
+@pytest.mark.parametrize("tier", ["hot", "cold"])
+@pytest.mark.parametrize(
+    ("contents", "resent"),
+    [((b"other", b"bytes"), False), ((b"other", b"bytes"), True), (None, False), ((b"fewer ranks",), True)],
+)
+async def test_another_checkpoint_with_the_same_id_is_not_taken_for_the_snapshot(
+    rooms: Rooms, tier: str, contents: tuple[bytes, ...] | None, resent: bool
+) -> None:
+    """`Persisted` may be said only of the bytes in memory. None: the same bytes, from a second trainer."""
+    committed = await rooms.commit(tier, step=7)
+    await rooms.look()
+    same = [content(committed.id, rank, 20_000) for rank in (0, 1)]
+    snapshot_set = rooms.seal(7, contents or same, resent=resent)
+    assert not await rooms.persister().run_once()
+    (message,) = rooms.sent
+    assert isinstance(message, wire.Failed)
+    assert message.kind == "corrupt"
+    assert "same id" in message.message
+    assert snapshot_set.is_pending
+    assert rooms.steps(tier) == [7]
+
+
+async def test_a_resent_snapshot_with_the_committed_bytes_is_persisted_and_replicated(rooms: Rooms) -> None:
+    committed = await rooms.commit("hot", "cold", step=7)
+    await rooms.look()
+    snapshot_set = rooms.seal(7, [content(committed.id, rank, 20_000) for rank in (0, 1)], resent=True)
+    assert await rooms.persister().run_once()
+    assert [type(message) for message in rooms.sent] == [wire.Persisted, wire.Replicated]
+    assert snapshot_set.manifest == committed
 
 
 async def test_another_checkpoint_with_the_same_id_is_never_overwritten_or_deleted(rooms: Rooms) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tierd.errors import Retained, TierUnreachable
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
+from tierd.tiers.store import StoredObject
 from tierd.workers.reaper import RETENTION_S_MAX, RETENTION_S_MIN, Reaper, Retentions
 
 STEPS = (100, 200, 300, 400, 500)
@@ -140,6 +142,57 @@ async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_li
     assert await reaper(rooms).run_once()
     assert 600 in rooms.steps("hot")
     assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda shard: shard.write_bytes(b"short")])
+async def test_hot_replica_stays_when_the_cold_one_is_not_whole(rooms: Rooms, damage: Callable[[Path], object]) -> None:
+    """Another daemon may have deleted a shard between its upload and the commit."""
+    await rooms.commit("hot", "cold", step=600, sequence=10)
+    for step in (700, 800, 900):
+        await rooms.commit("hot", "cold", step=step, sequence=step)
+    await rooms.look()
+    damage(rooms.folder("cold", CheckpointId(RUN, 600, 1)) / "rank-00001-of-00002.safetensors")  # type: ignore[arg-type]
+    await reaper(rooms).run_once()
+    assert 600 in rooms.steps("hot")
+    assert ("relist", "cold") in rooms.events, "the listing reports it, and the scrub repairs it from hot"
+    assert rooms.incidents.recent()[0]["kind"] == "corrupt"
+
+
+@pytest.mark.parametrize("listed", ["cold", "hot"])
+async def test_hot_replica_stays_when_the_plan_changes_during_the_last_listing(rooms: Rooms, listed: str) -> None:
+    """A listing may take minutes. Meanwhile the cold tier can turn out to have lost its replica."""
+    await rooms.commit("hot", "cold", step=600, sequence=10)
+    for step in (700, 800, 900):
+        await rooms.commit("hot", "cold", step=step, sequence=step)
+    await rooms.look()
+    lost = CheckpointId(RUN, 600, 1)  # type: ignore[arg-type]
+    store = rooms.tiers[listed].store
+    real_list = store.list
+
+    async def list_slowly(prefix: str = "") -> list[StoredObject]:
+        objects = await real_list(prefix)
+        if lost.name in prefix:
+            rooms.catalog.drop(lost, "cold")
+        return objects
+
+    store.list = list_slowly  # type: ignore[method-assign]
+    assert await reaper(rooms).run_once()
+    assert 600 in rooms.steps("hot")
+
+
+async def test_changes_that_leave_a_deletion_in_the_plan_do_not_delay_it(rooms: Rooms) -> None:
+    """With many runs, something changes during every listing."""
+    real_list = rooms.hot_store.list
+
+    async def list_and_commit(prefix: str = "") -> list[StoredObject]:
+        objects = await real_list(prefix)
+        rooms.catalog.changes += 1
+        return objects
+
+    rooms.hot_store.list = list_and_commit  # type: ignore[method-assign]
+    async with asyncio.timeout(30):
+        assert await reaper(rooms).run_once()
+    assert rooms.steps("hot") == [500, 400, 300]
 
 
 async def test_hot_replica_stays_while_the_cold_tier_does_not_answer(rooms: Rooms) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.decisions import decisions, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import wire
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
+
+DAY_S = 86400.0
 
 
 @pytest.fixture
@@ -164,19 +168,73 @@ async def test_a_checkpoint_that_cannot_be_read_does_not_block_others(rooms: Roo
     assert rooms.steps("cold") == [200]
 
 
+def leave_uncommitted(rooms: Rooms, checkpoint: CheckpointId, *, age_s: float) -> Path:
+    """Make the replica in cold one that a copy has not committed, and whose newest file is `age_s` old."""
+    folder = rooms.folder("cold", checkpoint)
+    (folder / "manifest.json").unlink()
+    at_s = rooms.context.now().timestamp() - age_s
+    for file, more_s in zip(sorted(folder.iterdir()), (1e6, 0.0), strict=True):
+        os.utime(file, (at_s - more_s, at_s - more_s))
+    return folder
+
+
 async def test_files_of_a_killed_copy_are_deleted_when_the_checkpoint_is_not_selected(rooms: Rooms) -> None:
     """Only those of local runs: another node may be copying to a shared tier at this moment."""
-    await rooms.commit("hot", "cold", step=900)
-    selected = await rooms.commit("hot", "cold", step=800)
-    for step, run in ((100, RUN), (100, "another-nodes-run")):
-        await rooms.commit("cold", step=step, run=run)
-        (rooms.folder("cold", checkpoint_id(run, step, 1)) / "manifest.json").unlink()
+    await rooms.commit("hot", "cold", step=900, generation=2)
+    selected = await rooms.commit("hot", "cold", step=800, generation=2)
+    for run in (RUN, "another-nodes-run"):
+        leave_uncommitted(rooms, (await rooms.commit("cold", step=100, run=run)).id, age_s=2 * DAY_S)
     (rooms.folder("cold", selected.id) / "manifest.json").unlink()
     await rooms.look()
     assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [900, 800], "the selected checkpoint was copied completely"
     assert not rooms.folder("cold", checkpoint_id(RUN, 100, 1)).exists()
     assert rooms.folder("cold", checkpoint_id("another-nodes-run", 100, 1)).exists()
+
+
+@pytest.mark.parametrize(
+    ("generation", "age_s", "here", "is_deleted"),
+    [
+        (1, 2 * DAY_S, None, True),
+        (1, DAY_S / 2, None, False),
+        (2, 2 * DAY_S, None, False),
+        (2, 2 * DAY_S, 2, True),
+        (2, DAY_S / 2, 2, False),
+        (3, 2 * DAY_S, 2, False),
+    ],
+)
+async def test_files_that_another_node_may_be_copying_are_not_deleted(
+    rooms: Rooms, generation: int, age_s: float, here: int | None, is_deleted: bool
+) -> None:
+    """A job moved to another node, which copies into the shared tier while this node still has the run in hot.
+    `here`: the generation whose trainer is connected to this daemon."""
+    await rooms.commit("hot", "cold", step=900, generation=2)
+    copied = await rooms.commit("cold", step=1000, generation=generation)
+    folder = leave_uncommitted(rooms, copied.id, age_s=age_s)
+    if here is not None:
+        rooms.memory.enter(RUN, Generation(here), Rank(0), 1)
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    assert folder.exists() != is_deleted
+
+
+async def test_files_of_a_copy_whose_source_was_deleted_stay_for_a_day(rooms: Rooms) -> None:
+    """Another node may be copying the same checkpoint."""
+    manifest = await rooms.commit("hot", step=300)
+    await rooms.look()
+    real_put, is_first_there = rooms.cold["cold"].store.put, asyncio.Event()
+
+    async def put(key: str, *arguments: object, **more: object) -> object:
+        if "rank-00001" in key:
+            await is_first_there.wait()
+            await rooms.hot.delete(manifest.id)
+        entry = await real_put(key, *arguments, **more)  # type: ignore[arg-type]
+        is_first_there.set()
+        return entry
+
+    rooms.cold["cold"].store.put = put  # type: ignore[method-assign, assignment]
+    assert await rooms.replicator().run_once()
+    assert [path.name for path in rooms.folder("cold", manifest.id).iterdir()] == ["rank-00000-of-00002.safetensors"]
 
 
 async def test_a_checkpoint_with_an_unreadable_manifest_in_cold_is_not_copied_again(rooms: Rooms) -> None:

@@ -33,6 +33,7 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.memory import tier as memory_module
 from tierd.memory.slot import SlotEvent
 from tierd.workers import restorer as restorer_module
 from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
@@ -499,14 +500,14 @@ async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Roo
     rooms.seal(8, [b"newer"])
     list(rooms.memory.release(RUN))
     assert (await asking)[1].step == 8
-    assert "replaced it while it was read" in rooms.incidents.recent()[0]["message"]
+    assert "a newer snapshot replaced it meanwhile" in rooms.incidents.recent()[0]["message"]
 
 
 async def test_find_ends_when_every_snapshot_is_replaced_while_it_is_read(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that snapshots faster than memory is read must not keep an operator's restore in a loop."""
-    real, steps = restorer_module.snapshot_entry, itertools.count(8)
+    real, steps = memory_module.snapshot_entry, itertools.count(8)
 
     def replaced_while_read(view: memoryview, name: str) -> FileEntry:
         entry = real(view, name)
@@ -518,8 +519,8 @@ async def test_find_ends_when_every_snapshot_is_replaced_while_it_is_read(
 
     rooms.seal(7, [b"first"])
     await rooms.look()
-    monkeypatch.setattr(restorer_module, "snapshot_entry", replaced_while_read)
-    with pytest.raises(Transient, match="replaced it while it was read"):
+    monkeypatch.setattr(memory_module, "snapshot_entry", replaced_while_read)
+    with pytest.raises(Transient, match="a newer snapshot replaced it meanwhile"):
         async with asyncio.timeout(30):
             await ask(rooms, tier="memory")
 

@@ -74,9 +74,9 @@ class TrainerDoor:
                 # A trainer with new slots must not get messages about those of its predecessor.
                 if session is not None and self._memory.slots(run, rank).get(snapshot.index) is snapshot.slot:
                     session.post(wire.Released(slot=snapshot.index))
-            # A snapshot that was sent again after its checkpoint had been committed is not lost.
             checkpoint = snapshot_set.id
-            if is_lost and self._catalog.get(checkpoint) is None:
+            # What was sent again after its checkpoint had been committed is not lost, unless the two were compared.
+            if is_lost and (snapshot_set.failures or self._catalog.get(checkpoint) is None):
                 self._metrics.snapshots_total.labels(run=run, outcome="lost").inc()
                 self.send(
                     run,
@@ -239,7 +239,10 @@ class TrainerDoor:
                 other.post(wire.Released(slot=index))
 
     def _answer(self, session: TrainerSession, ask: wire.Ask) -> None:
-        entry = self._catalog.get(checkpoint_id(session.run, ask.step, ask.generation))
+        checkpoint = checkpoint_id(session.run, ask.step, ask.generation)
+        if self._memory.is_unpersisted(checkpoint):
+            return  # the persister answers: a committed checkpoint of this id may have other bytes
+        entry = self._catalog.get(checkpoint)
         for tier in entry.tiers if entry else ():
             if tier == self._context.hot.name:
                 session.post(wire.Persisted(step=ask.step, generation=ask.generation, seconds=0.0))

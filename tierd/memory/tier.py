@@ -8,18 +8,19 @@ no clock.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierd.errors import BadRequest, Stale
+from tierd.errors import BadRequest, Stale, Transient
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
-from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState, snapshot_entry
 
 
 @dataclass(slots=True)
@@ -269,6 +270,26 @@ class MemoryTier:
         """Complete sets that are not persisted: by number of failed attempts, then oldest first."""
         pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
         return sorted(pending, key=lambda each: (each.failures, each.sealed_at_s))
+
+    async def compute_checksums(self, snapshot_set: SnapshotSet) -> None:
+        """Compute the checksums of a complete set that it does not have yet: reads its slots, in a thread.
+
+        Raises Transient when a newer snapshot replaced it meanwhile.
+        """
+        for rank, snapshot in sorted(snapshot_set.snapshots.items()):
+            if snapshot.entry is None:
+                name = layout.shard_name(rank, snapshot_set.world_size)
+                # The thread's own view stays valid if the slot is closed meanwhile.
+                entry = await asyncio.to_thread(snapshot_entry, snapshot.view, name)
+                if self.find(snapshot_set.id) is not snapshot_set:
+                    # The bytes and their checksums may be those of another snapshot.
+                    raise Transient(f"read {snapshot_set.id} in memory: a newer snapshot replaced it meanwhile")
+                snapshot.entry = entry
+
+    def is_unpersisted(self, checkpoint: CheckpointId) -> bool:
+        """Whether a set of this id, complete or not, is in memory and not persisted."""
+        snapshot_set = self._get(checkpoint.run).sets.get(checkpoint)
+        return snapshot_set is not None and not snapshot_set.is_in(SlotState.RETAINED)
 
     def release(self, run: Run) -> Iterator[tuple[SnapshotSet, bool]]:
         """Discard every set that a newer complete set replaces, which frees its slots.

@@ -21,7 +21,7 @@ class Extra(Enum):
     """An optional part of a request. The value is for the log."""
 
     CHECKSUMS = "checksums: each payload is signed instead, at 1.5 CPU-s more for a GB"
-    CONDITION = "If-None-Match: commits check first instead"
+    CONDITION = "If-None-Match: writes check first instead"
 
 
 Extras = frozenset[Extra]

@@ -7,6 +7,7 @@ checks by itself: it relies only on what the server's answers say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -73,20 +74,43 @@ class S3Store:
         entry = expect or await measure(source, key.rpartition("/")[2], size_bytes, chunk_bytes)
         if (entry.size_bytes, entry.chunk_bytes) != (size_bytes, chunk_bytes):
             raise BadRequest(f"{action}: {size_bytes} bytes in chunks of {chunk_bytes} are not what is expected")
+        sent_bytes = 0
+
+        def count(length: int) -> None:
+            nonlocal sent_bytes
+            sent_bytes += length
+            report(length)
+
         upload = Upload(
             requests=self.requests,
             object_key=object_key,
             source=source,
             entry=entry,
             part_bytes=part_bytes(size_bytes, chunk_bytes, self._part_bytes_min),
-            progress=report,
+            progress=count,
             options={"StorageClass": storage_class} if storage_class else {},
             action=action,
+            if_absent=not replace,
         )
-        if expect and not replace and await upload.is_done(await self.requests.head(object_key, action) or {}):
-            report(size_bytes)
-        elif not await upload.run():
-            await self._check_arrived(object_key, entry, action)
+        # Looked for first, because some servers ignore If-None-Match.
+        existing = await self.requests.head(object_key, action) if expect and not replace else None
+        if existing is None:
+            try:
+                if not await upload.run():
+                    await self._check_arrived(object_key, entry, action)
+                return entry
+            except TierUnreachable as error:
+                # 412: it exists, by another writer or by our first attempt whose answer was lost.
+                is_there = code_of(error.__cause__) in CONDITION_FAILED
+                existing = await self.requests.head(object_key, action) if is_there else None
+                if existing is None:
+                    raise
+        if not await self._is_same(key, upload, existing):
+            raise Corrupt(
+                f"{action}: there is an object with other bytes",
+                hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
+            )
+        report(size_bytes - sent_bytes)
         return entry
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
@@ -178,7 +202,8 @@ class S3Store:
             for listed in page.get("Contents", ()):
                 key = listed["Key"].removeprefix(self.requests.prefix)
                 if is_key(key):
-                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", "")))
+                    written_at_s = listed["LastModified"].timestamp() if "LastModified" in listed else math.inf
+                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", ""), written_at_s))
             if not page.get("IsTruncated"):
                 return objects
             after = {"ContinuationToken": page["NextContinuationToken"]}
@@ -219,6 +244,16 @@ class S3Store:
         if head is None:
             raise NotFound(f"{action}: no such object")
         return head
+
+    async def _is_same(self, key: str, upload: Upload, head: Answer) -> bool:
+        """Whether the object that is there has the bytes of the upload."""
+        entry = upload.entry
+        if await upload.is_done(head):
+            return True
+        if whole_checksum(head) is not None or head["ContentLength"] != entry.size_bytes:
+            return False
+        # No checksum, and the server may encrypt, so that no ETag is an MD5: only the bytes tell.
+        return await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) == entry
 
     async def _check_arrived(self, object_key: str, entry: FileEntry, action: str) -> None:
         """After an upload whose answer proves nothing. Without a checksum of the server, the size must do: readers

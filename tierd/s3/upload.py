@@ -20,7 +20,7 @@ from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.body import PIECE_BYTES, Body
 from tierd.s3.client import Answer
-from tierd.s3.errors import Trouble, code_of, server_time, trouble_of
+from tierd.s3.errors import CONDITION_FAILED, Trouble, code_of, server_time, trouble_of
 from tierd.s3.requests import S3Requests
 from tierd.tiers.chunks import ChunkSums
 from tierd.tiers.pool import for_each
@@ -88,7 +88,8 @@ async def abort_upload(requests: S3Requests, object_key: str, upload_id: str, ac
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size. `options`: of the new object."""
+    """One file to be sent. `part_bytes`: a multiple of the entry's chunk size. `options`: of the new object.
+    `if_absent`: the server must refuse to replace an existing object."""
 
     requests: S3Requests
     object_key: str
@@ -98,12 +99,13 @@ class Upload:
     progress: Progress
     options: Mapping[str, str]
     action: str
+    if_absent: bool
 
     async def run(self) -> bool:
         """Sends the file. Returns whether the last answer proves that all of it arrived. Raises Corrupt, and nothing
         becomes visible, when a chunk differs from the entry."""
         if self.entry.size_bytes <= self.part_bytes:
-            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options}
+            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options, **self._condition()}
             return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **about))
         upload_id, etags = await self._resume()
         try:
@@ -166,13 +168,20 @@ class Upload:
                 MultipartUpload={"Parts": parts},
                 ChecksumCRC64NVME=self.entry.crc64nvme,
                 ChecksumType="FULL_OBJECT",
+                **self._condition(),
             )
             return self._is_proof(answer)
-        except TierUnreachable:
+        except TierUnreachable as error:
             # It may be completed: when only the answer was lost, the next attempt finds no such upload.
             if not await self._is_made_of(parts):
                 raise
+            if code_of(error.__cause__) in CONDITION_FAILED:  # another writer completed the same bytes
+                with suppress(TierdError):
+                    await abort_upload(self.requests, self.object_key, upload_id, self.action)
             return False
+
+    def _condition(self) -> dict[str, Any]:
+        return {"IfNoneMatch": "*"} if self.if_absent else {}
 
     async def _is_made_of(self, parts: list[dict[str, Any]]) -> bool:
         head = await self.requests.head(self.object_key, self.action) or {}

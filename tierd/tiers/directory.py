@@ -1,7 +1,7 @@
 """A directory as a store: each object is a file below the root.
 
-A put writes a file beside its final name and renames it, so an object is whole and durable, or absent. See new_file.py
-for how a file is written and tree.py for how paths are opened.
+A put writes a file beside its final name and links it there, so an object is whole and durable, or absent. See
+new_file.py for how a file is written and tree.py for how paths are opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import round_up
-from tierd.tiers.chunks import ChunkSums
+from tierd.tiers.chunks import ChunkSums, measure
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
@@ -90,10 +90,22 @@ class DirectoryStore:
                 entry = sums.entry(key.rpartition("/")[2], expect, action)
                 if replace:
                     await self.pool.run(file.keep_damaged)
-                await self.pool.run(file.commit)
+                is_new = await self.pool.run(partial(file.commit, if_absent=not replace))
             finally:
                 await self.pool.run(file.close)
+        if not is_new:
+            await self._check_same(key, entry, action)
         return entry
+
+    async def _check_same(self, key: str, entry: FileEntry, action: str) -> None:
+        """Raises Corrupt unless the file that another put has made has the bytes of `entry`."""
+        sizes = [stored.size_bytes for stored in await self.list(key) if stored.key == key]
+        is_same = sizes == [entry.size_bytes]
+        if not is_same or await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) != entry:
+            raise Corrupt(
+                f"{action}: there is a file with other bytes",
+                hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
+            )
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         def write() -> bool:
@@ -158,7 +170,8 @@ class DirectoryStore:
             for key, entry in self.tree.walk(prefix.rpartition("/")[0]):
                 if key.startswith(prefix) and is_key(key):
                     with suppress(FileNotFoundError):  # deleted since the folder was read
-                        objects.append(StoredObject(key, entry.stat(follow_symlinks=False).st_size))
+                        stat = entry.stat(follow_symlinks=False)
+                        objects.append(StoredObject(key, stat.st_size, written_at_s=stat.st_mtime))
             return objects
 
         with translated(f"list {self.url}"):

@@ -1,6 +1,6 @@
 """A file that a put writes: under a temporary name until `commit`, absent after `close` without a commit.
 
-Written with O_DIRECT where the filesystem allows, fsynced, renamed, and its folder fsynced. All calls block.
+Written with O_DIRECT where the filesystem allows, fsynced, linked to its name, and its folder fsynced. All calls block.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class NewFile:
         if self._temporary_name:
             os.rename(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._temporary_name = ""
-        # fsync the directory too: without it the rename itself may be lost on power failure.
+        # fsync the directory too: without it the new name itself may be lost on power failure.
         os.fsync(self._folder)
         return True
 

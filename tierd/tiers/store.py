@@ -7,6 +7,7 @@ TierUnreachable, and no exception of the operating system or of boto3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,11 +41,13 @@ def check_key(key: str) -> str:
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """`etag` differs when the content differs, as in S3; empty where the store has none."""
+    """`etag` differs when the content differs, as in S3; empty where the store has none. `written_at_s`: Unix time; inf
+    where the store does not say."""
 
     key: str
     size_bytes: int
     etag: str = ""
+    written_at_s: float = math.inf
 
 
 @dataclass(eq=False)

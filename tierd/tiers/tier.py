@@ -6,7 +6,7 @@ tiers are here too; every byte is checked against the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -163,12 +163,21 @@ class Tier(ReadableTier):
             raise self._conflict(manifest.id)
         return True
 
-    async def delete(self, checkpoint: CheckpointId) -> None:
-        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file."""
-        manifest = layout.manifest_key(checkpoint)
-        keys = {stored.key for stored in await self.store.list(layout.checkpoint_prefix(checkpoint))}
+    async def delete(
+        self, checkpoint: CheckpointId, *, confirm: Callable[[Collection[str]], bool] = lambda names: True
+    ) -> bool:
+        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file.
+
+        `confirm`: called with the names of its files directly before the deletion. If it returns False, nothing is
+        deleted, and this returns False.
+        """
+        prefix, manifest = layout.checkpoint_prefix(checkpoint), layout.manifest_key(checkpoint)
+        keys = {stored.key for stored in await self.store.list(prefix)}
+        if not confirm({key.removeprefix(prefix) for key in keys}):
+            return False
         if keys:
             await self.store.delete([manifest, *sorted(keys - {manifest})])
+        return True
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         content = encode_marker({"milestone": milestone, "created_at": created_at})

@@ -59,6 +59,7 @@ class Persister:
                 seconds = context.monotonic_s() - snapshot_set.sealed_at_s
                 message = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
             context.notify.send(checkpoint.run, message)
+            self._send_replicated(snapshot_set)
             context.notify.persist_ended(checkpoint.run)
         return is_complete
 
@@ -69,7 +70,7 @@ class Persister:
             if entry is None:
                 snapshot_set.manifest = await self._write(snapshot_set)
             else:
-                # An earlier daemon committed it, and was killed before it answered; so the trainer has sent it again.
+                await self._check_same(snapshot_set, entry.manifest)
                 snapshot_set.manifest = entry.manifest
                 if self._hot.name in entry.tiers:
                     # It may have been killed before its last fsync. Committing again repeats it.
@@ -79,6 +80,29 @@ class Persister:
             snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
         snapshot_set.move(SlotEvent.PERSISTED)
+
+    async def _check_same(self, snapshot_set: SnapshotSet, committed: Manifest) -> None:
+        """Raises Corrupt unless the committed checkpoint with this id is this snapshot: an earlier daemon committed it
+        and was killed before it answered, so the trainer has sent it again; or an earlier attempt did and then failed.
+        """
+        if snapshot_set.manifest == committed:
+            return
+        is_same = all(snapshot.sealed.resent for snapshot in snapshot_set.snapshots.values())
+        if is_same:
+            await self._context.memory.compute_checksums(snapshot_set)
+            is_same = snapshot_set.make_manifest(sequence=committed.sequence).files == committed.files
+        if not is_same:
+            raise Corrupt(
+                f"write {snapshot_set.id} in {self._hot.name}: another checkpoint with the same id is committed",
+                hint="do two jobs write one run? Rename one of them; nothing was overwritten",
+            )
+
+    def _send_replicated(self, snapshot_set: SnapshotSet) -> None:
+        """A resent snapshot may be in cold tiers already."""
+        entry = None if snapshot_set.is_pending else self._catalog.get(snapshot_set.id)
+        for tier in sorted(entry.tiers - {self._hot.name}) if entry else ():
+            step, generation = snapshot_set.id.step, snapshot_set.id.generation
+            self._context.notify.send(snapshot_set.id.run, wire.Replicated(step=step, generation=generation, tier=tier))
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
         checkpoint = snapshot_set.id
@@ -109,6 +133,7 @@ class Persister:
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(checkpoint.run) + 1)
+            snapshot_set.manifest = manifest  # the next attempt recognizes it if this one fails after the commit
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
             await self._hot.commit(manifest, milestones=milestones)
         except TierdError:

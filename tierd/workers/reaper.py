@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
+from functools import partial
 
 from tierd.context import DaemonContext
 from tierd.decisions import deletions
-from tierd.errors import Retained, TierdError
+from tierd.errors import Corrupt, Retained, TierdError
+from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.workers.recovery import is_listed
+from tierd.listing import files_of, missing_file
 
 log = logging.getLogger("tierd")
 
+_HINT = "hot keeps its replica, and the scrub or `tierd verify --repair` repairs the other one"
 RETENTION_S_MIN = 60.0
 RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
 
@@ -61,8 +65,10 @@ class Reaper:
                 return False
             if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                 continue
+            confirm = partial(self._is_still_decided, action, decided_at)
             try:
-                await self._context.tiers[action.tier].delete(action.checkpoint)
+                if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+                    return False
             except Retained as error:
                 self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, action.checkpoint)
@@ -80,21 +86,34 @@ class Reaper:
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
         return self._catalog.changes == decided_at
 
+    def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
+        """Whether the plan still has this deletion, after listings that may have taken minutes."""
+        return self._catalog.changes == decided_at or action in deletions(self._catalog, self._context.config)
+
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
-        that has the checkpoint in the catalog is asked again. A tier that has lost it gets it again."""
+        that has the checkpoint in the catalog is listed again, and must have every file with its size. A tier that has
+        lost the checkpoint gets it again."""
         entry = self._catalog.get(action.checkpoint)
-        for name in (entry.tiers if entry else set[str]()) - {HOT}:
+        if entry is None:
+            return False
+        for name in entry.tiers - {HOT}:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
-                if not await is_listed(self._context.tiers[name], action.checkpoint):
-                    self._catalog.drop(action.checkpoint, name)
-                    return False
+                files = await files_of(self._context.tiers[name], action.checkpoint)
             except TierdError as error:
                 self._catalog.listing_failed(name, str(error))
                 self._context.notify.relist(name)
                 failed_tiers.add(name)
+                return False
+            if layout.MANIFEST not in files:
+                self._catalog.drop(action.checkpoint, name)
+                return False
+            if why := missing_file(entry.manifest, files):
+                error = Corrupt(f"evict {action.checkpoint} from {HOT}: in {name}, {why}", hint=_HINT)
+                self._context.incidents.record(self.name, error, action.checkpoint)
+                self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
         return True
 

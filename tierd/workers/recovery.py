@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from tierd.catalog import Catalog
 from tierd.errors import TierUnreachable
@@ -37,11 +38,15 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
     await enter(catalog, hot, listing, catalog.changes)
 
 
-async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId) -> None:
-    """Delete the files of a failed copy, unless it is committed: they may fill the disk."""
-    files = await files_of(tier, checkpoint)
-    if layout.MANIFEST not in files:
-        await tier.store.delete([layout.file_key(checkpoint, name) for name in files])
+async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf) -> None:
+    """Delete the files of a failed copy, unless it is committed: they may fill the disk.
+
+    `written_before_s`: only if all were written before this Unix time.
+    """
+    files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
+    is_old = all(file.written_at_s <= written_before_s for file in files)
+    if is_old and layout.manifest_key(checkpoint) not in (file.key for file in files):
+        await tier.store.delete([file.key for file in files])
 
 
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:

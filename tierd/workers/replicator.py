@@ -20,7 +20,7 @@ from tierd.workers.recovery import clear_uncommitted
 
 log = logging.getLogger("tierd")
 
-UPLOAD_GRACE_S = 24 * 3600.0  # a younger unfinished upload may belong to another node
+GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
 
 
 class Replicator:
@@ -35,7 +35,7 @@ class Replicator:
         self._hot = context.hot
         self._cold = cold
         self._retentions = Retentions()
-        self._uploads_swept_at_s = float("-inf")
+        self._swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
         self._done_at = -1  # the catalog's changes at the start of the last pass that left nothing to do
 
@@ -55,9 +55,8 @@ class Replicator:
                 await self._replicate(checkpoint)
                 del self._failures[checkpoint]
             except NotFound:
-                # It was deleted or evicted while it was copied: remove the part that was sent.
+                # It was deleted or evicted while it was copied. What was sent is removed later, as a leftover.
                 self._catalog.drop(checkpoint, self._hot.name)
-                await clear_uncommitted(self._cold, checkpoint)
             except (Transient, Full):
                 self._failures[checkpoint] += 1
                 raise
@@ -96,34 +95,44 @@ class Replicator:
         self._context.notify.replicated()
 
     async def _clear_leftovers(self) -> None:
-        """Delete what a killed copy left of checkpoints that will not be copied again. Only of runs in this hot tier:
-        another node may be copying a checkpoint of any other run into a shared tier."""
+        """Delete what a killed copy left of checkpoints that will not be copied again, as often as the tier is listed.
+        Only of runs in this hot tier, and only after a day: another node may be copying into a shared tier."""
         now_s = self._context.monotonic_s()
+        if now_s - self._swept_at_s < self._config.limits.cold_list_interval_s:
+            return
         self._retentions.forget_due(now_s=now_s)
         local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
         to_copy = set(pending(self._catalog, self._config, self._cold.name))
-        for checkpoint in self._catalog.tiers[self._cold.name].partial - to_copy:
-            is_retained = self._retentions.holds(self._cold.name, checkpoint, now_s=now_s)
-            if checkpoint.run not in local_runs or is_retained:
+
+        def is_abandoned(checkpoint: CheckpointId) -> bool:
+            is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
+            return is_ours and checkpoint not in to_copy
+
+        for checkpoint in filter(is_abandoned, self._catalog.tiers[self._cold.name].partial):
+            if self._retentions.holds(self._cold.name, checkpoint, now_s=now_s):
                 continue
             try:
-                await clear_uncommitted(self._cold, checkpoint)
+                written_before_s = self._context.now().timestamp() - GRACE_S
+                await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)
             except Retained as error:
                 self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, checkpoint)
 
-        # S3 bills the parts of unfinished uploads too. They are removed as often as the tier is listed.
-        if now_s - self._uploads_swept_at_s < self._config.limits.cold_list_interval_s:
-            return
-
-        def is_abandoned(key: str) -> bool:
+        def is_abandoned_key(key: str) -> bool:
             checkpoint = layout.parse_key(key)
-            return checkpoint is not None and checkpoint.run in local_runs and checkpoint not in to_copy
+            return checkpoint is not None and is_abandoned(checkpoint)
 
-        removed = await self._cold.store.remove_unfinished(is_abandoned, grace_s=UPLOAD_GRACE_S)
-        self._uploads_swept_at_s = now_s
+        # S3 bills the parts of unfinished uploads too.
+        removed = await self._cold.store.remove_unfinished(is_abandoned_key, grace_s=GRACE_S)
+        self._swept_at_s = now_s
         if removed:
             log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
+
+    def _may_run_elsewhere(self, checkpoint: CheckpointId) -> bool:
+        """Whether the checkpoint's generation may be running on another node. Only the newest one is not fenced."""
+        here = self._context.memory.generation(checkpoint.run)
+        is_newest = checkpoint.generation >= max(here, self._catalog.generation_max(checkpoint.run))
+        return is_newest and checkpoint.generation != here
 
     async def _mark(self) -> None:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all."""

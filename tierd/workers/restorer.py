@@ -14,12 +14,10 @@ from dataclasses import dataclass, field, replace
 from tierd.context import DaemonContext
 from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
-from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
-from tierd.memory.slot import snapshot_entry
 from tierd.memory.tier import SnapshotSet
 from tierd.workers.fetcher import Fetcher, OnProgress
 
@@ -168,16 +166,7 @@ class Restorer:
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""
-        loop = asyncio.get_running_loop()
-        for rank, snapshot in sorted(snapshot_set.snapshots.items()):
-            if snapshot.entry is None:
-                name = layout.shard_name(rank, snapshot_set.world_size)
-                # The thread's own view stays valid if the slot is closed meanwhile.
-                entry = await loop.run_in_executor(None, snapshot_entry, snapshot.view, name)
-                if self._memory.find(snapshot_set.id) is not snapshot_set:
-                    # The bytes and their checksums may be those of another snapshot.
-                    raise Transient(f"open {snapshot_set.id} in memory: a newer snapshot replaced it while it was read")
-                snapshot.entry = entry
+        await self._memory.compute_checksums(snapshot_set)
         return snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
 
 
