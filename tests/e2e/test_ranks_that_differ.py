@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tierd_client import TierdError, TrainingState, Unsupported
+from tierd_client.state.training_state import Captured
 from torch import nn
 
 from tests.support.daemon import Daemon
@@ -70,21 +71,16 @@ def _clear(training: Training) -> None:
             training.optimizer.state[parameter]["exp_avg"].zero_()
 
 
-class _Raising:
-    def __init__(self, is_broken: bool) -> None:
-        self.is_broken = is_broken
+class _Raising(TrainingState):
+    """A state of the user's own."""
 
-    def state_dict(self) -> dict[str, Any]:
-        if self.is_broken:
-            raise ZeroDivisionError("a defect of the user's code")
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def capture(self, rank: int, world_size: int) -> Captured:
+        raise ZeroDivisionError("a defect of the user's code")
 
 
 def _break_on_one_rank(training: Training, is_broken: bool) -> None:
-    raising = _Raising(is_broken and dist.get_rank() == 1)
-    training.state = TrainingState(model=training.model, optimizer=training.optimizer, extra={"own": raising})
+    kind = _Raising if is_broken and dist.get_rank() == 1 else TrainingState
+    training.state = kind(model=training.model, optimizer=training.optimizer)
 
 
 def _use_meta_by_default(training: Training) -> None:

@@ -15,17 +15,20 @@ import decimal
 import math
 import pathlib
 import re
+import struct
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 from tierd.errors import Corrupt, Unsupported
 
 DEPTH_MAX = 64  # deeper state has a cycle, or is forged
+INT_BITS_MAX = 4096  # of an integer in decimal: Python's JSON reads at most 4300 digits
 Json = Any
 Leaf = Callable[[object, str], "Json | None"]
 Unleaf = Callable[[str, Json], object]
 
 _STR = frozenset({str})
+_NAN = struct.pack(">d", math.nan)
 _TAG = re.compile(r"\$").match
 _LISTS: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 _TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], object]]] = {
@@ -58,10 +61,12 @@ def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, dept
     kind = type(value)
     if kind is dict:  # the most frequent type first, without a call of `leaf`
         return _encode_dict(cast("dict[Any, Any]", value), path, leaf, depth)
+    if type(value) is int and value.bit_length() > INT_BITS_MAX:
+        return {"$int": hex(value)}
     if value is None or kind in (bool, int, str):
         return value
     if type(value) is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": _float_text(value)}
     tagged = leaf(value, path)
     if tagged is not None:
         return tagged
@@ -81,7 +86,7 @@ def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, dept
         if factory is None or _FACTORIES.get(name) is factory:
             return {"$defaultdict": [name if factory else None, _pairs(value, path, leaf, depth)]}
     if type(value) is complex:
-        return {"$complex": [repr(value.real), repr(value.imag)]}
+        return {"$complex": [_float_text(value.real), _float_text(value.imag)]}
     if kind in _LISTS and isinstance(value, list | tuple | set | frozenset):
         # sort sets: the same set must always give the same bytes
         elements = cast("Iterable[object]", value)
@@ -112,6 +117,21 @@ def _pairs(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> list[Jso
         ]
         for key, item in value.items()
     ]
+
+
+def _float_text(value: float) -> str:
+    """The shortest text that gives back the same bits: a NaN with a sign or a payload in hex."""
+    bits = struct.pack(">d", value)
+    return f"0x{bits.hex()}" if math.isnan(value) and bits != _NAN else repr(value)
+
+
+def _parse_float(text: Json) -> float:
+    if not isinstance(text, str) or not text.startswith("0x"):
+        return float(text)
+    bits = bytes.fromhex(text[2:])
+    if len(bits) != len(_NAN):
+        raise ValueError(f"a float of {len(bits)} bytes")
+    return struct.unpack(">d", bits)[0]
 
 
 def _exact_text(value: object) -> str | None:
@@ -158,9 +178,11 @@ def _decode(value: Json, unleaf: Unleaf, depth: int) -> Any:
 def _decode_tag(tag: str, content: Json, unleaf: Unleaf, depth: int) -> Any:
     match tag:
         case "$float":
-            return float(content)
+            return _parse_float(content)
+        case "$int":
+            return int(content, 16)
         case "$complex":
-            return complex(float(content[0]), float(content[1]))
+            return complex(_parse_float(content[0]), _parse_float(content[1]))
         case "$bytes":
             return base64.b64decode(content, validate=True)
         case "$bytearray":

@@ -13,7 +13,7 @@ import torch
 from tierd.errors import Mismatch, Unsupported
 from tierd.format.shard import TensorEntry
 from tierd_client.state.dict_state import DictState
-from tierd_client.state.tensors import local_part
+from tierd_client.state.tensors import CapturedTensor, local_part
 from tierd_client.state.training_state import Capturable, Captured, TrainingState
 
 DEPTH_MAX = 4  # of the containers in an optimizer's attributes that are searched for tensors
@@ -24,6 +24,8 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
 
     Changes nothing. A state that is neither a TrainingState nor a DictState is not checked.
     """
+    for tensor in captured.tensors:
+        _check_memory(tensor)
     if isinstance(state, TrainingState):
         for optimizer in state.optimizers:
             _check_optimizer(optimizer, state.optimizers, captured)
@@ -48,6 +50,21 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
                 f"check that a checkpoint of this state can be restored: it can not\n{differences}",
                 hint="rename or remove these entries; see docs/RESUME.md",
             ) from error
+
+
+def _check_memory(captured: CapturedTensor) -> None:
+    """Raises Unsupported for a tensor whose storage is too small: to copy from its address would end the process."""
+    tensor = captured.tensor
+    if not tensor.numel():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < needed_bytes:
+        raise Unsupported(
+            f"capture {captured.name}: the memory of this tensor was freed "
+            f"({tensor.untyped_storage().nbytes()} bytes, its shape needs {needed_bytes})",
+            hint="take the snapshot where its storage is in place, or leave it out of the state",
+        )
 
 
 def _check_optimizer(

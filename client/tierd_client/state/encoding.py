@@ -1,7 +1,8 @@
 """State that is not a tensor, as tagged JSON, with references to the tensors and arrays that are stored as tensors.
 
 {"$tensor": name}                              on the device where its owner lives
-{"$tensor": {"name": n, "device": "cpu"}}      or "accelerator"
+{"$tensor": {"name": n, "device": "cpu"}}      or "accelerator", or "home" where a key for the kind of tensor follows:
+                                               "parameter": true, "requires_grad": true
 {"$ndarray": {"name": n, "dtype": "<f8"}}      with "shape" too where it is stored as plain bytes
 {"$scalar": ["<f8", base64]}  {"$dtype": "bfloat16"}  {"$device": "cuda:0"}  {"$size": [2, 3]}
 """
@@ -74,8 +75,9 @@ class Collector:
                     )
                 return self._encode_array(value, path)
             if isinstance(value, np.generic):
-                dtype = _dtype_name(value.dtype, path)
-                return {"$scalar": [dtype, base64.b64encode(value.tobytes()).decode("ascii")]}
+                raw = value.encode("utf-32-le", "surrogatepass") if isinstance(value, np.str_) else value.tobytes()
+                dtype = "<U" if isinstance(value, np.str_) else _dtype_name(value.dtype, path)
+                return {"$scalar": [dtype, base64.b64encode(raw).decode("ascii")]}
             if isinstance(value, torch.Size):
                 return {"$size": list(value)}
             if isinstance(value, torch.dtype):
@@ -108,9 +110,14 @@ _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
 
 def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
     device = tensor.device
+    kind: dict[str, bool] = {}
+    if type(tensor) is torch.nn.Parameter:
+        kind["parameter"] = True
+    if tensor.requires_grad and tensor.is_leaf:
+        kind["requires_grad"] = True
     if device == home:
-        return {"$tensor": name}
-    return {"$tensor": {"name": name, "device": "cpu" if device.type == "cpu" else "accelerator"}}
+        return {"$tensor": {"name": name, "device": "home", **kind} if kind else name}
+    return {"$tensor": {"name": name, "device": "cpu" if device.type == "cpu" else "accelerator", **kind}}
 
 
 def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
@@ -118,6 +125,10 @@ def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
         raise Unsupported(
             f"encode {path}: numpy dtype {dtype} has no safe form in a checkpoint",
             hint="object and structured arrays are refused; keep their fields as plain arrays",
+        )
+    if dtype.char in "gG":
+        raise Unsupported(
+            f"encode {path}: numpy dtype {dtype} has another form on other processors", hint="store it as float64"
         )
     return dtype.str
 
@@ -137,12 +148,13 @@ def decode(value: Json, allocate: Allocate) -> Any:
             case "$tensor" if isinstance(content, str):
                 return allocate(content, "home")
             case "$tensor":
-                return allocate(str(content["name"]), str(content["device"]))
+                tensor = allocate(str(content["name"]), str(content["device"]))
+                return _of_kind(tensor, content.get("parameter") is True, content.get("requires_grad") is True)
             case "$ndarray":
                 flat = allocate(str(content["name"]), "cpu").numpy()
                 return _array(flat, _parse_dtype(content["dtype"]), content.get("shape"))
             case "$scalar":
-                return np.frombuffer(base64.b64decode(content[1], validate=True), dtype=_parse_dtype(content[0]))[0]
+                return _scalar(base64.b64decode(content[1], validate=True), _parse_dtype(content[0]))
             case "$dtype" if isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
                 return dtype
             case "$size":
@@ -156,6 +168,21 @@ def decode(value: Json, allocate: Allocate) -> Any:
         return tagged.decode(value, unleaf)
     except (KeyError, AttributeError, IndexError, RuntimeError) as error:
         raise Corrupt(f"decode the state tree: {error!r}") from error
+
+
+def _of_kind(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    """The tensor, or one of the kind that was saved in the same memory. A live tensor is never changed here."""
+    if is_parameter and type(tensor) is torch.Tensor:
+        return torch.nn.Parameter(tensor.detach(), requires_grad=requires_grad)
+    return tensor.detach().requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+def _scalar(raw: bytes, dtype: np.dtype[Any]) -> np.generic:
+    if dtype.kind == "U":  # an array would lose null characters at the end, and has none of no characters
+        return np.str_(raw.decode("utf-32-le", "surrogatepass"))
+    if dtype.kind == "S":
+        return np.bytes_(raw)
+    return np.frombuffer(raw, dtype=dtype)[0]
 
 
 def _array(flat: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: list[int] | None) -> np.ndarray[Any, Any]:

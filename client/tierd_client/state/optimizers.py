@@ -83,6 +83,7 @@ class _NamedOptimizer:
         self.by_name: dict[str, torch.Tensor] = {}
         self.foreign: list[str] = []
         self.options: list[dict[str, Any]] = []
+        taken = frozenset(model_names.values())
         for group_index, group in enumerate(optimizer.param_groups):
             # `param_names` are in the order of `params`, which may differ from the checkpoint's.
             self.options.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
@@ -90,6 +91,8 @@ class _NamedOptimizer:
                 name = model_names.get(id(parameter))
                 if name is None:
                     name = f"param.{group_index}.{index}"
+                    while name in taken:
+                        name = f"_{name}"
                     self.foreign.append(name)
                 self.names[id(parameter)] = name
                 self.by_name[name] = parameter

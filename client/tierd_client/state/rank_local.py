@@ -8,6 +8,7 @@ beyond the saved ones gets new random numbers, derived from the saved generators
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,10 @@ class RankLocal:
     available: Available
     read: ReadTensors
 
+    @property
+    def difference(self) -> str:
+        return f"it differs between the {len(self.rank_trees)} ranks that saved the checkpoint"
+
     def plan(self, name: str, section: Section, plan: RestorePlan, *, is_required: bool) -> None:
         """Plans the restore of the section `name`. Adds a difference when that is impossible.
 
@@ -51,7 +56,7 @@ class RankLocal:
             if self._are_equal(name, saved):
                 section.plan(saved[0].value, saved[0].suffix, plan)
                 return
-        difference = f"{name}: it differs between the {len(self.rank_trees)} ranks that saved the checkpoint"
+        difference = f"{name}: {self.difference}"
         if is_required:
             plan.differences.append(
                 f"{difference}: give it load_state_dicts(states), or restore without it in the state"
@@ -61,7 +66,8 @@ class RankLocal:
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks saved one and the same section, with its tensors under the same names."""
-        return all(tree.get(name) == self.rank_trees[0].get(name) for tree in self.rank_trees)
+        first, *others = [tree.get(name) for tree in self.rank_trees]
+        return all(_are_same(msgspec.to_builtins(first), msgspec.to_builtins(other)) for other in others)
 
     def _plan_rng(self, saved: Sequence[Json], section: RngSection, plan: RestorePlan) -> None:
         if self.rank < len(saved):
@@ -77,8 +83,10 @@ class RankLocal:
         first, *others = saved
         if not others:
             return True
+        if not first.suffix:  # all ranks name the same tensors, but is_shared has found other values
+            return False
         value = _without_suffix(first.value, first.suffix)
-        if any(_without_suffix(other.value, other.suffix) != value for other in others):
+        if not all(_are_same(_without_suffix(other.value, other.suffix), value) for other in others):
             return False
         layout = self._layout(name, first.suffix)
         if any(self._layout(name, other.suffix) != layout for other in others):
@@ -108,6 +116,11 @@ class RankLocal:
         }
         self.read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
         return {split: as_bytes(tensor) for split, tensor in tensors.items()}
+
+
+def _are_same(value: Json, other: Json) -> bool:
+    """Whether two values are the same JSON: unlike for Python, 1, 1.0 and true differ, and so do 0.0 and -0.0."""
+    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _without_suffix(value: Json, suffix: str) -> Json:

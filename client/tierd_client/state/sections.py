@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import msgspec
 import torch
 
-from tierd.errors import Mismatch
+from tierd.errors import Mismatch, Unsupported
 from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.encoding import Collector, Json, live_tensors
@@ -28,7 +28,12 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    is_class = isinstance(value, type)  # a class has the methods of its objects, but no state
+    return (
+        not is_class
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
 
 
 class SectionTree(msgspec.Struct):
@@ -71,7 +76,10 @@ class ModuleSection:
             if _is_object(raw_name, value):
                 objects[names[raw_name]] = into.encode(value, path)
             else:
-                into.add(path, value, is_buffer=raw_name in buffers)
+                if into.add(path, value, is_buffer=raw_name in buffers) not in (path, path + into.suffix):
+                    raise Unsupported(
+                        f"capture {path}: another entry of the state has this name", hint="rename the other entry"
+                    )
         return objects
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
@@ -134,7 +142,15 @@ def _ignored_entries(module: torch.nn.Module, entries: Collection[str]) -> list[
         paths = [".".join(parents[:depth]) for depth in range(len(parents) + 1)]
         return entry in names or any(has_own_code(modules.get(path)) for path in paths)
 
-    return [name for name in entries if not name.endswith("_extra_state") and not is_taken(name)]
+    def takes_extra_state(path: str) -> bool:
+        owner = modules.get(path)
+        return owner is None or type(owner).set_extra_state is not torch.nn.Module.set_extra_state
+
+    return [
+        name
+        for name in entries
+        if not (is_taken(name) or (name.endswith("_extra_state") and takes_extra_state(name.rpartition(".")[0])))
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -154,10 +170,11 @@ class StatefulSection:
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
-        if state == {} and self.owner.state_dict():  # for example a GradScaler that was disabled
+        is_empty = isinstance(state, dict) and not state
+        if is_empty and self.owner.state_dict():  # for example a GradScaler that was disabled
             log.warning("restore: %s is empty in the checkpoint, it starts fresh", self.prefix)
             return
-        if state and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
+        if not is_empty and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
             log.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
         plan.on_finish(self.prefix, lambda: self._load(state))
 

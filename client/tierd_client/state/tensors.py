@@ -82,7 +82,8 @@ def capture_tensor(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) 
     """The captured form of a live tensor. Raises Unsupported, naming the tensor, when a shard cannot store it."""
     # A hot path: training waits while thousands of plain tensors pass through here. One test tells them apart.
     dtype = DTYPE_NAMES.get(tensor.dtype)
-    if type(tensor) not in PLAIN or dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_plain or dtype is None or tensor.is_meta:
         if is_dtensor(tensor):
             return _capture_dtensor(name, tensor, is_buffer=is_buffer)
         dtype = _dtype_name(name, tensor)
@@ -178,11 +179,11 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     is_subclass = type(tensor) not in PLAIN
     # A wrapper has no memory of its own: to copy from its address would end the process.
     is_wrapper = is_subclass and (is_traceable_wrapper_subclass(tensor) or not _has_memory(tensor))
-    if tensor.layout != torch.strided or tensor.is_quantized or is_wrapper:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper:
         raise Unsupported(
             f"capture {name}: a {type(tensor).__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
             "is not a plain dense tensor",
-            hint="safetensors cannot store sparse, quantized and wrapper tensors: keep their dense parts",
+            hint="safetensors cannot store sparse, quantized, nested and wrapper tensors: keep their dense parts",
         )
     if tensor.dtype not in DTYPE_NAMES:
         raise Unsupported(f"capture {name}: safetensors has no dtype for {tensor.dtype}")
@@ -211,7 +212,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a flat uint8 tensor that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # reshape keeps the stride of a single element
+    return flat.view(torch.uint8)
 
 
 def sample_of(tensor: torch.Tensor) -> int:

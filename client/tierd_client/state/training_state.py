@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from tierd.errors import BadConfig, Corrupt
+from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
 from tierd_client.log import log
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.optimizers import OptimizersSection
@@ -62,9 +62,8 @@ class Captured:
         """The input of `ownership.assign_owners` from this rank."""
         held: list[HeldTensor] = []
         for tensor in self.tensors:
-            # All ranks must hold the same values of the model's plain parameters, and of their moments.
-            is_replica = tensor.name.startswith(("model.", "optimizer.")) and not tensor.is_buffer
-            must_be_equal = is_replica and not tensor.is_distributed
+            # Where several ranks hold a plain tensor, one writes it for all. Those that may differ have names per rank.
+            must_be_equal = not tensor.is_buffer and not tensor.is_distributed
             sample = sample_of(tensor.tensor) if must_be_equal else None
             size_bytes = tensor.tensor.nbytes
             held.append(HeldTensor(key=tensor.key, size_bytes=size_bytes, sample=sample, is_buffer=tensor.is_buffer))
@@ -105,7 +104,16 @@ def capture_sections(
     tree: dict[str, Json] = {}
     for name, section in sections.items():
         into.suffix = f"@{rank:05d}" if world_size > 1 and name in per_rank else ""
-        tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": section.capture(into)}
+        try:
+            value = section.capture(into)
+        except TierdError:
+            raise
+        except Exception as error:  # of any kind: state_dict is the user's code
+            raise Unsupported(
+                f"capture {name}: its state_dict raised {type(error).__qualname__}: {error}",
+                hint="state_dict must work on every rank at any time",
+            ) from error
+        tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": value}
     return Captured(into.tensors, tree)
 
 
@@ -186,6 +194,7 @@ class TrainingState:
         plan = RestorePlan(available, accelerator, is_dry=is_dry)
         live = self._sections()
         sections = live | self._values_only_in(saved)
+        is_part = "model" in saved and saved["model"].is_part
         # Modules first: a value that shares their memory then gets a tensor of its own.
         modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
         for name, section in (modules | sections).items():
@@ -195,6 +204,8 @@ class TrainingState:
                 plan.differences.append(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
             elif rank_local is not None and name.startswith(PER_RANK):
                 rank_local.plan(name, section, plan, is_required=name in live)
+            elif rank_local is not None and not is_part and not rank_local.is_shared(name):
+                plan.differences.append(f"{name}: {rank_local.difference}: restore without it in the state")
             else:
                 section.plan(saved[name].value, saved[name].suffix, plan)
         for name in modules.keys() & saved.keys():

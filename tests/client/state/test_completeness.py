@@ -179,3 +179,19 @@ def test_keys_that_are_prefixes_of_each_other_are_restored_or_refused(files: Fil
             assert_same(fresh[name].state_dict(), value.state_dict())  # type: ignore[union-attr]
         else:
             assert_same(fresh[name], value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_module_whose_entry_has_the_name_of_a_value_is_refused(world_size: int) -> None:
+    """The names of its tensors are not in the state tree, so a restore would read the value into the module."""
+    extra = {"net.weight": torch.ones(2, 2), "net": torch.nn.Linear(2, 2)}
+    with pytest.raises(Unsupported, match=r"capture extra\.net\.weight: another entry of the state has this name"):
+        TrainingState(model=small_net(), extra=extra).capture(0, world_size)
+
+
+def test_buffer_whose_memory_was_freed_is_refused_before_it_is_read() -> None:
+    model = small_net()
+    model.register_buffer("table", torch.ones(4))
+    model.table.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match=r"capture model\.table: the memory of this tensor was freed \(0 bytes"):
+        check(TrainingState(model=model))

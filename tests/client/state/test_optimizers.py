@@ -207,3 +207,22 @@ def test_optimizer_with_hyperparameters_of_a_newer_torch_is_accepted(files: File
     restore(TrainingState(model=other, optimizer=newer), [files.on_disk(raw)])
     assert newer.param_groups[0]["lr"] == 0.5
     assert newer.param_groups[0]["invented_later"] is True
+
+
+def test_parameter_outside_of_the_model_never_takes_the_name_of_one_inside(files: Files) -> None:
+    def build(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        names = torch.nn.ModuleDict({"0": torch.nn.ParameterList([torch.full((2,), value)])})
+        model = torch.nn.ModuleDict({"param": names})
+        assert [name for name, _ in model.named_parameters()] == ["param.0.0"]
+        outside = torch.nn.Parameter(torch.full((2,), -value))
+        return model, torch.optim.SGD([outside, *model.parameters()], lr=0.1, momentum=0.9)
+
+    model, optimizer = build(1.0)
+    for value, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        parameter.grad = torch.full((2,), float(value))
+    optimizer.step()
+    raw = stage(TrainingState(model=model, optimizer=optimizer))
+    other, fresh = build(5.0)
+    restore(TrainingState(model=other, optimizer=fresh), [files.on_disk(raw)])
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert_same(fresh.param_groups[0]["params"], optimizer.param_groups[0]["params"])

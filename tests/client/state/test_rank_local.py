@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from tierd_client.restore.replica import Replica
+from tierd_client.state.dict_state import DictState
+from tierd_client.state.ownership import assign_owners
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.cli import make_manifest
 from tests.support.state import Files, Loader, assert_same, small_net, stage
-from tierd.errors import Mismatch
+from tierd.errors import Mismatch, Unsupported
 from tierd.format import layout
 from tierd.format.ids import Rank, checkpoint_id
 
@@ -52,7 +54,7 @@ def loader_at(state: Any) -> Loader:
     return loader
 
 
-def save(files: Files, states: Sequence[TrainingState]) -> Replica:
+def save(files: Files, states: Sequence[TrainingState | DictState]) -> Replica:
     """The checkpoint that ranks with these states write, as a replica."""
     entries = []
     for rank, state in enumerate(states):
@@ -174,6 +176,55 @@ def test_module_equal_on_all_ranks_is_restored_and_one_that_differs_is_refused(f
         pytest.raises(Mismatch, match="critic"),
     ):
         replica.read_into_state(state_of(extra={"critic": torch.nn.Linear(3, 3)}), 0, 1)
+
+
+def test_value_of_another_type_on_another_rank_is_refused(files: Files) -> None:
+    """For Python, 1 equals True and 1.0, and 0.0 equals -0.0."""
+    for values in ([1, True], [1, 1.0], [0.0, -0.0]):
+        with (
+            save(files, [state_of(extra={"a": value}) for value in values]) as replica,
+            pytest.raises(Mismatch, match=r"extra\.a: it differs between the 2 ranks"),
+        ):
+            replica.read_into_state(state_of(extra={"a": None}), 0, 1)
+        files.close()
+        files.opened.clear()
+
+
+def test_scheduler_or_group_that_differs_between_ranks_is_refused(files: Files) -> None:
+    """Rank 0's would be restored, and the other's lost."""
+
+    def build(rank: int, lr: float) -> TrainingState:
+        model = small_net()
+        return state_of(scheduler=loader_at({"best": rank}), optimizer=torch.optim.SGD(model.parameters(), lr=lr))
+
+    with (
+        save(files, [build(rank, 0.1 + rank) for rank in range(2)]) as replica,
+        pytest.raises(Mismatch, match=r"(?s)optimizer: it differs between.*scheduler: it differs between"),
+    ):
+        replica.read_into_state(build(0, 0.5), 0, 1)
+
+
+def test_dict_whose_values_differ_between_ranks_is_refused(files: Files) -> None:
+    def build(count: int) -> DictState:
+        return DictState({"counts": {"own": torch.ones(2), "seen": [count, torch.ones(1)][: 1 + count]}})
+
+    with (
+        save(files, [build(rank) for rank in range(2)]) as replica,
+        pytest.raises(Mismatch, match="counts: it differs between the 2 ranks that saved"),
+    ):
+        replica.read_into_state(build(9), 0, 1)
+
+
+def test_tensors_outside_of_the_model_are_compared_between_ranks() -> None:
+    """One rank writes them for all, so different values would be lost."""
+    for build in (
+        lambda rank: TrainingState(model=torch.nn.Linear(1, 1, bias=False), ema={"w": torch.full((2,), float(rank))}),
+        lambda rank: DictState({"w": torch.full((2,), float(rank))}),
+    ):
+        torch.manual_seed(0)
+        captured = [build(rank).capture(rank, 2) for rank in range(2)]
+        with pytest.raises(Unsupported, match=r"assign (ema\.)?w to a rank: ranks 0 and 1 hold different tensors"):
+            assign_owners([each.held_tensors()[-1:] for each in captured])
 
 
 # ── random numbers ──

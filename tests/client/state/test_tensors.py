@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tierd_client.state.tensors import capture_tensor, sample_of
+from tierd_client.state.tensors import as_bytes, capture_tensor, sample_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -109,3 +109,10 @@ def test_equal_tensors_have_equal_samples_and_different_ones_do_not(tensor: torc
     assert sample_of(tensor) == sample_of(tensor.clone())
     other = ~tensor if tensor.dtype == torch.bool else tensor + 1
     assert (sample_of(tensor) == sample_of(other)) == (tensor.numel() == 0)
+
+
+def test_bytes_of_one_element_do_not_depend_on_its_stride() -> None:
+    single = torch.arange(4.0)[::4]
+    assert single.stride() == (4,)
+    assert as_bytes(single).tolist() == [0, 0, 0, 0]
+    assert sample_of(single) == sample_of(torch.zeros(1))
