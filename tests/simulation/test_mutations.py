@@ -24,10 +24,11 @@ async def commit_nothing_in_hot(tier: Tier, *arguments: Any, **options: Any) -> 
     return None if tier.name == HOT else await commit(tier, *arguments, **options)
 
 
-async def delete_shards_first(tier: Tier, checkpoint: CheckpointId) -> None:
+async def delete_shards_first(tier: Tier, checkpoint: CheckpointId, **options: object) -> bool:
     keys = {stored.key for stored in await tier.store.list(layout.checkpoint_prefix(checkpoint))}
     for key in sorted(keys, key=lambda key: key.endswith(layout.MANIFEST)):
         await tier.store.delete([key])
+    return True
 
 
 async def commit_first(manifest: Manifest, source: Tier, target: Tier, **options: Any) -> None:
