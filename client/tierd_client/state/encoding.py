@@ -146,7 +146,7 @@ def decode(value: Json, allocate: Allocate) -> Any:
     def unleaf(tag: str, content: Json) -> object:
         match tag:
             case "$tensor" if isinstance(content, str):
-                return allocate(content, "home")
+                return _of_kind(allocate(content, "home"), False, False)
             case "$tensor":
                 tensor = allocate(str(content["name"]), str(content["device"]))
                 return _of_kind(tensor, content.get("parameter") is True, content.get("requires_grad") is True)
@@ -172,9 +172,12 @@ def decode(value: Json, allocate: Allocate) -> Any:
 
 def _of_kind(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     """The tensor, or one of the kind that was saved in the same memory. A live tensor is never changed here."""
-    if is_parameter and type(tensor) is torch.Tensor:
+    is_same = (type(tensor) is torch.nn.Parameter) == is_parameter and tensor.requires_grad == requires_grad
+    if is_same or type(tensor) not in PLAIN:
+        return tensor
+    if is_parameter:
         return torch.nn.Parameter(tensor.detach(), requires_grad=requires_grad)
-    return tensor.detach().requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+    return tensor.detach().requires_grad_(requires_grad)
 
 
 def _scalar(raw: bytes, dtype: np.dtype[Any]) -> np.generic:

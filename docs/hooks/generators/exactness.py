@@ -38,7 +38,10 @@ def page() -> str:
         tree = ast.parse((FOLDER / f"{subject}.py").read_text(encoding="utf-8"))
         title = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
         cells = [[cell(name), *_outcomes(outcome, on_fewer)] for name, outcome, on_fewer in _rows(tree)]
-        parts += [f"## {title}\n", table(["state", "1→1", "2→2", "2→1"], cells), ""]
+        head = ["state", "1→1", "2→2", "2→1"]
+        if subject == "ranks":  # a single rank differs from no other
+            head, cells = [head[0], *head[2:]], [[row[0], *row[2:]] for row in cells]
+        parts += [f"## {title}\n", table(head, cells), ""]
     return "\n".join(parts)
 
 

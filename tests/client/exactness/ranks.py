@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.client.exactness.models import ExtraState
 from tests.client.exactness.row import EXACT, Row
 from tests.support.contents import Objects
 from tests.support.random_values import Stateful
@@ -78,7 +79,7 @@ ROWS = [
         "ranks 0 and 1 hold different tensors",
         lambda rank: {"ema": filled(nn.Linear(2, 2), rank)},
     ),
-    Row("extra state of the model", EXACT, lambda rank: {"model": extra_state(rank)}, DIFFERS),
+    Row("extra state of the model", EXACT, lambda rank: {"model": ExtraState({"amax": rank})}, DIFFERS),
 ]
 
 
@@ -86,12 +87,6 @@ def filled(module: nn.Module, value: float) -> nn.Module:
     for parameter in module.parameters():
         nn.init.constant_(parameter, value)
     return module
-
-
-def extra_state(rank: int) -> nn.Module:
-    from tests.client.exactness.models import ExtraState
-
-    return ExtraState({"amax": rank})
 
 
 def build(row: Row, seed: int, rank: int) -> Objects:

@@ -62,7 +62,8 @@ def test_the_page_shows_every_row_with_its_outcome() -> None:
         (line,) = (line for line in lines if line.startswith(f"| {row.name} | "))
         outcomes = ["exact", "exact", row.refused_on_fewer or "exact"] if row.outcome == EXACT else [row.outcome] * 3
         shown = line.removeprefix(f"| {row.name} | ").removesuffix(" |").split(" | ")
-        assert all(text in cell for text, cell in zip(outcomes, shown, strict=True)), line
+        assert len(shown) == (2 if row in ranks.ROWS else 3)
+        assert all(text in cell for text, cell in zip(outcomes[-len(shown) :], shown, strict=True)), line
 
 
 @pytest.mark.parametrize(("subject", "row"), ALL, ids=[name.decode() for name in IDS])

@@ -170,3 +170,27 @@ def test_ranges_join_all_tensors_between_which_memory_is_shared() -> None:
     ranges.add(capture_tensor("d", memory[49:60]))
     (shared,) = ranges.shared()
     assert {tensor.name for tensor in shared} == {"a", "b", "c", "bridge", "d"}
+
+
+@pytest.mark.parametrize("saved_kind", range(4))
+@pytest.mark.parametrize("live_kind", range(4))
+def test_value_is_of_the_kind_that_was_saved_and_in_the_live_memory(
+    files: Files, saved_kind: int, live_kind: int
+) -> None:
+    def build(kind: int, value: float) -> torch.Tensor:
+        tensor = torch.full((3,), value)
+        return [
+            tensor,
+            tensor.clone().requires_grad_(),
+            torch.nn.Parameter(tensor),
+            torch.nn.Parameter(tensor, requires_grad=False),
+        ][kind]
+
+    raw = stage(DictState({"a": build(saved_kind, 1.0)}))
+    live = build(live_kind, 5.0)
+    values: dict[str, Any] = {"a": live}
+    restore(DictState(values), [files.on_disk(raw)])
+    assert (values["a"] is live) == (saved_kind == live_kind)
+    assert type(values["a"]) is type(build(saved_kind, 0.0))
+    assert values["a"].requires_grad == build(saved_kind, 0.0).requires_grad
+    assert live.tolist() == values["a"].tolist() == [1, 1, 1]
