@@ -1,7 +1,7 @@
 """A directory as a store: each object is a file below the root.
 
-A put writes a file beside its final name and links it there, so an object is whole and durable, or absent. See new_file.py
-for how a file is written and tree.py for how paths are opened.
+A put writes a file beside its final name and links it there, so an object is whole and durable, or absent. See
+new_file.py for how a file is written and tree.py for how paths are opened.
 """
 
 from __future__ import annotations
