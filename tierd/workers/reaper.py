@@ -107,9 +107,7 @@ class Reaper:
         elsewhere = entry.tiers - {HOT}
         marked = frozenset[str]().union(*(entry.milestones.get(name, ()) for name in elsewhere))
         if elsewhere and not entry.milestones.get(HOT, frozenset()) <= marked:
-            return (
-                False  # the replicator copies the marker first: without it, the cold tier would expire the checkpoint
-            )
+            return False  # without the marker, which the replicator copies, the cold tier would expire the checkpoint
         for name in elsewhere:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
