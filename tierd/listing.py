@@ -5,6 +5,7 @@ halt, not guess: a manifest that cannot be read, or a checkpoint with a file mis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from tierd.catalog import Catalog
@@ -13,6 +14,8 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
 from tierd.tiers.tier import Listing, Tier
+
+log = logging.getLogger("tierd")
 
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
@@ -25,6 +28,9 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
         await enter(catalog, tier, await tier.listing(), since)
     except TierdError as error:
         catalog.listing_failed(tier.name, str(error))
+    except Exception as error:  # broad: whatever the cause, the former listing must not justify a deletion
+        log.exception("list %s", tier.name)
+        catalog.listing_failed(tier.name, f"{type(error).__name__}: {error}")
 
 
 async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int) -> None:

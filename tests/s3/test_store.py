@@ -371,6 +371,37 @@ async def test_missing_bucket_is_unreachable_and_not_empty(moto: str) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("code", ["InvalidObjectState", "AccessDenied"])
+async def test_object_that_is_archived_or_forbidden_does_not_make_the_bucket_unreachable(code: str) -> None:
+    with bucket_server() as served:
+        store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, retry_min_s=0.001)
+        for name in ("readable", "other"):
+            await store.put_bytes(f"run/{name}", name.encode())
+        served.script = lambda operation, key: code if key.endswith("other") else ""
+        readable, other = await store.get_many(["run/readable", "run/other"], size_max=10)
+        assert readable == b"readable"
+        assert isinstance(other, TierUnreachable)
+        served.script = lambda operation, key: "SlowDown" if key.endswith("other") else ""
+        with pytest.raises(TierUnreachable, match="slow down"):
+            await store.get_many(["run/readable", "run/other"], size_max=10)
+        served.script = lambda operation, key: code if operation == "list_objects_v2" else ""
+        with pytest.raises(TierUnreachable):
+            await store.list()
+        await store.close()
+
+
+async def test_answer_that_boto3_cannot_parse_is_unreachable() -> None:
+    """botocore raises AttributeError for an error whose answer has a checksum's header."""
+    with bucket_server() as served:
+        store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url, retry_min_s=0.001)
+        await store.list()
+        client = store.requests.client._connect(signs_payload=False)
+        client.meta.events.register("before-parse.s3.ListObjectsV2", lambda **_: [].absent)  # type: ignore[attr-defined]
+        with pytest.raises(TierUnreachable, match=r"list .*AttributeError"):
+            await store.list()
+        await store.close()
+
+
 async def test_wrong_endpoint_is_unreachable() -> None:
     store = s3_store("s3://bucket", endpoint_url="not a url")
     with pytest.raises(TierUnreachable, match="Invalid endpoint"):

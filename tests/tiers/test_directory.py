@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
@@ -147,6 +148,28 @@ async def test_put_fsyncs_the_file_then_links_it_then_fsyncs_the_folder(
     assert file[0] == "fsync"
     assert file[1].endswith(".partial")
     assert (named, last) == (("link", "x"), ("fsync", "a"))
+
+
+async def test_file_that_cannot_be_read_does_not_make_the_directory_unreachable(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put_bytes("run/a", b"a")
+    await store.put_bytes("run/b", b"b")
+    real, codes = store.tree.open_file, [errno.EACCES, errno.EIO, errno.ESTALE]
+
+    def open_file(key: str) -> int:
+        if key == "run/b":
+            raise OSError(codes[0], os.strerror(codes[0]))
+        return real(key)
+
+    monkeypatch.setattr(store.tree, "open_file", open_file)
+    while codes[0] != errno.ESTALE:
+        readable, other = await store.get_many(["run/a", "run/b"], size_max=10)
+        assert readable == b"a"
+        assert isinstance(other, TierUnreachable)
+        del codes[0]
+    with pytest.raises(TierUnreachable):
+        await store.get_many(["run/a", "run/b"], size_max=10)
 
 
 async def test_manifest_is_durably_deleted_before_any_shard(

@@ -144,6 +144,19 @@ async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_li
     assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
 
 
+@pytest.mark.parametrize("tier", ["hot", "cold"])
+async def test_checkpoint_with_a_milestone_that_the_plan_did_not_know_stays(rooms: Rooms, tier: str) -> None:
+    """Another machine may have set it after the last listing of the tier."""
+    saved = CheckpointId(RUN, 200, 1)  # type: ignore[arg-type]
+    await rooms.tiers[tier].mark_milestone(saved, "best", "now")
+    assert await reaper(rooms).run_once()
+    assert 200 in rooms.steps("cold")
+    entry = rooms.catalog.get(saved)
+    assert entry is not None
+    assert entry.all_milestones == {"best"}
+    assert 100 not in rooms.steps("cold")
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda shard: shard.write_bytes(b"short")])
 async def test_hot_replica_stays_when_the_cold_one_is_not_whole(rooms: Rooms, damage: Callable[[Path], object]) -> None:
     """Another daemon may have deleted a shard between its upload and the commit."""

@@ -16,6 +16,7 @@ from tierd.decisions import HaltReason, halted
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
 from tierd.listing import refresh
+from tierd.tiers.store import StoredObject
 from tierd.transfer.partial_file import partial_name
 from tierd.workers.recovery import Lister, clear_uncommitted, recover
 
@@ -173,6 +174,21 @@ async def test_a_tier_that_cannot_be_listed_is_not_known_and_keeps_its_entries(r
     root.with_name("unmounted").rename(root)
     assert await lister.run_once()
     assert rooms.catalog.tiers["cold"].is_known
+
+
+async def test_a_tier_is_not_known_after_an_unexpected_error(rooms: Rooms) -> None:
+    manifest = await rooms.commit("cold")
+    await rooms.look()
+
+    async def list_badly(prefix: str = "") -> list[StoredObject]:
+        raise AttributeError("'NoneType' object has no attribute 'text'")
+
+    rooms.cold["cold"].store.list = list_badly  # type: ignore[method-assign]
+    lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
+    with pytest.raises(TierUnreachable, match="AttributeError: 'NoneType'"):
+        await lister.run_once()
+    assert not rooms.catalog.tiers["cold"].is_known
+    assert rooms.catalog.newest(manifest.id.run, "cold") == manifest
 
 
 async def test_other_files_and_folders_are_not_checkpoints_and_are_not_deleted(rooms: Rooms) -> None:

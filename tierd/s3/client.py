@@ -112,8 +112,10 @@ class S3Client:
         connection.began_s = time.monotonic()
         client = connection.client = self._connect(signs_payload=connection.signs_payload)
         _in_thread.connection = connection
+        answer: Answer | None = None
         try:
-            answer: Answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
+            answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
+            assert answer is not None
             body = answer.get("Body")
             try:
                 return str(answer["ResponseMetadata"]["HTTPStatusCode"]), use(answer)
@@ -128,6 +130,9 @@ class S3Client:
                 raise TierUnreachable(f"{action}: it did not end within the deadline", hint=hint) from error
             if isinstance(error, (BotoCoreError, ClientError)):
                 raise translate(error, action) from error
+            if answer is None:  # botocore raises AttributeError and others for answers that it cannot parse
+                hint = "is endpoint_url an S3 server? The request is tried again"
+                raise TierUnreachable(f"{action}: {type(error).__name__}: {error}", hint=hint) from error
             raise
         finally:
             connection.detach()

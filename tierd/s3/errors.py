@@ -110,6 +110,11 @@ _KNOWN = {
 CONDITION_FAILED = {"PreconditionFailed", "412"}
 # Servers that do not support DeleteObjects, or that require an MD5 with it, which boto3 no longer sends.
 BATCH_REFUSED = {"NotImplemented", "MissingContentMD5", "InvalidRequest", "InvalidArgument", "MethodNotAllowed", "501"}
+# The object is archived, or this identity or its key may not read it. Other objects may be readable.
+OF_ONE_OBJECT = {
+    *("InvalidObjectState", "AccessDenied", "AllAccessDisabled"),
+    *("KMS.NotFoundException", "KMS.DisabledException", "KMS.KMSInvalidStateException"),
+}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 

@@ -18,7 +18,7 @@ from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreacha
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.client import Answer
-from tierd.s3.errors import BATCH_REFUSED, CONDITION_FAILED, code_of, retention
+from tierd.s3.errors import BATCH_REFUSED, CONDITION_FAILED, OF_ONE_OBJECT, code_of, retention
 from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
@@ -148,9 +148,9 @@ class S3Store:
         async def get(key: str) -> None:
             try:
                 contents[key] = await self.get_bytes(key, size_max=size_max)
-            except TierUnreachable:
-                raise
             except TierdError as error:
+                if isinstance(error, TierUnreachable) and code_of(error.__cause__) not in OF_ONE_OBJECT:
+                    raise
                 contents[key] = error
 
         await for_each(self.requests.parts_in_flight, keys, get)

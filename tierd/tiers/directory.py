@@ -6,6 +6,7 @@ new_file.py for how a file is written and tree.py for how paths are opened.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from tierd.tiers.rate_limit import MIB, Bandwidth
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
 from tierd.tiers.tree import Tree, closing_fd, translated
 
+_OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
 
 
@@ -127,9 +129,9 @@ class DirectoryStore:
         def get(key: str) -> bytes | TierdError:
             try:
                 return self._get(key, size_max)
-            except TierUnreachable:
-                raise
             except TierdError as error:
+                if isinstance(error, TierUnreachable) and getattr(error.__cause__, "errno", None) not in _OF_ONE_FILE:
+                    raise
                 return error
 
         # One call in a thread for all: handing a call over costs more than reading a manifest.

@@ -115,7 +115,8 @@ class Store(ReadableStore, Protocol):
         ...
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
-        """Small objects, each whole or with the error that `get_bytes` would raise. Raises TierUnreachable."""
+        """Small objects, each whole or with the error that `get_bytes` would raise. Raises TierUnreachable, except for
+        an object that cannot be read while others can: forbidden, archived, or in a bad sector."""
         ...
 
     async def stored_checksum(self, key: str) -> str | None:

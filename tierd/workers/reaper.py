@@ -87,7 +87,14 @@ class Reaper:
         return self._catalog.changes == decided_at
 
     def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
-        """Whether the plan still has this deletion, after listings that may have taken minutes."""
+        """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
+        checkpoint's files in the tier; a milestone that another machine has set there enters the catalog."""
+        entry = self._catalog.get(action.checkpoint)
+        milestones = {milestone for name in names if (milestone := layout.milestone_of(name)) is not None}
+        if entry is not None and (unknown := milestones - entry.all_milestones):
+            log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
+            self._catalog.add(entry.manifest, action.tier, unknown)
+            return False
         return self._catalog.changes == decided_at or action in deletions(self._catalog, self._context.config)
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
@@ -97,7 +104,11 @@ class Reaper:
         entry = self._catalog.get(action.checkpoint)
         if entry is None:
             return False
-        for name in entry.tiers - {HOT}:
+        elsewhere = entry.tiers - {HOT}
+        marked = frozenset[str]().union(*(entry.milestones.get(name, ()) for name in elsewhere))
+        if elsewhere and not entry.milestones.get(HOT, frozenset()) <= marked:
+            return False  # without the marker, which the replicator copies, the cold tier would expire the checkpoint
+        for name in elsewhere:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
