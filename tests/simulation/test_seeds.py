@@ -26,6 +26,16 @@ KNOWN_DEFECTS = {
 """Defects of the daemon that are not mended yet, by name: the broken promises through which a seed shows them. The
 change that mends one removes it here."""
 
+RARE_DEFECTS = {
+    "two jobs that hold one generation write one checkpoint": {
+        "Persisted was said of other bytes",
+        "a committed file was overwritten",
+        "a manifest of other bytes",
+        "cold deleted what its policy keeps",
+    },
+}
+"""As KNOWN_DEFECTS, but too rare for the short run. Seeds of "shared run" show them, because of the defect above."""
+
 pytestmark = pytest.mark.timeout(1200)  # on a busy machine; 300 seeds take 25 s of one processor
 
 
@@ -35,7 +45,7 @@ def outcomes() -> list[SeedOutcome]:
 
 
 def unexpected(outcomes: list[SeedOutcome]) -> list[str]:
-    known = set[str]().union(*KNOWN_DEFECTS.values())
+    known = set[str]().union(*KNOWN_DEFECTS.values(), *RARE_DEFECTS.values())
     return [str(outcome) for outcome in outcomes if outcome.kind and outcome.kind not in known]
 
 
@@ -54,6 +64,15 @@ def test_no_seed_shows_the_known_defect(defect: str, outcomes: list[SeedOutcome]
 @pytest.mark.timeout(0)
 def test_no_seed_of_many_breaks_a_promise() -> None:
     assert unexpected(run_seeds(SEEDS, SEEDS_LONG, processes=os.cpu_count() or 1)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.xfail(reason="not mended yet", strict=True)
+@pytest.mark.parametrize("defect", RARE_DEFECTS)
+def test_no_seed_of_a_shared_run_shows_the_rare_defect(defect: str) -> None:
+    outcomes = run_seeds(3000, 1000, scenario="shared run", processes=os.cpu_count() or 1)
+    assert [str(outcome) for outcome in outcomes if outcome.kind in RARE_DEFECTS[defect]] == []
 
 
 def test_a_seed_replays_exactly() -> None:

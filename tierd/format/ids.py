@@ -44,6 +44,10 @@ class CheckpointId(msgspec.Struct, frozen=True, order=False):
         """The key to sort checkpoints of a run by: the newest has the highest."""
         return (self.generation, self.step)
 
+    def __hash__(self) -> int:
+        # msgspec's own hash contains the address of the class: a set would have another order in each process.
+        return hash((self.run, self.step, self.generation))
+
     def __str__(self) -> str:
         return f"{self.run}/{self.name}"
 
