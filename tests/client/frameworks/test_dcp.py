@@ -13,7 +13,7 @@ import tierd_client
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tierd_client import Client, NotFound
+from tierd_client import Client, DictState, NotFound
 from tierd_client.frameworks.dcp import TierdReader, TierdWriter, step_of
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -295,6 +295,11 @@ def step_on(training: Training, steps: int) -> list[float]:
     return losses
 
 
+def start_anew(training: Training) -> None:
+    """The run has checkpoints of other tests."""
+    training.client.restore(DictState({}), resume="scratch", force=True)
+
+
 def save(training: Training) -> None:
     writer = TierdWriter(training.client, training.step, wait_persisted=True)
     dcp.save({"app": training.extra["app"], "train": {"step": training.step}}, storage_writer=writer)
@@ -362,6 +367,7 @@ def test_fsdp_training_killed_and_resumed_is_identical_to_an_undisturbed_one(dae
 
 def test_dcp_loads_the_same_state_on_another_number_of_ranks(daemon: Daemon) -> None:
     with sharded(daemon, 4, seed=3) as four:
+        together(four, "apply", start_anew)
         together(four, "apply", step_on, 2)
         together(four, "apply", save)
         expected = four[0].begin("apply", whole) or together(four[1:], "apply", whole)[0]
