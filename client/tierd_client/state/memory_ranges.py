@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,54 +14,52 @@ from tierd_client.state.tensors import CapturedTensor, as_bytes
 ALIGN_BYTES = 16  # of the largest dtype: complex128
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The addresses `[begin, end)`, which all `tensors` lie in."""
+@dataclass(slots=True)
+class _Ranges:
+    """Disjoint ranges `[begin, end)` of addresses, sorted, each with the tensors in it: three lists of one length."""
 
-    begin: int
-    end: int
-    tensors: tuple[CapturedTensor, ...]
+    begins: list[int] = field(default_factory=list[int])
+    ends: list[int] = field(default_factory=list[int])
+    tensors: list[list[CapturedTensor]] = field(default_factory=list[list[CapturedTensor]])
+
+    def overlapped(self, begin: int, end: int) -> slice:
+        first = bisect.bisect_right(self.ends, begin)
+        return slice(first, bisect.bisect_left(self.begins, end, lo=first))
 
 
 class MemoryRanges:
     """Disjoint ranges of memory by device, with the tensors in each. Tensors of one range may share memory."""
 
     def __init__(self) -> None:
-        self._ranges: dict[torch.device, list[_Range]] = defaultdict(list)
+        self._ranges: dict[torch.device, _Ranges] = defaultdict(_Ranges)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` overlaps a range."""
         begin, end = _addresses(tensor)
-        return begin < end and bool(self._ranges[tensor.device][self._overlapped(tensor.device, begin, end)])
+        ranges = self._ranges[tensor.device]
+        return begin < end and bool(ranges.begins[ranges.overlapped(begin, end)])
 
     def add(self, tensor: CapturedTensor) -> None:
         begin, end = _addresses(tensor.tensor)
         if begin == end:
             return
-        device = tensor.tensor.device
-        overlapped = self._overlapped(device, begin, end)
-        joined = self._ranges[device][overlapped]
-        self._ranges[device][overlapped] = [
-            _Range(
-                min([begin, *(known.begin for known in joined)]),
-                max([end, *(known.end for known in joined)]),
-                (*(member for known in joined for member in known.tensors), tensor),
-            )
-        ]
+        ranges = self._ranges[tensor.tensor.device]
+        joined = ranges.overlapped(begin, end)
+        members = [member for tensors in ranges.tensors[joined] for member in tensors]
+        ranges.begins[joined] = [min([begin, *ranges.begins[joined]])]
+        ranges.ends[joined] = [max([end, *ranges.ends[joined]])]
+        ranges.tensors[joined] = [[*members, tensor]]
 
-    def shared(self) -> Iterator[tuple[CapturedTensor, ...]]:
+    def shared(self) -> Iterator[list[CapturedTensor]]:
         """The tensors of each range that holds several."""
-        return (known.tensors for ranges in self._ranges.values() for known in ranges if len(known.tensors) > 1)
-
-    def _overlapped(self, device: torch.device, begin: int, end: int) -> slice:
-        ranges = self._ranges[device]
-        first = bisect.bisect_right(ranges, begin, key=lambda known: known.end)
-        return slice(first, bisect.bisect_left(ranges, end, lo=first, key=lambda known: known.begin))
+        return (tensors for ranges in self._ranges.values() for tensors in ranges.tensors if len(tensors) > 1)
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from the first to the last element of a tensor; equal for an empty one."""
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     if not tensor.numel():
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
