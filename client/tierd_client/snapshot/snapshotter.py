@@ -158,7 +158,7 @@ class Snapshotter:
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
             self._comparison.check(maxima)
-        if self._has_stages:
+        if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
 

@@ -379,3 +379,24 @@ def test_dcp_loads_the_same_state_on_another_number_of_ranks(daemon: Daemon) -> 
         loaded = together(two, "apply", whole)
     assert_same(loaded[0], expected)
     assert_same(loaded[1], expected)
+
+
+def save_own_part(training: Training) -> None:
+    """As with pipeline stages: each rank has tensors of the model that the other one lacks."""
+    rank = dist.get_rank()
+    state = {"model": {f"stage{rank}": torch.full((3,), float(rank))}}
+    dcp.save(state, storage_writer=TierdWriter(training.client, 9, wait_persisted=True))
+
+
+def load_own_part(training: Training) -> list[float]:
+    rank = dist.get_rank()
+    state = {"model": {f"stage{rank}": torch.zeros(3)}}
+    dcp.load(state, storage_reader=TierdReader(training.client, step=9))
+    return state["model"][f"stage{rank}"].tolist()
+
+
+def test_ranks_that_save_different_tensors_of_the_model_load_their_own(daemon: Daemon) -> None:
+    with sharded(daemon, 2, seed=6) as ranks:
+        together(ranks, "apply", start_anew)
+        together(ranks, "apply", save_own_part)
+        assert together(ranks, "apply", load_own_part) == [[0.0] * 3, [1.0] * 3]
