@@ -132,7 +132,7 @@ def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
     shards, tensors = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
     plan = state.plan_restore(tree, tensors)
-    plan.run(lambda tensors: ReadPlan(files, tensors).run())
+    plan.run(lambda tensors, *, is_verified=True: ReadPlan(files, tensors).run(is_verified=is_verified))
 
 
 @dataclass

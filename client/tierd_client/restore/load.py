@@ -77,15 +77,7 @@ class SourceFile:
         end = min(begin + self.entry.chunk_bytes, self.entry.size_bytes)
         is_verified = index in self._verified
         crc = 0
-        for offset in range(begin, end, BLOCK_BYTES):
-            length = min(BLOCK_BYTES, end - offset)
-            if self._mapping is not None:
-                block = self._mapping[offset : offset + length]
-            else:
-                block = scratch[:length]
-                if missing := read_all(self._fd, offset, block.numpy().data):
-                    ends_at = offset + length - missing
-                    raise Corrupt(f"read {self.name}: it ends at byte {ends_at} of {self.entry.size_bytes}", hint=_HINT)
+        for offset, block in self.read_unverified(begin, end, scratch):
             if not is_verified:
                 crc = checksum.crc64nvme(block.numpy().data, crc)
             yield offset, block
@@ -96,6 +88,19 @@ class SourceFile:
             )
         if self._mapping is not None:
             self._verified.add(index)
+
+    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields the bytes `[begin, end)` as `read_chunk` does, without a check. Raises Corrupt at the file's end."""
+        for offset in range(begin, end, BLOCK_BYTES):
+            length = min(BLOCK_BYTES, end - offset)
+            if self._mapping is not None:
+                block = self._mapping[offset : offset + length]
+            else:
+                block = scratch[:length]
+                if missing := read_all(self._fd, offset, block.numpy().data):
+                    ends_at = offset + length - missing
+                    raise Corrupt(f"read {self.name}: it ends at byte {ends_at} of {self.entry.size_bytes}", hint=_HINT)
+            yield offset, block
 
 
 def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:
@@ -131,10 +136,11 @@ class ReadPlan:
         """The indexes of the chunks that `run` reads, for each file."""
         return [[read.index for read in reads] for reads in self._reads]
 
-    def run(self, workers: int = WORKERS) -> int:
-        """Fills the requested tensors. Returns the number of bytes read.
+    def run(self, workers: int = WORKERS, *, is_verified: bool = True) -> int:
+        """Fills the requested tensors. Returns the number of bytes in their chunks.
 
         Raises Corrupt, naming file and chunk; then the destinations hold a mixture of old, new and damaged bytes.
+        Without `is_verified` only the tensors' own bytes are read, not whole chunks, and no checksum is compared.
         """
         for device in self._devices:
             torch.cuda.synchronize(device)  # kernels of the training may still use that memory; our copies do not wait
@@ -147,7 +153,7 @@ class ReadPlan:
             try:
                 if not hasattr(scratch, "buffer"):
                     scratch.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-                for offset, block in read.file.read_chunk(read.index, scratch.buffer):
+                for offset, block in read.blocks(scratch.buffer, is_verified=is_verified):
                     read.copy(offset, block)
             except BaseException:
                 failed.set()
@@ -169,6 +175,14 @@ class _ChunkRead:
     sinks: Sequence[_Sink]
     max_ends: Sequence[int]
 
+    def blocks(self, scratch: torch.Tensor, *, is_verified: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """All blocks of the chunk, or, if they are not verified, those with bytes for the sinks."""
+        if is_verified:
+            return self.file.read_chunk(self.index, scratch)
+        begin = self.index * self.file.entry.chunk_bytes
+        ranges = ((max(begin, sink.begin), min(begin + self.length, sink.end)) for sink in self.sinks)
+        return chain.from_iterable(self.file.read_unverified(first, end, scratch) for first, end in ranges)
+
     def copy(self, offset: int, block: torch.Tensor) -> None:
         """Copies the file's bytes from `offset` on into the sinks."""
         end = offset + block.numel()
@@ -181,11 +195,12 @@ class _ChunkRead:
 
 
 def _plan_file(file: SourceFile, requested: Mapping[str, Sequence[CapturedTensor]]) -> list[_ChunkRead]:
+    stored = file.shard().tensors
     sinks = [
         sink
-        for entry in file.shard().tensors.values()
-        if entry.size_bytes
-        for tensor in requested.get(entry.name, ())
+        for name, tensors in requested.items()
+        if (entry := stored.get(name)) is not None and entry.size_bytes
+        for tensor in tensors
         if (sink := _sink(entry, tensor)) is not None
     ]
     sinks.sort(key=lambda sink: sink.begin)

@@ -76,7 +76,9 @@ class Replica(AbstractContextManager["Replica"]):
             for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)
         ]
 
-    def read(self, files: Sequence[SourceFile], requested: Iterable[CapturedTensor]) -> None:
+    def read(
+        self, files: Sequence[SourceFile], requested: Iterable[CapturedTensor], *, is_verified: bool = True
+    ) -> None:
         """Fills the requested tensors from `files`, which are this replica's, after fetching the chunks they are in.
 
         Raises Corrupt, or the daemon's error when it cannot fetch those chunks.
@@ -84,7 +86,7 @@ class Replica(AbstractContextManager["Replica"]):
         reads = ReadPlan(files, requested)
         if self.session is not None and any(reads.chunks):
             self._fetch(self.session, reads.chunks)
-        reads.run()
+        reads.run(is_verified=is_verified)
 
     def _fetch(self, session: DaemonSession, chunks: Sequence[Sequence[int]]) -> None:
         try:

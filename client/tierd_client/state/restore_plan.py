@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -34,8 +34,11 @@ DIFFERENCES_SHOWN = 20
 Available = Mapping[str, Sequence[TensorEntry]]
 """The tensors of all shards by name, with one entry for each stored part."""
 
-ReadTensors = Callable[[Iterable[CapturedTensor]], object]
-"""Fills the given tensors with the checkpoint's bytes."""
+
+class ReadTensors(Protocol):
+    """Fills the given tensors with the checkpoint's bytes, whose checksums are compared if `is_verified`."""
+
+    def __call__(self, requested: Iterable[CapturedTensor], /, *, is_verified: bool = True) -> object: ...
 
 
 class RestorePlan:
@@ -171,10 +174,11 @@ class RestorePlan:
     def _check_shared_memory(self, read: ReadTensors) -> None:
         shared = list(self._memory.shared())
         stored = [[_on_cpu(tensor) for tensor in tensors] for tensors in shared]
-        if shared:
-            read(tensor for tensors in stored for tensor in tensors)
+        if shared:  # tied weights, most often: their chunks are verified when they are read into the state
+            read([tensor for tensors in stored for tensor in tensors], is_verified=False)
         for tensors, values in zip(shared, stored, strict=True):
             if not can_hold(tensors, [value.tensor for value in values]):
+                read(values)  # raises Corrupt if it is damaged bytes that differ
                 names = " and ".join(tensor.name for tensor in tensors)
                 self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()

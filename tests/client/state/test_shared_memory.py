@@ -15,7 +15,7 @@ from tierd_client.state.tensors import capture_tensor
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.state import Files, assert_same, one_step, restore, small_net, stage
-from tierd.errors import Mismatch, Unsupported
+from tierd.errors import Corrupt, Mismatch, Unsupported
 
 
 @pytest.fixture
@@ -83,6 +83,15 @@ def test_tied_model_refuses_a_checkpoint_of_different_weights(files: Files) -> N
     with pytest.raises(Mismatch, match=r"nothing was changed\n  model.embedding.weight and model.output"):
         restore(TrainingState(model=fresh), [files.on_disk(raw)])
     assert_same(fresh.state_dict(), before)
+
+
+def test_damaged_copy_of_a_tied_weight_is_corrupt_rather_than_a_difference(files: Files) -> None:
+    raw = stage(TrainingState(model=Tied(is_tied=True)))
+    shard = files.on_disk(raw, chunk_bytes=1024)  # so the header is in chunks of its own
+    at = shard.shard().tensors["model.output.weight"].offset + 1024
+    (files.folder / shard.name).write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    with pytest.raises(Corrupt, match="read chunk"):
+        restore(TrainingState(model=Tied(is_tied=True)), [shard])
 
 
 def test_buffers_that_are_one_tensor_only_now_are_refused(files: Files) -> None:
