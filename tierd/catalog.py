@@ -15,6 +15,8 @@ from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import CheckpointView
 from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
 
+NOT_LISTED_YET = "not listed yet"
+
 
 @dataclass(slots=True)
 class Entry:
@@ -44,7 +46,7 @@ class TierKnowledge:
     tierd wrote."""
 
     is_known: bool = False
-    error: str = "not listed yet"
+    error: str = NOT_LISTED_YET
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
@@ -68,7 +70,7 @@ class Catalog:
         """A committed replica in `tier`."""
         checkpoint = manifest.id
         self._touch(checkpoint, tier)
-        self.tiers[tier].damaged.pop(checkpoint, None)
+        self._forget_unreadable(checkpoint, tier)
         entry = self._put(checkpoint, manifest, tier)
         if names := frozenset(milestones):
             entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | names
@@ -83,7 +85,7 @@ class Catalog:
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` was deleted."""
         self._touch(checkpoint, tier)
-        self.tiers[tier].damaged.pop(checkpoint, None)
+        self._forget_unreadable(checkpoint, tier)
         self._remove(checkpoint, tier)
 
     def damaged(self, checkpoint: CheckpointId, tier: str, why: str) -> None:
@@ -95,6 +97,10 @@ class Catalog:
     def forget_damage(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica was repaired. It counts again after the next listing, which also reads its markers."""
         self.tiers[tier].damaged.pop(checkpoint, None)
+
+    def _forget_unreadable(self, checkpoint: CheckpointId, tier: str) -> None:
+        self.tiers[tier].damaged.pop(checkpoint, None)
+        self.tiers[tier].unreadable.pop(checkpoint, None)
 
     def _put(self, checkpoint: CheckpointId, manifest: Manifest, tier: str) -> Entry:
         entry = self._entries.get(checkpoint)
@@ -153,13 +159,39 @@ class Catalog:
                     entry.diagnoses[tier] = diagnosis
                 has_changed = True
         former = self.tiers[tier]
-        unreadable = {c: why for c, why in unreadable.items() if c not in changed} | damaged
+        unreadable = (
+            {c: why for c, why in unreadable.items() if c not in changed}
+            | {c: why for c, why in former.unreadable.items() if c in changed}
+            | damaged
+        )
         uncommitted = frozenset(partial) - changed
         self.tiers[tier] = TierKnowledge(
             True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format)
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self.changes += 1
+
+    def enter_run(
+        self,
+        tier: str,
+        listed: Mapping[CheckpointId, tuple[Manifest, frozenset[str]]],
+        unreadable: Mapping[CheckpointId, str],
+        *,
+        diagnoses: Mapping[CheckpointId, bool],
+        newer_format: Iterable[CheckpointId],
+    ) -> None:
+        """What a listing of one run has found besides what is known. It removes nothing: a listing of the whole tier
+        may be under way, and an older one must not undo this one either."""
+        for checkpoint, (manifest, milestones) in listed.items():
+            entry = self._entries.get(checkpoint)
+            if entry is None or tier not in entry.tiers:
+                self.add(manifest, tier, milestones)
+                if checkpoint in diagnoses:
+                    self.diagnosed(checkpoint, tier, is_healthy=diagnoses[checkpoint])
+        for checkpoint, why in unreadable.items():
+            self._touch(checkpoint, tier)
+            self.tiers[tier].unreadable[checkpoint] = why
+        self.tiers[tier].newer_format |= frozenset(newer_format)
 
     def listing_failed(self, tier: str, error: str) -> None:
         """A listing failed: what was known stays, but must not be the reason for a deletion."""
@@ -217,9 +249,10 @@ class Catalog:
         *,
         in_memory: Collection[CheckpointId] = (),
         health: Mapping[CheckpointId, bool | None] = MappingProxyType({}),
+        unlisted: Mapping[str, str] | None = None,
     ) -> Inventory:
         """What a restore selects from. `in_memory`: the checkpoints of the memory tier. `health`: of checkpoints that
-        have no diagnosis marker yet."""
+        have no diagnosis marker yet. `unlisted`: why a tier could not be listed; default: the tiers not known now."""
         listed = {entry.id: entry for entry in self._entries.values() if run in (None, entry.id.run)}
         candidates: list[Candidate] = []
         for checkpoint in {*in_memory, *listed}:
@@ -244,7 +277,8 @@ class Catalog:
             )
             for (tier, checkpoint), reason in self.unreadable().items()
         ]
-        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=self.unlisted())
+        unlisted = self.unlisted() if unlisted is None else unlisted
+        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted)
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""

@@ -115,8 +115,7 @@ class _Daemon:
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
-        first_listings = [self._listers[name].has_listed for name in context.cold]
-        self._door = TrainerDoor(context, Restorer(context, first_listings, self._judge), spawn=self._spawn)
+        self._door = TrainerDoor(context, Restorer(context, self._judge), spawn=self._spawn)
         self._operator = Operator(context, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
 from tierd.tiers.tier import Listing, Tier
 
@@ -33,13 +33,24 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
         catalog.listing_failed(tier.name, f"{type(error).__name__}: {error}")
 
 
-async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int) -> None:
-    """Enter a listing that was begun when the catalog had `since` changes."""
+async def refresh_run(catalog: Catalog, tier: Tier, run: Run) -> None:
+    """List one run in the tier and enter what is new: a few requests, where a whole tier may take minutes.
+
+    Raises TierUnreachable.
+    """
+    await enter(catalog, tier, await tier.listing(f"{run}/"), None)
+
+
+async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | None) -> None:
+    """Enter a listing that was begun when the catalog had `since` changes; None: a listing of one run."""
     manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
     listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
     diagnoses = {c: diagnosis for c in listed if (diagnosis := listing.diagnosis(c)) is not None}
+    if since is None:
+        catalog.enter_run(tier.name, listed, unreadable, diagnoses=diagnoses, newer_format=newer_format)
+        return
     catalog.enter_listing(
         tier.name,
         listed,

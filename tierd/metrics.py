@@ -49,125 +49,115 @@ class Metrics:
         registry = CollectorRegistry() if registry is None else registry
         self.registry = registry
         ProcessCollector(registry=registry)
-        counter = functools.partial(Counter, registry=registry)
-        gauge = functools.partial(Gauge, registry=registry)
-        histogram = functools.partial(Histogram, registry=registry)
+        counter = functools.partial(Counter, namespace="tierd", registry=registry)
+        gauge = functools.partial(Gauge, namespace="tierd", registry=registry)
+        histogram = functools.partial(Histogram, namespace="tierd", registry=registry)
 
-        self.build_info = gauge("tierd_build_info", "Always 1. The labels have the versions.", ["version", "python"])
+        self.build_info = gauge("build_info", "Always 1. The labels have the versions.", ["version", "python"])
         self.snapshots_total = counter(
-            "tierd_snapshots_total",
+            "snapshots_total",
             "Snapshots by outcome: persisted; skipped (no free slot); failed (not staged); lost (never persisted).",
             ["run", "outcome"],
         )
         self.snapshot_stall_seconds = histogram(
-            "tierd_snapshot_stall_seconds",
+            "snapshot_stall_seconds",
             "How long snapshot() delayed a rank's training, including the wait for a slot.",
             buckets=_STALL_BUCKETS_S,
         )
         self.persist_seconds = histogram(
-            "tierd_persist_seconds",
+            "persist_seconds",
             "Time from the last rank's sealed snapshot to the commit in the hot tier.",
             buckets=_TRANSFER_BUCKETS_S,
         )
         self.replicate_seconds = histogram(
-            "tierd_replicate_seconds",
+            "replicate_seconds",
             "Time to copy one checkpoint from the hot tier and commit it in a cold tier.",
             ["tier"],
             buckets=_TRANSFER_BUCKETS_S,
         )
         self.restore_seconds = histogram(
-            "tierd_restore_seconds",
+            "restore_seconds",
             "Time from a rank's request for a checkpoint to its verified bytes, by the tier that they came from.",
             ["tier"],
             buckets=_TRANSFER_BUCKETS_S,
         )
         self.bytes_total = counter(
-            "tierd_bytes_total", "Bytes of checkpoints read from or written to the tier.", ["tier", "direction"]
+            "bytes_total", "Bytes of checkpoints read from or written to the tier.", ["tier", "direction"]
         )
         self.last_committed_step = gauge(
-            "tierd_last_committed_step", "Step of the newest checkpoint committed in the tier.", ["run", "tier"]
+            "last_committed_step", "Step of the newest checkpoint committed in the tier.", ["run", "tier"]
         )
         self.last_committed_timestamp_seconds = gauge(
-            "tierd_last_committed_timestamp_seconds",
+            "last_committed_timestamp_seconds",
             "Creation time of the newest checkpoint committed in the tier (Unix time).",
             ["run", "tier"],
         )
-        self.checkpoints = gauge("tierd_checkpoints", "Checkpoints committed in the tier.", ["run", "tier"])
-        self.tier_used_bytes = gauge(
-            "tierd_tier_used_bytes", "Size of the checkpoints committed in the tier.", ["tier"]
-        )
-        self.tier_free_bytes = gauge("tierd_tier_free_bytes", "Free space of the tier, if it is limited.", ["tier"])
-        self.queue_checkpoints = gauge(
-            "tierd_queue_checkpoints", "Checkpoints that have not reached the tier yet.", ["tier"]
-        )
+        self.checkpoints = gauge("checkpoints", "Checkpoints committed in the tier.", ["run", "tier"])
+        self.tier_used_bytes = gauge("tier_used_bytes", "Size of the checkpoints committed in the tier.", ["tier"])
+        self.tier_free_bytes = gauge("tier_free_bytes", "Free space of the tier, if it is limited.", ["tier"])
+        self.queue_checkpoints = gauge("queue_checkpoints", "Checkpoints that have not reached the tier yet.", ["tier"])
         self.queue_oldest_age_seconds = gauge(
-            "tierd_queue_oldest_age_seconds",
+            "queue_oldest_age_seconds",
             "Age of the oldest checkpoint that has not reached the tier yet; 0 if there is none.",
             ["tier"],
         )
-        self.slots = gauge("tierd_slots", "Slots of all ranks, by state.", ["state"])
+        self.slots = gauge("slots", "Slots of all ranks, by state.", ["state"])
         self.failures_total = counter(
-            "tierd_failures_total",
+            "failures_total",
             "Failed attempts, including those that were retried, by stage and kind of error.",
             ["stage", "kind"],
         )
         self.cold_requests_total = counter(
-            "tierd_cold_requests_total",
+            "cold_requests_total",
             "Requests to a cold tier. code: the HTTP status, or the kind of error if there was no response.",
             ["tier", "op", "code"],
         )
         self.verify_failures_total = counter(
-            "tierd_verify_failures_total", "Chunks or files that do not match their checksum.", ["tier"]
+            "verify_failures_total", "Chunks or files that do not match their checksum.", ["tier"]
         )
         self.scrubbed_checkpoints_total = counter(
-            "tierd_scrubbed_checkpoints_total",
+            "scrubbed_checkpoints_total",
             "Replicas scrubbed, by proof: deep (all bytes read); checksum (stored by the bucket); size (size only).",
             ["tier", "proof"],
         )
         self.damaged_checkpoints = gauge(
-            "tierd_damaged_checkpoints", "Replicas that are known to be damaged and are not repaired yet.", ["tier"]
+            "damaged_checkpoints", "Replicas that are known to be damaged and are not repaired yet.", ["tier"]
         )
         self.repaired_files_total = counter(
-            "tierd_repaired_files_total", "Damaged files that were replaced by valid ones from another tier.", ["tier"]
+            "repaired_files_total", "Damaged files that were replaced by valid ones from another tier.", ["tier"]
         )
         self.drill_restore_seconds = gauge(
-            "tierd_drill_restore_seconds",
+            "drill_restore_seconds",
             "Duration of the last drill: restoring a checkpoint from the tier into scratch space.",
             ["tier"],
         )
         self.drill_newest_step_proven = gauge(
-            "tierd_drill_newest_step_proven",
+            "drill_newest_step_proven",
             "Step of the newest checkpoint that a drill has restored from the tier.",
             ["run", "tier"],
         )
         self.drill_last_success_timestamp_seconds = gauge(
-            "tierd_drill_last_success_timestamp_seconds", "When a drill last succeeded (Unix time).", ["tier"]
+            "drill_last_success_timestamp_seconds", "When a drill last succeeded (Unix time).", ["tier"]
         )
         self.examinations_total = counter(
-            "tierd_examinations_total",
+            "examinations_total",
             "Checkpoints examined: healthy; unhealthy (NaN or Inf); failed (could not be read).",
             ["run", "verdict"],
         )
-        self.unhealthy_checkpoints = gauge("tierd_unhealthy_checkpoints", "Unhealthy checkpoints in any tier.", ["run"])
+        self.unhealthy_checkpoints = gauge("unhealthy_checkpoints", "Unhealthy checkpoints in any tier.", ["run"])
         self.stale_snapshots_total = counter(
-            "tierd_stale_snapshots_total",
-            "Snapshots whose weights are bit-identical to those of an earlier step.",
-            ["run"],
+            "stale_snapshots_total", "Snapshots whose weights are bit-identical to those of an earlier step.", ["run"]
         )
         self.step_slowdown_ratio = gauge(
-            "tierd_step_slowdown_ratio",
-            "Slowdown of a trainer's steps compared with an idle daemon; 0.05 is 5 %.",
-            ["run"],
+            "step_slowdown_ratio", "Slowdown of a trainer's steps compared with an idle daemon; 0.05 is 5 %.", ["run"]
         )
         self.write_limit_bytes_per_second = gauge(
-            "tierd_write_limit_bytes_per_second",
+            "write_limit_bytes_per_second",
             "Limit of the write rate to the tier while training steps are slower; no series without a limit.",
             ["tier"],
         )
         self.halted = gauge(
-            "tierd_halted",
-            "1 while nothing is deleted because something could not be read; the label says what.",
-            ["reason"],
+            "halted", "1 while nothing is deleted because something could not be read; the label says what.", ["reason"]
         )
 
         self.build_info.labels(__version__, platform.python_version()).set(1)

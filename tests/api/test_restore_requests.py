@@ -48,7 +48,7 @@ class Requester:
         self.peer.settimeout(10)
         self.session = TrainerSession(PacketConnection(ours), RUN, Rank(0), Generation(1))
         self.tasks: set[asyncio.Task[None]] = set()
-        self.restorer = Slow(rooms.context, [], not_examined)
+        self.restorer = Slow(rooms.context, not_examined)
         self.restorer.may_go = asyncio.Event()
         self.requests = RestoreRequests(self.restorer, rooms.incidents, self.spawn)
 

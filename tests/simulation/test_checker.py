@@ -171,12 +171,22 @@ def test_only_snapshots_may_be_committed(tiers: Tiers) -> None:
     assert tiers.kind == "a commit of bytes that were no snapshot"
 
 
-def test_a_generation_has_one_trainer(tiers: Tiers) -> None:
-    tiers.checker.claim("run", 2, "first")
-    tiers.checker.claim("run", 2, "first")
+@pytest.mark.parametrize(("honours_conditions", "began_s"), [(True, 1.5), (True, 3.0), (False, 3.0)])
+def test_a_generation_has_one_trainer(tiers: Tiers, honours_conditions: bool, began_s: float) -> None:
+    tiers.checker.honours_conditions = honours_conditions
+    tiers.checker.claim("run", 2, "first", began_s=1.0, ended_s=2.0)
+    tiers.checker.claim("run", 2, "first", began_s=2.5, ended_s=2.6)
+    tiers.checker.claim("run", 3, "second", began_s=2.5, ended_s=2.6)
     assert tiers.checker.violation is None
-    tiers.checker.claim("run", 2, "second")
+    tiers.checker.claim("run", 2, "second", began_s=began_s, ended_s=began_s + 1.0)
     assert tiers.kind == "a generation was claimed twice"
+
+
+def test_claims_at_once_may_agree_where_the_bucket_ignores_conditions(tiers: Tiers) -> None:
+    tiers.checker.honours_conditions = False
+    tiers.checker.claim("run", 2, "first", began_s=1.0, ended_s=2.0)
+    tiers.checker.claim("run", 2, "second", began_s=1.5, ended_s=2.5)
+    assert tiers.checker.violation is None
 
 
 def test_persisted_is_said_only_of_committed_bytes(tiers: Tiers) -> None:

@@ -16,6 +16,7 @@ from tierd.tiers import tier as tier_module
 from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
+from tierd.workers.restorer import Restorer
 
 SEEDS = range(30)
 
@@ -40,6 +41,14 @@ async def claim_nothing(tier: Tier, *claim: object) -> bool:
     return True
 
 
+async def claim_in_hot_alone(tier: Tier, *claim: Any) -> bool:
+    return tier.name != HOT or await claim_generation(tier, *claim)
+
+
+async def trust_old_listings(restorer: object, run: object) -> dict[str, str]:
+    return {}
+
+
 async def evict_all(reaper: Reaper) -> bool:
     for manifest in reaper._catalog.manifests_in(HOT):
         await reaper._context.hot.delete(manifest.id)
@@ -53,6 +62,7 @@ async def pass_without_work(worker: object) -> bool:
 
 copy_checkpoint = tier_module.copy_checkpoint
 commit = Tier.commit
+claim_generation = Tier.claim_generation
 
 MUTATIONS: dict[str, tuple[object, str, object]] = {
     "Persisted was said and nothing was committed": (Tier, "commit", commit_nothing_in_hot),
@@ -65,11 +75,23 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
 }
 
 
-def kinds() -> set[str]:
-    """The first promise that daemons on one node break; without the faults that show known defects, none."""
+MUTATIONS_OF_NODES: dict[str, tuple[object, str, object, set[str]]] = {
+    "shared run": (Tier, "claim_generation", claim_in_hot_alone, {"a generation was claimed twice"}),
+    "moves": (
+        Restorer,
+        "list_run",
+        trust_old_listings,
+        {"a restore gave an older checkpoint", "a restore found nothing", "a generation was claimed twice"},
+    ),
+}
+"""By scenario, with several nodes."""
+
+
+def kinds(scenario: str = "one node") -> set[str]:
+    """The first promise that daemons break; without the faults that show known defects, none."""
     found: set[str] = set()
     for seed in SEEDS:
-        schedule = make_schedule(seed, "one node")
+        schedule = make_schedule(seed, scenario)
         faults = ("lose shard", "lose disk", "mark")
         schedule.events[:] = [event for event in schedule.events if event.action not in faults]
         violation = simulate(schedule).violation
@@ -91,5 +113,16 @@ def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_unbroken_daemon_is_not_caught() -> None:
-    assert kinds() == set()
+@pytest.mark.parametrize("scenario", MUTATIONS_OF_NODES)
+def test_a_daemon_is_caught_that_forgets_the_other_nodes(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken, broken_promises = MUTATIONS_OF_NODES[scenario]
+    monkeypatch.setattr(owner, name, broken)
+    found = kinds(scenario)
+    assert found
+    assert found <= broken_promises
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scenario", ["one node", *MUTATIONS_OF_NODES])
+def test_an_unbroken_daemon_is_not_caught(scenario: str) -> None:
+    assert kinds(scenario) == set()

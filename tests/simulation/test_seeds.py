@@ -16,16 +16,6 @@ from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, 
 SEEDS = 300
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 
-KNOWN_DEFECTS = {
-    "a claim or a restore trusts an old listing of cold": {
-        "a generation was claimed twice",
-        "a restore gave an older checkpoint",
-        "a restore found nothing",
-    },
-}
-"""Defects of the daemon that are not mended yet, by name: the broken promises through which a seed shows them. The
-change that mends one removes it here."""
-
 RARE_DEFECTS = {
     "two jobs that hold one generation write one checkpoint": {
         "Persisted was said of other bytes",
@@ -34,7 +24,7 @@ RARE_DEFECTS = {
         "cold deleted what its policy keeps",
     },
 }
-"""As KNOWN_DEFECTS, but too rare for the short run. Seeds of "shared run" show them, because of the defect above."""
+"""Defects that are not mended yet, by name, with the broken promises through which seeds of "shared run" show them."""
 
 pytestmark = pytest.mark.timeout(1200)  # on a busy machine; 300 seeds take 25 s of one processor
 
@@ -45,19 +35,13 @@ def outcomes() -> list[SeedOutcome]:
 
 
 def unexpected(outcomes: list[SeedOutcome]) -> list[str]:
-    known = set[str]().union(*KNOWN_DEFECTS.values(), *RARE_DEFECTS.values())
+    known = set[str]().union(*RARE_DEFECTS.values())
     return [str(outcome) for outcome in outcomes if outcome.kind and outcome.kind not in known]
 
 
 def test_no_seed_breaks_a_promise(outcomes: list[SeedOutcome]) -> None:
     assert len(outcomes) == SEEDS
     assert unexpected(outcomes) == []
-
-
-@pytest.mark.xfail(reason="not mended yet", strict=True)
-@pytest.mark.parametrize("defect", KNOWN_DEFECTS)
-def test_no_seed_shows_the_known_defect(defect: str, outcomes: list[SeedOutcome]) -> None:
-    assert [str(outcome) for outcome in outcomes if outcome.kind in KNOWN_DEFECTS[defect]] == []
 
 
 @pytest.mark.long

@@ -147,6 +147,22 @@ async def test_listing_has_milestones_and_generations_and_ignores_foreign_object
     assert found.generations == {run: 4, other: 1}
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "run42/000000000001-g99999999/manifest.json",
+        "run42/generation-99999999.json",
+        "run42/000000000001-g0009/note.txt",
+    ],
+)
+async def test_a_foreign_object_does_not_use_up_the_generations(cold: Tier, key: str) -> None:
+    await persist(cold, manifest())
+    await cold.store.put_bytes(key, b"foreign")
+    found = await cold.listing()
+    assert found.generations == {"run42": ID.generation}
+    assert found.committed == {ID}
+
+
 async def test_checkpoint_of_a_later_generation_counts_as_a_claim(hot: Tier) -> None:
     await hot.commit(manifest(checkpoint_id("run42", 1, 7)))
     assert (await hot.listing()).generations == {"run42": 7}

@@ -212,7 +212,7 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     async def nobody_knows(checkpoint: object) -> bool | None:
         return None
 
-    worker = Restorer(asked.rooms.context, [], nobody_knows)
+    worker = Restorer(asked.rooms.context, nobody_knows)
 
     async def find(tier: str, exclude: list[str], chunks: list[list[int]]) -> tuple[str, bool]:
         packed = [wire.pack_indexes(some) for some in chunks]

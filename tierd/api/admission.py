@@ -10,21 +10,24 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 
 import tierd
 from tierd.api.packets import PacketConnection
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
-from tierd.errors import BadRequest, Stale, TierUnreachable
+from tierd.errors import BadRequest, Stale, TierdError, TierUnreachable
 from tierd.format import wire
-from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.memory.slot import MappedSlot, SlotState
+from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
 
 UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # bounds of the tiers named in one Welcome
+COLD_CLAIM_TIMEOUT_S = 20.0  # a tier that takes longer is left out, as one that cannot be listed
 
 
 class Admission:
@@ -78,7 +81,7 @@ class Admission:
             staging=config.snapshot.staging,
             stop_grace_s=config.snapshot.stop_grace_s,
             newest=self._restorer.newest(session.run),
-            unseen=[why[:UNSEEN_CHARS] for why in self._restorer.unlisted()[:UNSEEN_MAX]],
+            unseen=[f"{tier} ({why})"[:UNSEEN_CHARS] for tier, why in session.unlisted.items()][:UNSEEN_MAX],
             report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
@@ -119,11 +122,13 @@ class Admission:
         """The session of a trainer's rank, and the slots that it may adopt."""
         if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
-        requested = hello.generation
-        generation = await self._claim(run, rank, hello) if requested is None else Generation(requested)
+        if hello.generation is None:
+            generation, unlisted = await self._claim(run, rank, hello)
+        else:
+            generation, unlisted = Generation(hello.generation), self._catalog.unlisted()
         newest = max(self._catalog.generation_max(run), self._memory.generation(run))
-        if not 1 <= generation <= GENERATION_MAX:
-            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_MAX}")
+        if not 1 <= generation <= GENERATION_SEEN_MAX:
+            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_SEEN_MAX}")
         if generation < newest:
             raise Stale.by(newest, f"join run {run}", generation)
         previous = self._memory.generation(run)
@@ -134,25 +139,26 @@ class Admission:
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
-        session = self._sessions[key] = TrainerSession(connection, run, rank, generation)
+        session = self._sessions[key] = TrainerSession(connection, run, rank, generation, unlisted)
         slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
         log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
         return session, slots
 
-    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> Generation:
-        """A new generation, durably claimed: no later daemon on this directory issues it again."""
+    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str]]:
+        """(a new generation, durably claimed: no daemon on this directory or on these cold tiers issues it again; why a
+        tier could not be listed, by tier)."""
         if rank != 0:
             raise BadRequest(
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
                 hint="rank 0 connects first and gives its generation to the others",
             )
-        await self._restorer.wait_first_listings()
-        unlisted = self._restorer.unlisted()
+        unlisted = await self._restorer.list_run(run)
         least = 1
         if unlisted and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
+                reasons = "; ".join(f"{tier} ({why})" for tier, why in unlisted.items())
                 raise TierUnreachable(
-                    f"start {run}: nothing is known of it here, and these could not be listed: {'; '.join(unlisted)}",
+                    f"start {run}: nothing is known of it here, and these could not be listed: {reasons}",
                     hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
                     "with TIERD_RESUME=scratch in the trainer's environment",
                 )
@@ -161,11 +167,25 @@ class Admission:
             least = int(self._context.now().timestamp() / 60)
         async with self._claiming:
             generation = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
-            claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
-            while not await self._context.hot.claim_generation(run, Generation(generation), claim):
+            tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
+            while not await self._claim_in(tiers, run, Generation(generation)):
                 generation += 1
             self._catalog.saw_generation(run, generation)
-        return Generation(generation)
+        return Generation(generation), unlisted
+
+    async def _claim_in(self, cold: Sequence[Tier], run: Run, generation: Generation) -> bool:
+        """Claim a generation in hot and in the cold tiers. False when another daemon has it in one of them."""
+        claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
+        if not await self._context.hot.claim_generation(run, generation, claim):
+            return False
+        for tier in cold:
+            try:
+                async with asyncio.timeout(COLD_CLAIM_TIMEOUT_S):
+                    if not await tier.claim_generation(run, generation, claim):
+                        return False
+            except (TierdError, TimeoutError) as error:
+                log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
+        return True
 
     def _fence(self, run: Run, generation: Generation) -> None:
         for key, session in list(self._sessions.items()):

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import os
 import select
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tierd.api.packets import PacketConnection
 from tierd.descriptors import close_all
@@ -27,13 +29,22 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 
 
 class TrainerSession:
-    """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request."""
+    """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
+    not be listed when it was admitted, by tier."""
 
-    def __init__(self, connection: PacketConnection, run: Run, rank: Rank, generation: Generation) -> None:
+    def __init__(
+        self,
+        connection: PacketConnection,
+        run: Run,
+        rank: Rank,
+        generation: Generation,
+        unlisted: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.connection = connection
         self.run = run
         self.rank = rank
         self.generation = generation
+        self.unlisted = unlisted
         self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
         self._is_closed = False
 

@@ -24,6 +24,7 @@ _NAME = re.compile(r"([0-9]{12})-g([0-9]{4}|[1-9][0-9]{4,7})")
 
 STEP_MAX = 10**12 - 1
 GENERATION_MAX = 10**8 - 1
+GENERATION_SEEN_MAX = 9 * 10**7  # a higher one is foreign: it would leave no numbers to claim
 WORLD_SIZE_MAX = 1 << 20
 
 

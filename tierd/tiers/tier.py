@@ -16,7 +16,7 @@ import msgspec
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
@@ -33,6 +33,11 @@ class Listing:
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
+
+    def add_generation(self, run: Run, generation: Generation) -> None:
+        """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
+        if generation <= GENERATION_SEEN_MAX:
+            self.generations[run] = max(generation, self.generations.get(run, generation))
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
         names = map(layout.milestone_of, self.files.get(checkpoint, ()))
@@ -89,24 +94,25 @@ class Tier(ReadableTier):
     store: Store
     cache: ManifestCache | None = None
 
-    async def listing(self) -> Listing:
-        """Everything in the tier, from one listing of the store and without reading a manifest."""
+    async def listing(self, prefix: str = "") -> Listing:
+        """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest."""
         listing = Listing()
         folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
-        for stored in await self.store.list():
+        for stored in await self.store.list(prefix):
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
                 parsed = layout.parse_key(stored.key)
-                claimed = (parsed.run, parsed.generation) if parsed else layout.parse_generation_key(stored.key)
-                if claimed:
-                    run, generation = claimed
-                    listing.generations[run] = max(generation, listing.generations.get(run, generation))
                 if parsed is None:
+                    if claimed := layout.parse_generation_key(stored.key):
+                        listing.add_generation(*claimed)
+                    continue
+                if parsed.generation > GENERATION_SEEN_MAX:
                     continue
                 folders[folder] = parsed
                 listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
             if name == layout.MANIFEST:
+                listing.add_generation(folders[folder].run, folders[folder].generation)
                 listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
         for checkpoint, files in listing.files.items():
             (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)

@@ -5,7 +5,6 @@ halt, not guess: a manifest that cannot be read, or a checkpoint without one of 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 
@@ -64,13 +63,9 @@ class Lister:
         self.interval_s = interval_s
         self._catalog = catalog
         self._tier = tier
-        self.has_listed = asyncio.Event()
 
     async def run_once(self) -> bool:
-        try:
-            await refresh(self._catalog, self._tier)
-        finally:
-            self.has_listed.set()
+        await refresh(self._catalog, self._tier)
         knowledge = self._catalog.tiers[self._tier.name]
         if not knowledge.is_known:
             raise TierUnreachable(knowledge.error)

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
-from tierd.format.ids import CheckpointId, Run, parse_name
+from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
+from tierd.listing import refresh_run
 from tierd.memory.tier import SnapshotSet
+from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
 MEMORY_ATTEMPTS_MAX = 3  # snapshots that a find reads in memory and that a newer one replaces meanwhile
-FIRST_LISTING_TIMEOUT_S = 30.0  # how long an answer waits for the first listing of the cold tiers
+LISTING_TIMEOUT_S = 20.0  # how long an answer waits for a listing of the run in the cold tiers
+FAILING_TIMEOUT_S = 5.0  # the same of a tier whose last listing failed
 
 Judge = Callable[[CheckpointId], Awaitable[bool | None]]
 """Examines whether a checkpoint is healthy; None when there is no answer in time."""
@@ -42,24 +46,20 @@ class OpenCheckpoint:
 
 
 class Restorer:
-    """`first_listings`: set when each cold tier was listed once."""
-
-    def __init__(self, context: DaemonContext, first_listings: Sequence[asyncio.Event], judge: Judge) -> None:
+    def __init__(self, context: DaemonContext, judge: Judge) -> None:
         self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = context.cold
         self.fetcher = Fetcher(context)
-        self._first_listings = first_listings
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:
         """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
-        if find.tier in (AUTO, *self._cold):
-            await self.wait_first_listings()
-        elif find.tier not in (MEMORY, self._hot.name):
+        if find.tier not in (AUTO, MEMORY, self._hot.name, *self._cold):
             raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
+        unlisted = await self.list_run(run) if self._needs_listing(run, find) else self._catalog.unlisted()
         query = CheckpointQuery(
             run=run,
             step=find.step,
@@ -79,7 +79,7 @@ class Restorer:
             state = (self._catalog.changes, in_memory, len(health))
             if state != selected_from:
                 selected_from = state
-                inventory = self._catalog.inventory(run, in_memory=in_memory, health=health)
+                inventory = self._catalog.inventory(run, in_memory=in_memory, health=health, unlisted=unlisted)
                 selections = select_each(query, inventory, failed)
             try:
                 selected = next(selections)
@@ -117,14 +117,37 @@ class Restorer:
         self._context.incidents.record("restore", error, checkpoint)
         return error
 
-    async def wait_first_listings(self) -> None:
-        """Wait until each cold tier was listed once or could not be: the newest checkpoint may be only there."""
-        try:
-            async with asyncio.timeout(FIRST_LISTING_TIMEOUT_S):
-                for listed in self._first_listings:
-                    await listed.wait()
-        except TimeoutError:
-            pass  # the catalog says which tiers are not listed
+    def _needs_listing(self, run: Run, find: Find) -> bool:
+        """Whether a daemon on another node may have put a better answer into a cold tier. Not when rank 0 has chosen:
+        the other ranks then name the replica."""
+        if find.tier in (MEMORY, self._hot.name):
+            return False
+        if find.step is None or find.generation is None:
+            return True
+        entry = self._catalog.get(CheckpointId(run=run, step=Step(find.step), generation=Generation(find.generation)))
+        return entry is None or find.tier not in entry.tiers
+
+    async def list_run(self, run: Run) -> dict[str, str]:
+        """List the run in every cold tier: the newest checkpoint may be only there, from another node.
+
+        Returns for each tier that could not be listed the reason.
+        """
+        unlisted = {name: why for name, why in self._catalog.unlisted().items() if name not in self._cold}
+
+        async def list_in(tier: Tier) -> None:
+            knowledge = self._catalog.tiers[tier.name]
+            is_failing = not knowledge.is_known and knowledge.error != NOT_LISTED_YET
+            timeout_s = FAILING_TIMEOUT_S if is_failing else LISTING_TIMEOUT_S
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await refresh_run(self._catalog, tier, run)
+            except TimeoutError:
+                unlisted[tier.name] = f"no answer to a listing of {run} within {timeout_s:.0f} s"
+            except TierdError as error:
+                unlisted[tier.name] = error.message
+
+        await asyncio.gather(*map(list_in, self._cold.values()))
+        return unlisted
 
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
@@ -132,10 +155,6 @@ class Restorer:
         found += [snapshot_set.id for snapshot_set in self._memory.complete(run)]
         found += [checkpoint for _, checkpoint in self._catalog.unreadable() if checkpoint.run == run]
         return max(found, key=lambda checkpoint: checkpoint.recency, default=None)
-
-    def unlisted(self) -> list[str]:
-        """The tiers that could not be listed, with the reason."""
-        return [f"{name} ({why})" for name, why in self._catalog.unlisted().items()]
 
     async def _open(
         self, checkpoint: CheckpointId, tier: str, find: Find, on_progress: OnProgress, *, is_hot_bad: bool

@@ -103,13 +103,13 @@ class Checker:
     """`committed`: by place, what is there now. `ever`: all checkpoints that were ever committed anywhere."""
 
     policy: Policy
-    has_one_writer: bool = True  # of a run at a time; else claims and restores are not checked
+    honours_conditions: bool = True
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     committed: dict[str, dict[Id, Committed]] = field(default_factory=dict[str, dict[Id, Committed]])
     ever: set[Id] = field(default_factory=set[Id])
     damaged: dict[str, float] = field(default_factory=dict[str, float])  # shard keys in cold that a fault deleted
     snapshots: dict[Id, list[dict[str, bytes]]] = field(default_factory=dict[Id, list[dict[str, bytes]]])
-    claimed: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    claimed: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict[Any, Any])  # trainer, when
     acknowledged: set[Id] = field(default_factory=set[Id])
     looks: dict[tuple[str, Id], list[tuple[float, bool]]] = field(default_factory=dict[Any, Any])
     """By node and checkpoint: when a listing of its folder in cold arrived, and whether it showed a missing shard."""
@@ -171,7 +171,10 @@ class Checker:
         if file == "manifest.json":
             self.observe(COLD, now_s, by)
         elif committed is not None and file in committed.files:
-            self.damaged.pop(key, None) if content is not None else None
+            if content is not None and self.damaged.pop(key, None) is not None:
+                self.known_damaged = {
+                    known: at_s for known, at_s in self.known_damaged.items() if self._damage(known[1])
+                }
             self.check_file(COLD, checkpoint, file, content)
 
     def _read_whole(self, name: str, folder: str) -> Committed:
@@ -227,6 +230,11 @@ class Checker:
             elif now_s - self.known_damaged.get((name, checkpoint), now_s) > KNOWN_S:
                 self.violate("hot deleted the last whole replica on a stale decision", f"{checkpoint} in {name}")
 
+    def reported_damaged(self, node: str, checkpoint: Id, now_s: float) -> None:
+        """A node's daemon reports that the replica in cold is unreadable. Ignored if it is not, or not any more."""
+        if self._damage(checkpoint):
+            self.known_damaged.setdefault((node, checkpoint), now_s)
+
     def looked(self, node: str, prefix: str, keys: list[str], arrives_s: float) -> None:
         """A node gets this listing of one checkpoint's folder in the cold bucket."""
         if prefix.endswith("/") and _FOLDER.fullmatch(prefix[:-1]):
@@ -239,9 +247,10 @@ class Checker:
 
     # ── what trainers were told ──
 
-    def claim(self, run: str, generation: int, trainer: str) -> None:
-        former = self.claimed.setdefault((run, generation), trainer)
-        if former != trainer and self.has_one_writer:
+    def claim(self, run: str, generation: int, trainer: str, *, began_s: float, ended_s: float) -> None:
+        """A daemon gave a generation to a trainer. A fault meanwhile excuses that another daemon gave the same one."""
+        former, former_ended_s = self.claimed.setdefault((run, generation), (trainer, ended_s))
+        if former != trainer and (self.honours_conditions or began_s > former_ended_s):
             self.violate("a generation was claimed twice", f"{generation} of {run} by {former} and {trainer}")
 
     def told(self, tier: str, node: str, checkpoint: Id, files: dict[str, bytes]) -> None:
@@ -262,8 +271,6 @@ class Checker:
 
     def restored(self, run: str, node: str, restored: Id | None, files: dict[str, bytes], least: Id | None) -> None:
         """A restore ended with a checkpoint, or None: there is none. `least`: what was reachable all the time."""
-        if not self.has_one_writer:
-            return
         if restored is not None and files not in self.snapshots.get(restored, []):
             self.violate("a restore gave other bytes", f"{restored} on {node}")
         if least is not None and (restored is None or restored < least):

@@ -79,7 +79,7 @@ class World:
         )
         self.checker = Checker(
             Policy(HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY),
-            has_one_writer=schedule.scenario != "shared run",
+            honours_conditions=not schedule.ignores_conditions,
             on_violation=self._end,
         )
         self._has_folder = schedule.scenario == "shared folder"
@@ -117,7 +117,7 @@ class World:
         self._check()
         # Two writers of one run leave replicas that conflict, which halts deletion until a person decides. A lost shard
         # halts it until the next round of the scrub.
-        if self.checker.has_one_writer and not self._has_lost_shards:
+        if self._schedule.scenario != "shared run" and not self._has_lost_shards:
             self.checker.check_settled(self._daemons)
 
     # ── events ──
@@ -254,7 +254,7 @@ class World:
         for tier, checkpoint in self._daemons[node].unreadable() if node in self._daemons else ():
             if tier == COLD:
                 known = Id(checkpoint.run, checkpoint.generation, checkpoint.step)
-                self.checker.known_damaged.setdefault((node, known), self._loop.time())
+                self.checker.reported_damaged(node, known, self._loop.time())
 
     def _object_changed(self, key: str, before: bytes | None, content: bytes | None) -> None:
         self._note(f"{'delete' if content is None else 'put'} {key}")
