@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -111,13 +112,10 @@ class DirectoryStore:
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         def write() -> bool:
-            file = NewFile(self.tree, key, len(content), is_small=True)
-            try:
+            with closing(NewFile(self.tree, key, len(content), is_small=True)) as file:
                 file.begin()
                 file.write(0, memoryview(content), len(content))
                 return file.commit(if_absent=if_absent)
-            finally:
-                file.close()
 
         with translated(f"write {check_key(key)} in {self.url}", missing=TierUnreachable):
             return await self.pool.run(write)
@@ -141,10 +139,9 @@ class DirectoryStore:
         action = f"read {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:
             size_bytes = os.fstat(fd).st_size
-            content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
-        if size_bytes > size_max:
-            raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
-        return content
+            if size_bytes > size_max:
+                raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
+            return os.read(fd, size_bytes)
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         await self.pool.run(self.read_blocking, key, offset, buffer)
@@ -153,10 +150,9 @@ class DirectoryStore:
         """As `read`, in the caller's thread."""
         action = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:
-            missing = read_all(fd, offset, buffer)
-        # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
-        if missing:
-            raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
+            # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
+            if missing := read_all(fd, offset, buffer):
+                raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
 
     def source(self, key: str) -> Source:
         return Source(partial(self.read, key), partial(self.read_blocking, key))
@@ -191,8 +187,7 @@ class DirectoryStore:
 
     async def free_bytes(self) -> int | None:
         def measure() -> int:
-            stats = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
-            return stats.f_bavail * stats.f_frsize
+            return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
 
         with translated(f"measure the free space of {self.url}"):
             return await self.pool.run(measure)
