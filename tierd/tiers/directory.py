@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +24,14 @@ from tierd.tiers.chunks import ChunkSums, measure
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
-from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflict, is_key
 from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
 
 
-class DirectoryStore:
+class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     """The root is made by the first put unless `create` is False."""
 
     is_local = True
@@ -105,10 +105,7 @@ class DirectoryStore:
         sizes = [stored.size_bytes for stored in await self.list(key) if stored.key == key]
         is_same = sizes == [entry.size_bytes]
         if not is_same or await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) != entry:
-            raise Corrupt(
-                f"{action}: there is a file with other bytes",
-                hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
-            )
+            raise conflict(f"{action}: there is a file with other bytes")
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         def write() -> bool:
@@ -232,6 +229,9 @@ class DirectoryStore:
     async def close(self) -> None:
         self.pool.close()
         self.buffers.close()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     def open_fd(self, key: str) -> int:
         """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""

@@ -28,14 +28,14 @@ def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
     loop = asyncio.get_running_loop()
     observer = Observer()
 
-    class Handler(FileSystemEventHandler):
+    class OnChange(FileSystemEventHandler):
         def on_any_event(self, event: FileSystemEvent) -> None:  # on watchdog's thread
             name = str(event.dest_path or event.src_path).rpartition("/")[2]
             if name == layout.MANIFEST or layout.milestone_of(name):
                 loop.call_soon_threadsafe(on_change)
 
     try:
-        observer.schedule(Handler(), str(root), recursive=True, event_filter=_EVENTS)
+        observer.schedule(OnChange(), str(root), recursive=True, event_filter=_EVENTS)
         observer.start()
     except OSError as error:
         log.warning("watch %s: %s; changes made by hand are found by the next listing", root, error)
