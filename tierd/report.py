@@ -201,9 +201,7 @@ def checkpoint_rows(
         )
         for candidate in candidates
     ]
-    rows.sort(key=lambda row: (row.generation, row.step), reverse=True)
-    rows.sort(key=lambda row: row.run)
-    return rows
+    return sorted(rows, key=lambda row: (row.run, -row.generation, -row.step))
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:

@@ -17,6 +17,7 @@ from tierd.api import operator_socket
 from tierd.api.operator_socket import find_in_memory
 from tierd.errors import BadRequest, DaemonUnreachable, NotFound
 from tierd.format import wire
+from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import decode
 
 
@@ -30,22 +31,22 @@ def test_a_checkpoint_in_memory_is_received_as_its_manifest_and_open_files(daemo
     gc.collect()  # closes descriptors that earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     with Peer(daemon.socket) as peer:
-        peer.greet("run42")
+        generation = peer.greet("run42").generation
         peer.attach(0)
         peer.seal(0, 7, b"seven")
-        raw, descriptors = find_in_memory(daemon.socket, "run42", step=7)
+        raw, descriptors = find_in_memory(daemon.socket, checkpoint_id("run42", 7, generation))
         manifest = decode(raw, where="memory")
         assert (manifest.step, [os.pread(descriptor, 5, 0) for descriptor in descriptors]) == (7, [b"seven"])
         for descriptor in descriptors:
             os.close(descriptor)
         with pytest.raises(NotFound):
-            find_in_memory(daemon.socket, "run42", step=8)
+            find_in_memory(daemon.socket, checkpoint_id("run42", 8, generation))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_absent_daemon_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachable, match="tierd serve"):
-        find_in_memory(tmp_path / "absent.sock", "run42")
+        find_in_memory(tmp_path / "absent.sock", CHECKPOINT)
 
 
 def answer_with(path: Path, talk: Callable[[socket.socket], object]) -> threading.Thread:
@@ -64,6 +65,7 @@ def answer_with(path: Path, talk: Callable[[socket.socket], object]) -> threadin
     return thread
 
 
+CHECKPOINT = checkpoint_id("run42", 7, 1)
 NO_DESCRIPTORS = wire.encode(wire.FoundReplica(request=1, tier="memory"))
 REFUSED = wire.encode(wire.Refused(request=0, kind="not_found", message="x", hint=""))
 WELCOME = wire.encode(
@@ -97,7 +99,7 @@ def found_after_progress(sock: socket.socket) -> None:
 
 def test_progress_messages_are_ignored(tmp_path: Path) -> None:
     thread = answer_with(tmp_path / "sock", found_after_progress)
-    assert find_in_memory(tmp_path / "sock", "run42") == (b"{}", [])
+    assert find_in_memory(tmp_path / "sock", CHECKPOINT) == (b"{}", [])
     thread.join()
 
 
@@ -118,7 +120,7 @@ def test_an_invalid_answer_raises_a_typed_error(
 ) -> None:
     thread = answer_with(tmp_path / "sock", talk)
     with pytest.raises(error):
-        find_in_memory(tmp_path / "sock", "run42")
+        find_in_memory(tmp_path / "sock", CHECKPOINT)
     thread.join()
 
 
@@ -129,6 +131,6 @@ def test_a_daemon_that_does_not_answer_is_unreachable_after_a_timeout(
     done = threading.Event()
     thread = answer_with(tmp_path / "sock", lambda sock: done.wait(10))
     with pytest.raises(DaemonUnreachable):
-        find_in_memory(tmp_path / "sock", "run42")
+        find_in_memory(tmp_path / "sock", CHECKPOINT)
     done.set()
     thread.join()

@@ -78,7 +78,7 @@ async def test_interrupted_upload_continues_and_whole_objects_are_not_sent_again
 
 async def test_age_of_an_abandoned_upload_is_by_the_clock_of_the_server(ceph: str) -> None:
     store = s3_store(f"s3://{BUCKET}/{uuid4().hex}", endpoint_url=ceph)
-    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY))
+    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.prefix + KEY)
     assert await store.remove_unfinished(lambda key: key == KEY, grace_s=3600.0) == 0
     assert await store.remove_unfinished(lambda key: key == KEY, grace_s=-3600.0) == 1
     assert await store.remove_unfinished(lambda key: True, grace_s=-3600.0) == 0

@@ -219,7 +219,7 @@ async def test_replicator_aborts_abandoned_uploads_of_its_runs(tmp_path: Path) -
             ]:
                 key = layout.file_key(checkpoint_id(run, step, 1), wanted.files[0].name)
                 made = await it.store.requests.request(
-                    "create_multipart_upload", "begin", Key=it.store.requests.object_key(key)
+                    "create_multipart_upload", "begin", Key=it.store.requests.prefix + key
                 )
                 served.uploads[made["UploadId"]].initiated = begun
             served.script = lambda operation, key: "AccessDenied" if operation in ("put_object", "upload_part") else ""

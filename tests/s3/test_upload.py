@@ -145,7 +145,7 @@ def _retold(answer: Any) -> Any:
 async def test_newest_upload_continues_and_the_others_are_aborted(served: Bucket) -> None:
     store = await interrupted(served)
     old = await store.requests.request(
-        "create_multipart_upload", "begin", Key=store.requests.object_key(KEY), ChecksumAlgorithm="SHA256"
+        "create_multipart_upload", "begin", Key=store.requests.prefix + KEY, ChecksumAlgorithm="SHA256"
     )
     served.uploads[old["UploadId"]].initiated -= timedelta(hours=1)
     await finish(served, store, sent=PARTS - 6)
@@ -154,9 +154,9 @@ async def test_newest_upload_continues_and_the_others_are_aborted(served: Bucket
 
 async def test_upload_of_a_key_with_the_same_prefix_is_untouched(served: Bucket) -> None:
     store = store_at(served)
-    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.object_key(KEY + "x"))
+    await store.requests.request("create_multipart_upload", "begin", Key=store.requests.prefix + KEY + "x")
     await put(store)
-    assert [one.key for one in served.uploads.values()] == [store.requests.object_key(KEY + "x")]
+    assert [one.key for one in served.uploads.values()] == [store.requests.prefix + KEY + "x"]
     await store.close()
 
 
@@ -185,8 +185,8 @@ async def test_whole_object_is_not_sent_again(served: Bucket) -> None:
     served.seen.clear()
     assert await put(store) == SIZE_BYTES
     assert Counter(one.operation for one in served.seen) == {"head_object": 1}
-    served.objects[store.requests.object_key(KEY)] = replace(
-        served.objects[store.requests.object_key(KEY)], etag=f'"{"0" * 32}-{PARTS}"', crc64nvme=0
+    served.objects[store.requests.prefix + KEY] = replace(
+        served.objects[store.requests.prefix + KEY], etag=f'"{"0" * 32}-{PARTS}"', crc64nvme=0
     )
     if served.keeps_checksums:
         with pytest.raises(Corrupt, match="other bytes"):
@@ -207,7 +207,7 @@ async def test_object_of_another_writer_that_appears_during_the_upload_stays(
     store = store_at(served)
     data = content(size_bytes)
     other = data if is_same else data[:-1] + bytes([data[-1] ^ 1])
-    object_key = store.requests.object_key(KEY)
+    object_key = store.requests.prefix + KEY
 
     def appear(operation: str, key: str) -> str:
         if operation in ("put_object", "complete_multipart_upload"):

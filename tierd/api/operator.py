@@ -43,12 +43,9 @@ from tierd.report import (
 
 class Operator:
     def __init__(self, context: DaemonContext, *, pid: int) -> None:
-        self._config = context.config
+        self._context = context
         self._catalog = context.catalog
         self._memory = context.memory
-        self._tiers = context.tiers
-        self._incidents = context.incidents
-        self._metrics = context.metrics
         self._now = context.now
         self._pid = pid
         self._began_s = time.monotonic()
@@ -70,7 +67,7 @@ class Operator:
         slot_counts = self._memory.slot_counts()
         return StatusReport(
             version=tierd.__version__,
-            node=self._config.daemon.node,
+            node=self._context.config.daemon.node,
             pid=self._pid,
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
@@ -78,11 +75,11 @@ class Operator:
             runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
                 tier_report(self._catalog, name, tier.store.url, await self._free_bytes(name))
-                for name, tier in self._tiers.items()
+                for name, tier in self._context.tiers.items()
             ],
             queues=self._queues(),
             slots={state.value: slot_counts[state] for state in SlotState},
-            failures=msgspec.convert(self._incidents.recent(), list[FailureReport]),
+            failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
 
     def _run(self, run: Run) -> RunReport:
@@ -111,21 +108,21 @@ class Operator:
 
     async def _free_bytes(self, tier: str) -> int | None:
         try:
-            return await self._tiers[tier].store.free_bytes()
+            return await self._context.tiers[tier].store.free_bytes()
         except TierdError:
             return None
 
     def _queues(self) -> list[QueueReport]:
         ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]
         queues = [_queue(HOT, ages)]
-        for tier, checkpoints in waiting(self._catalog, self._config).items():
+        for tier, checkpoints in waiting(self._catalog, self._context.config).items():
             entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
             queues.append(_queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries]))
         return queues
 
     async def refresh_gauges(self) -> None:
         """Set every gauge from the current status."""
-        metrics, now = self._metrics, self._now()
+        metrics, now = self._context.metrics, self._now()
         status = await self.status()
         # No await from here on: two concurrent scrapes must not see each other's cleared gauges.
         for gauge in (
@@ -167,7 +164,7 @@ class Operator:
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
         await self.refresh_gauges()
-        body, content_type = self._metrics.render()
+        body, content_type = self._context.metrics.render()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:
@@ -200,12 +197,12 @@ class Operator:
         if entry is None:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
         snapshot_set = self._memory.find(entry.id)
-        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._tiers)
-        tiers = [MEMORY] * (in_memory is not None) + [tier for tier in self._tiers if tier in entry.tiers]
+        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
+        tiers = [MEMORY] * (in_memory is not None) + [tier for tier in self._context.tiers if tier in entry.tiers]
         return _json(checkpoint_report(entry, tiers, diagnosis))
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
-        return _json(lifecycle_report(self._catalog, self._config))
+        return _json(lifecycle_report(self._catalog, self._context.config))
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=_render(await self.status()), content_type="text/html")

@@ -13,23 +13,22 @@ import tierd
 from tierd.descriptors import close_all, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
+from tierd.format.ids import CheckpointId
 
 ANSWER_TIMEOUT_S = 60.0  # the daemon may have to read a whole snapshot for its checksums
 RECEIVE_TIMEOUT_MIN_S = 0.05  # 0 would make the socket non-blocking
 
 
-def find_in_memory(
-    socket_path: Path, run: str, step: int | None = None, generation: int | None = None
-) -> tuple[bytes, list[int]]:
+def find_in_memory(socket_path: Path, checkpoint: CheckpointId) -> tuple[bytes, list[int]]:
     """(manifest bytes, descriptors of its files in order). The caller closes the descriptors.
 
-    Raises DaemonUnreachable, or what the daemon answers: NotFound when nothing of the run is in memory.
+    Raises DaemonUnreachable, or what the daemon answers: NotFound when it is not in memory.
     """
-    with _connected(socket_path, run) as sock:
+    with _connected(socket_path, checkpoint.run) as sock:
         find = wire.Find(
             request=1,
-            step=step,
-            generation=generation,
+            step=checkpoint.step,
+            generation=checkpoint.generation,
             milestone=None,
             tier="memory",
             exclude=[],

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from tierd.descriptors import close_all, receive_packet, send_packet
@@ -38,8 +38,7 @@ class PacketConnection:
             try:
                 raw, descriptors, is_complete = receive_packet(self._socket)
             except BlockingIOError:
-                loop = asyncio.get_running_loop()
-                await _ready(self._socket, loop.add_reader, loop.remove_reader)
+                await self._ready()
                 continue
             except ConnectionResetError:
                 # Raised once when the peer died with unread messages. Packets that it sent before can still be read.
@@ -60,8 +59,18 @@ class PacketConnection:
             try:
                 return send_packet(self._socket, raw, descriptors)
             except BlockingIOError:
-                loop = asyncio.get_running_loop()
-                await _ready(self._socket, loop.add_writer, loop.remove_writer)
+                await self._ready(to_write=True)
+
+    async def _ready(self, *, to_write: bool = False) -> None:
+        """Wait until the socket can be read, or written."""
+        loop = asyncio.get_running_loop()
+        add, remove = (loop.add_writer, loop.remove_writer) if to_write else (loop.add_reader, loop.remove_reader)
+        ready = asyncio.Event()
+        add(self._socket, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(self._socket)
 
     @contextlib.contextmanager
     def ended_by_death(self) -> Generator[None]:
@@ -95,20 +104,6 @@ class PacketConnection:
 
     def close(self) -> None:
         self._socket.close()
-
-
-async def _ready(
-    sock: socket.socket,
-    add: Callable[[socket.socket, Callable[[], None]], None],
-    remove: Callable[[socket.socket], object],
-) -> None:
-    """Wait until the loop reports the socket as readable or writable."""
-    ready = asyncio.Event()
-    add(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        remove(sock)
 
 
 def open_listener(path: str) -> socket.socket:

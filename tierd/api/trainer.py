@@ -11,6 +11,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -24,7 +25,7 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.format import layout, wire
-from tierd.format.ids import Rank, Run, checkpoint_id
+from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.memory.slot import MappedSlot
 from tierd.workers.restorer import Restorer
 
@@ -78,18 +79,17 @@ class TrainerDoor:
             # What was sent again after its checkpoint had been committed is not lost, unless the two were compared.
             if is_lost and (snapshot_set.failures or self._catalog.get(checkpoint) is None):
                 self._metrics.snapshots_total.labels(run=run, outcome="lost").inc()
-                self.send(
-                    run,
-                    wire.Failed(
-                        step=checkpoint.step,
-                        generation=checkpoint.generation,
-                        stage="persist",
-                        kind="superseded",
-                        message=f"{checkpoint} was not persisted before a newer snapshot took its place",
-                        hint="the daemon's log and `tierd status` say why persisting was behind",
-                        is_final=True,
-                    ),
-                )
+                message = f"{checkpoint} was not persisted before a newer snapshot took its place"
+                hint = "the daemon's log and `tierd status` say why persisting was behind"
+                self._send_lost(checkpoint, "persist", "superseded", message, hint)
+
+    def _send_lost(self, checkpoint: CheckpointId, stage: str, kind: str, message: str, hint: str) -> None:
+        """Tell every rank that this snapshot will not become durable."""
+        step, generation = checkpoint.step, checkpoint.generation
+        failed = wire.Failed(
+            step=step, generation=generation, stage=stage, kind=kind, message=message, hint=hint, is_final=True
+        )
+        self.send(checkpoint.run, failed)
 
     # ── the door ──
 
@@ -218,19 +218,9 @@ class TrainerDoor:
         if is_known:
             return
         self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
-        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, lost.message[: wire.TEXT_CHARS_MAX])
-        self.send(
-            run,
-            wire.Failed(
-                step=lost.step,
-                generation=generation,
-                stage="stage",
-                kind=lost.kind,
-                message=f"rank {rank}: {lost.message[: wire.TEXT_CHARS_MAX]}",
-                hint=lost.hint[: wire.TEXT_CHARS_MAX],
-                is_final=True,
-            ),
-        )
+        message, hint = lost.message[: wire.TEXT_CHARS_MAX], lost.hint[: wire.TEXT_CHARS_MAX]
+        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, message)
+        self._send_lost(checkpoint, "stage", lost.kind, f"rank {rank}: {message}", hint)
 
     def _release_lost(self, session: TrainerSession, step: int) -> None:
         for rank, index in self._memory.give_up(session.run, session.generation, step):
@@ -275,11 +265,9 @@ class TrainerDoor:
 
     async def _refuse(self, connection: PacketConnection, error: TierdError) -> None:
         self._incidents.record("wire", error)
-        try:
+        with suppress(OSError, TimeoutError):  # it cannot receive the reason
             async with asyncio.timeout(1.0):
                 await connection.send(wire.encode(refused(0, error)))
-        except (OSError, TimeoutError):
-            pass  # it cannot receive the reason
 
     def _leave(self, session: TrainerSession) -> None:
         self._requests.session_ended(session)

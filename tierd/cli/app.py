@@ -44,10 +44,9 @@ def _guarded(
         try:
             returned = verb(context, *args, **kwargs)
             code = returned if isinstance(returned, int) else asyncio.run(returned)
-        except _Terminated as error:
-            raise typer.Exit(128 + signal.SIGTERM) from error
         except KeyboardInterrupt as error:
-            raise typer.Exit(128 + signal.SIGINT) from error
+            number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+            raise typer.Exit(128 + number) from error
         except BrokenPipeError as error:
             # The reader closed the pipe, as `head` does: nothing may be flushed into it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

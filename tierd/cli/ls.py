@@ -13,30 +13,31 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import age, metrics_line, print_json, print_note, size, table
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
-from tierd.config import Config
 from tierd.format.ids import check_run
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
 from tierd.report import CheckpointRow, checkpoint_rows
 
-Place = Annotated[
-    str | None, typer.Argument(metavar="PLACE", help="A directory or s3:// URL: listed without daemon and config.")
-]
-AnyTier = Annotated[
-    str | None, typer.Option("--tier", metavar="TIER", help="Only what this tier holds: memory, hot, …")
-]
-
 
 async def ls(
     context: typer.Context,
-    place: Place = None,
+    place: Annotated[
+        str | None, typer.Argument(metavar="PLACE", help="A directory or s3:// URL: listed without daemon and config.")
+    ] = None,
     run: options.RunName = None,
-    tier: AnyTier = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", metavar="TIER", help="Only what this tier holds: memory, hot, …")
+    ] = None,
     json: options.Json = False,
 ) -> int:
     """List checkpoints, newest first."""
     settings = settings_of(context)
     only_run = None if run is None else check_run(run)
-    daemon = None if place else _find_daemon(settings.config(), tier)
+    daemon = None
+    if not place:
+        config = settings.config()
+        check_tier(tier, config, MEMORY)
+        # Only a daemon can list the memory tier.
+        daemon = daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
     if daemon is not None:
         unlisted = [report for report in daemon.status.tiers if not report.is_known and tier in (None, report.name)]
         for report in unlisted:
@@ -55,12 +56,6 @@ async def ls(
     else:
         print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or 'any tier'}")
     return code
-
-
-def _find_daemon(config: Config, tier: str | None) -> daemon_http.RunningDaemon | None:
-    """None without a daemon. Raises DaemonUnreachable if only a daemon can list the tier."""
-    check_tier(tier, config, MEMORY)
-    return daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
 
 
 def _print(rows: list[CheckpointRow]) -> None:

@@ -22,9 +22,7 @@ def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
     """The checkpoint's files in the memory tier. Raises DaemonUnreachable, NotFound when it is gone by now, Corrupt."""
     from tierd.api.operator_socket import find_in_memory
 
-    raw, descriptors = find_in_memory(
-        socket_path, checkpoint.run, step=checkpoint.step, generation=checkpoint.generation
-    )
+    raw, descriptors = find_in_memory(socket_path, checkpoint)
     try:
         return DescriptorStore(raw, descriptors, checkpoint)
     except TierdError:

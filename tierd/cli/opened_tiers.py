@@ -17,7 +17,7 @@ from tierd.catalog import Catalog
 from tierd.cli.console import print_note
 from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
@@ -99,23 +99,18 @@ async def open_tiers(
 
 
 def _open_place(place: str, settings: Settings) -> Tier:
-    if place.startswith("s3://"):
-        cold, limits = _configured_cold(place, settings)
-        tier = open_cold_tier(cold, limits)
-        return Tier(place, tier.store, tier.cache)
-    path = Path(place.removeprefix("file://")).absolute()
-    if not path.is_dir():
-        raise BadConfig(f"list {place}: no such directory", hint="name a directory or s3://bucket/prefix")
-    return Tier(place, DirectoryStore(path))
-
-
-def _configured_cold(url: str, settings: Settings) -> tuple[ColdConfig, LimitsConfig]:
-    """The settings of the cold tier with this URL if a config has one; otherwise boto3's defaults."""
+    """A bucket has the settings of the cold tier with its URL if a config has one; otherwise boto3's defaults."""
+    if not place.startswith("s3://"):
+        path = Path(place.removeprefix("file://")).absolute()
+        if not path.is_dir():
+            raise BadConfig(f"list {place}: no such directory", hint="name a directory or s3://bucket/prefix")
+        return Tier(place, DirectoryStore(path))
     try:
         config = settings.config()
     except BadConfig:
         if settings.config_file is not None:
             raise
-        return ColdConfig(url=url), LimitsConfig()
-    same = [cold for cold in config.cold if cold.url.rstrip("/") == url.rstrip("/")]
-    return (same or [ColdConfig(url=url)])[0], config.limits
+        config = Config()
+    same = [cold for cold in config.cold if cold.url.rstrip("/") == place.rstrip("/")]
+    tier = open_cold_tier((same or [ColdConfig(url=place)])[0], config.limits)
+    return Tier(place, tier.store, tier.cache)

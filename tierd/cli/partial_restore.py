@@ -19,7 +19,7 @@ from tierd.errors import NotFound
 from tierd.format import checksum, layout
 from tierd.format.ids import Rank
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.format.shard import Shard, TensorSpec, parse_header, plan_layout
+from tierd.format.shard import Shard, parse_header, plan_layout
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
 from tierd.transfer.atomic_output import AtomicOutput
@@ -139,13 +139,9 @@ class _SubsetFile:
 
     def __init__(self, shard: Shard, subset: Subset) -> None:
         self.tensors = [tensor for name, tensor in shard.tensors.items() if subset.includes(name)]
-        specs = [
-            TensorSpec(name=one.name, dtype=one.dtype, shape=one.shape, saved_offsets=one.saved_offsets)
-            for one in self.tensors
-        ]
         # The state tree refers to all tensors, and most of them are not here.
         metadata = shard.tierd | {"state": {}}
-        self.layout = plan_layout(specs, metadata)
+        self.layout = plan_layout(self.tensors, metadata)
         self._header = self.layout.encode_header(metadata)
         self._source_offsets = {tensor.name: tensor.offset for tensor in self.tensors}
         self._ends = [tensor.offset + tensor.size_bytes for tensor in self.layout.tensors]

@@ -20,7 +20,7 @@ Rank = NewType("Rank", int)
 
 # A run is one component of a path and of an S3 key: no separators, no leading dot.
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_NAME = re.compile(r"([0-9]{12})-g([0-9]{4}|[1-9][0-9]{4,7})")
+_NAME = re.compile(r"([0-9]{12})-g((?!0000)[0-9]{4}|[1-9][0-9]{4,7})")
 
 STEP_MAX = 10**12 - 1
 GENERATION_MAX = 10**8 - 1
@@ -79,7 +79,4 @@ def is_run(text: str) -> bool:
 def parse_name(run: Run, name: str) -> CheckpointId | None:
     """The id with this folder name, or None if no checkpoint has such a name."""
     match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    checkpoint = CheckpointId(run, Step(int(match[1])), Generation(int(match[2])))
-    return checkpoint if checkpoint.generation >= 1 else None
+    return CheckpointId(run, Step(int(match[1])), Generation(int(match[2]))) if match else None

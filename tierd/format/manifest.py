@@ -116,8 +116,6 @@ def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Man
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
         _check(manifest, expect)
-    except TierdError:
-        raise
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Corrupt(f"{action}: {error}", hint=hint) from error
     return manifest

@@ -104,9 +104,12 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     Raises Unsupported for a dtype that safetensors does not have, or when the header would exceed 100 MB.
     """
     tensors = list(tensors)
-    if any(spec.name == "__metadata__" for spec in tensors):
-        raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
-    ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))
+    for spec in tensors:
+        if spec.name == "__metadata__":
+            raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
+        if spec.dtype not in DTYPE_BYTES:
+            raise Unsupported(f"lay out {spec.name}: safetensors has no dtype {spec.dtype}")
+    ordered = sorted(tensors, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
     sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
     offsets = list(itertools.accumulate((spec.size_bytes for spec in ordered), initial=0))
     rows = {
@@ -133,13 +136,6 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
         for spec, begin in zip(ordered, offsets, strict=False)
     )
     return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding)
-
-
-def _element_bytes(spec: TensorSpec) -> int:
-    try:
-        return DTYPE_BYTES[spec.dtype]
-    except KeyError:
-        raise Unsupported(f"lay out {spec.name}: safetensors has no dtype {spec.dtype}") from None
 
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

@@ -49,6 +49,7 @@ _DICTS: dict[type, str] = {
     collections.OrderedDict: "$ordered",
     collections.Counter: "$counter",
 }
+_FROM_ITEMS: dict[str | None, Callable[[Any], object]] = {tag: kind for kind, tag in (_LISTS | _DICTS).items()}
 
 
 def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, depth: int = 0) -> Json:
@@ -199,15 +200,10 @@ def _decode_tag(tag: str, content: Json, unleaf: Unleaf, depth: int) -> Any:
             return collections.defaultdict(None if name is None else _FACTORIES[name], decoded)
         case _ if tag in _FROM_TEXT:
             return _FROM_TEXT[tag](content)
-        case "$tuple":
-            return tuple(_decode(item, unleaf, depth + 1) for item in content)
-        case "$set":
-            return {_decode(item, unleaf, depth + 1) for item in content}
-        case "$frozenset":
-            return frozenset(_decode(item, unleaf, depth + 1) for item in content)
+        case "$tuple" | "$set" | "$frozenset":
+            return _FROM_ITEMS[tag](_decode(item, unleaf, depth + 1) for item in content)
         case "$dict" | "$ordered" | "$counter":
             decoded = {_decode(key, unleaf, depth + 1): _decode(item, unleaf, depth + 1) for key, item in content}
-            kind = {"$ordered": collections.OrderedDict, "$counter": collections.Counter}.get(tag, dict)
-            return kind(decoded)
+            return _FROM_ITEMS[tag](decoded)
         case _:
             return unleaf(tag, content)

@@ -7,6 +7,7 @@ that belong there, so a file of any size can be written through a small buffer.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import struct
@@ -78,17 +79,14 @@ class WholeFile:
     def __init__(self, tensors: Sequence[WholeTensor], metadata: Mapping[str, str]) -> None:
         self.tensors = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
         table: dict[str, object] = {"__metadata__": dict(metadata)}
-        ends: list[int] = []
-        end = 0
-        for tensor in self.tensors:
-            begin, end = end, end + tensor.size_bytes
-            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-            ends.append(end)
+        offsets = list(itertools.accumulate((tensor.size_bytes for tensor in self.tensors), initial=0))
+        for tensor, span in zip(self.tensors, itertools.pairwise(offsets), strict=True):
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": span}
         body = json.dumps(table, separators=(",", ":")).encode()
         body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
         self.header = struct.pack("<Q", len(body)) + body
-        self.size_bytes = len(self.header) + end
-        self._ends = [len(self.header) + end for end in ends]
+        self.size_bytes = len(self.header) + offsets[-1]
+        self._ends = [len(self.header) + end for end in offsets[1:]]
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """The pieces of the file's bytes `[begin, end)`, without the header."""

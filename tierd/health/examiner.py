@@ -7,15 +7,14 @@ slots, or else the files in the hot tier; it is started for each checkpoint.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all, open_all
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
 from tierd.format.health import Diagnosis
@@ -40,7 +39,6 @@ class Examiner:
         self._memory = context.memory
         self._catalog = context.catalog
         self._hot = context.hot
-        self._metrics = context.metrics
         self._examining = asyncio.Lock()
         self._done_at = -1  # the catalog's moment at the start of the last pass that left nothing to do
         self._failed: set[CheckpointId] = set()
@@ -87,7 +85,7 @@ class Examiner:
                 if isinstance(error, Transient):
                     raise
                 self._failed.add(checkpoint)
-                self._metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
+                self._context.metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
                 self._context.incidents.record(self.name, error, checkpoint)
                 return None
         diagnosis = msgspec.structs.replace(diagnosis, examined_at=self._context.timestamp())
@@ -122,7 +120,7 @@ class Examiner:
 
     def _report(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         verdict = "healthy" if diagnosis.healthy else "unhealthy"
-        self._metrics.examinations_total.labels(run=checkpoint.run, verdict=verdict).inc()
+        self._context.metrics.examinations_total.labels(run=checkpoint.run, verdict=verdict).inc()
         if not diagnosis.healthy:
             error = Corrupt(
                 f"{checkpoint} is unhealthy: {diagnosis}",
@@ -139,7 +137,7 @@ class Examiner:
             is_same_timeline = (other.run, other.generation) == (checkpoint.run, checkpoint.generation)
             if is_same_timeline and other.step != checkpoint.step and known == digest:
                 older, newer = sorted((other.step, checkpoint.step))
-                self._metrics.stale_snapshots_total.labels(run=checkpoint.run).inc()
+                self._context.metrics.stale_snapshots_total.labels(run=checkpoint.run).inc()
                 error = Corrupt(
                     f"{checkpoint.run}: steps {older} and {newer} have the same weights, bit for bit",
                     hint="does the state hold the model that is trained? docs/RUNBOOK.md#stale-snapshots",
@@ -162,13 +160,13 @@ class Examiner:
         entry = self._catalog.get(checkpoint)
         if entry is None or self._hot.name not in entry.tiers:
             raise NotFound(f"examine {checkpoint}: it was just deleted")
-        with contextlib.ExitStack() as opened:
-            files = []
-            for file in entry.manifest.files:
-                descriptor = self._context.hot_store.open_fd(layout.file_key(checkpoint, file.name))
-                opened.callback(os.close, descriptor)
-                files.append((descriptor, file.size_bytes))
-            diagnosis = await _run_program(checkpoint, files)
+        keys = [layout.file_key(checkpoint, file.name) for file in entry.manifest.files]
+        descriptors = open_all(map(self._context.hot_store.open_fd, keys))
+        try:
+            sizes = [file.size_bytes for file in entry.manifest.files]
+            diagnosis = await _run_program(checkpoint, list(zip(descriptors, sizes, strict=True)))
+        finally:
+            close_all(descriptors)
         if not diagnosis.healthy and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
             # The disk made the NaN, not the training.
             raise Corrupt(f"examine {checkpoint}: {damage[0]}", hint="docs/RUNBOOK.md#corrupt-chunk")

@@ -115,43 +115,31 @@ def _count(descriptor: int, entry: TensorEntry, buffer: memoryview, *, is_digest
     return count, digest
 
 
-def _floats(dtype: str) -> Callable[[memoryview], tuple[int, int]]:
-    """Counts for a dtype of numpy."""
-
-    def count(block: memoryview) -> tuple[int, int]:
-        numbers = np.frombuffer(block, dtype)
-        if np.isfinite(numbers).all():
-            return 0, 0
-        return int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
-
-    return count
+def _count_floats(dtype: str, block: memoryview) -> tuple[int, int]:
+    """For a dtype of numpy."""
+    numbers = np.frombuffer(block, dtype)
+    if np.isfinite(numbers).all():
+        return 0, 0
+    return int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
 
 
-def _bits(dtype: str, exponent: int, mantissa: int) -> Callable[[memoryview], tuple[int, int]]:
-    """Counts by bits, for a dtype that numpy lacks. NaN and Inf have all exponent bits set; Inf has mantissa 0."""
-
-    def count(block: memoryview) -> tuple[int, int]:
-        bits = np.frombuffer(block, dtype)
-        not_finite = bits[(bits & exponent) == exponent]
-        nan = int(((not_finite & mantissa) != 0).sum())
-        return nan, len(not_finite) - nan
-
-    return count
-
-
-def _e4m3(block: memoryview) -> tuple[int, int]:
-    """float8_e4m3fn has one bit pattern for NaN (and a sign) and no Inf. https://arxiv.org/abs/2209.05433"""
-    return int(((np.frombuffer(block, "u1") & 0x7F) == 0x7F).sum()), 0
+def _count_bits(dtype: str, not_finite_bits: int, nan_bits: int, block: memoryview) -> tuple[int, int]:
+    """For a dtype that numpy lacks. NaN and Inf have all `not_finite_bits` set; Inf has none of `nan_bits`."""
+    numbers = np.frombuffer(block, dtype)
+    not_finite = numbers[(numbers & not_finite_bits) == not_finite_bits]
+    nan = int(((not_finite & nan_bits) != 0).sum())
+    return nan, len(not_finite) - nan
 
 
 COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
-    "F64": _floats("<f8"),
-    "F32": _floats("<f4"),
-    "F16": _floats("<f2"),
-    "C64": _floats("<f4"),  # real and imaginary part
-    "BF16": _bits("<u2", 0x7F80, 0x007F),
-    "F8_E5M2": _bits("u1", 0x7C, 0x03),
-    "F8_E4M3": _e4m3,
+    "F64": partial(_count_floats, "<f8"),
+    "F32": partial(_count_floats, "<f4"),
+    "F16": partial(_count_floats, "<f2"),
+    "C64": partial(_count_floats, "<f4"),  # real and imaginary part
+    "BF16": partial(_count_bits, "<u2", 0x7F80, 0x007F),  # the bits of the exponent and of the mantissa
+    "F8_E5M2": partial(_count_bits, "u1", 0x7C, 0x03),
+    # float8_e4m3fn has one bit pattern for NaN (and a sign) and no Inf. https://arxiv.org/abs/2209.05433
+    "F8_E4M3": partial(_count_bits, "u1", 0x7F, 0x7F),
 }
 """By safetensors dtype: a function that returns (NaN, Inf) counts of a block of whole elements."""
 

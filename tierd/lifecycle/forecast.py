@@ -109,9 +109,7 @@ def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _P
         msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False, keep_best=0) for rule in rules
     ]
     past = _past(views, forgetting, pace)
-    kept_past: set[CheckpointId] = set()
-    for rule in forgetting:
-        kept_past |= kept(past, rule).keys()
+    kept_past = set[CheckpointId]().union(*(kept(past, rule) for rule in forgetting))
     forever = sum(any(kept_forever(view, rule) for rule in rules) for view in views)
     best = max(
         min(rule.keep_best, sum(rule.best_metric in view.metrics for view in views)) if rule.keep_best else 0

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,12 +116,8 @@ class S3Client:
         try:
             answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
             assert answer is not None
-            body = answer.get("Body")
-            try:
+            with answer.get("Body", nullcontext()):  # closes it at the end
                 return str(answer["ResponseMetadata"]["HTTPStatusCode"]), use(answer)
-            finally:
-                if body is not None:
-                    body.close()
         except TierdError:
             raise
         except Exception as error:

@@ -133,11 +133,10 @@ class BucketProbe:
             return
         if whole_checksum(head) is not None and verifies:
             self._add("checksum", "ok", "the server keeps CRC64NVME: a replica is verified without reading it")
-        elif Extra.CHECKSUMS in self._requests.dialect.refused:
-            message = "the server refuses checksums: payloads are signed instead, at 1.5 CPU-s more for a GB"
-            self._add("checksum", "note", message)
         else:
             message = "the server computes no CRC64NVME: damage is found by reading, in a restore or `tierd verify`"
+            if Extra.CHECKSUMS in self._requests.dialect.refused:
+                message = "the server refuses checksums: payloads are signed instead, at 1.5 CPU-s more for a GB"
             self._add("checksum", "note", message)
         wanted, stored = self._cold.sse, head.get("ServerSideEncryption", "")
         if wanted and stored != wanted:
@@ -232,9 +231,8 @@ class BucketProbe:
 
     async def _check_configuration(self) -> None:
         rules: list[Answer] | None = None
-        answer = await self._configured(
-            "get_bucket_lifecycle_configuration", "lifecycle", {"NoSuchLifecycleConfiguration"}
-        )
+        absent = {"NoSuchLifecycleConfiguration"}
+        answer = await self._configured("get_bucket_lifecycle_configuration", "lifecycle", absent)
         if answer is not None:
             rules = [rule for rule in answer.get("Rules", ()) if rule["Status"] == "Enabled" and self._covers(rule)]
             if any("AbortIncompleteMultipartUpload" in rule for rule in rules):

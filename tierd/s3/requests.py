@@ -88,9 +88,6 @@ class S3Requests:
             cold, parts.netloc, connections=limits.parts_in_flight + 2, timeout_s=limits.request_timeout_s
         )
 
-    def object_key(self, key: str) -> str:
-        return self.prefix + check_key(key)
-
     def addressed(self, verb: str, key: str) -> tuple[str, str]:
         """(what a request does, for messages; the key of its object)."""
         return f"{verb} {key} in {self.name} ({self.url})", self.prefix + check_key(key)

@@ -23,7 +23,7 @@ from tierd.s3.requests import RETRY_MIN_S, OnRequest, S3Requests
 from tierd.s3.upload import PART_BYTES_MIN, Upload, abort_upload, part_bytes, unfinished_uploads, whole_checksum
 from tierd.tiers.chunks import measure
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflict, is_key
 
 DELETE_KEYS_MAX = 1000
 READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
@@ -106,10 +106,7 @@ class S3Store:
                 if existing is None:
                     raise
         if not await self._is_same(key, upload, existing):
-            raise Corrupt(
-                f"{action}: there is an object with other bytes",
-                hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
-            )
+            raise conflict(f"{action}: there is an object with other bytes")
         report(size_bytes - sent_bytes)
         return entry
 
@@ -282,7 +279,7 @@ class S3Store:
 
     async def _delete_batch(self, keys: Sequence[str]) -> None:
         action = f"delete {keys[0]} and {len(keys) - 1} more in {self.requests.name} ({self.url})"
-        objects = [{"Key": self.requests.object_key(key)} for key in keys]
+        objects = [{"Key": self.requests.prefix + key} for key in keys]
         try:
             batch = {"Objects": objects, "Quiet": True}
             is_refused = bool((await self.requests.request("delete_objects", action, Delete=batch)).get("Errors"))

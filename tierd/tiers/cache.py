@@ -44,30 +44,23 @@ class ManifestCache:
         """The cached manifests of `wanted`. Never raises."""
         if not self._folder.is_dir():
             return {}
-        store = DirectoryStore(self._folder, create=False)
         try:
-            raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
+            async with DirectoryStore(self._folder, create=False) as store:
+                raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
             return await asyncio.to_thread(_decode, raw, wanted)
         except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return {}
-        finally:
-            await store.close()
 
     async def write(
         self, manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, Fingerprint]
     ) -> None:
         """Replaces the cache. Manifests without an ETag are left out: a change of them would not be noticed."""
-        store = DirectoryStore(self._folder)
-        try:
-            raw = await asyncio.to_thread(_encode, manifests, fingerprints)
+        raw = await asyncio.to_thread(_encode, manifests, fingerprints)
+        with suppress(OSError, TierdError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(TierdError):
+            async with DirectoryStore(self._folder) as store:
                 await store.sweep_partials()
                 await store.put_bytes(self._key, raw)
-        except OSError:
-            return
-        finally:
-            await store.close()
 
 
 def _encode(manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[CheckpointId, Fingerprint]) -> bytes:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +24,14 @@ from tierd.tiers.chunks import ChunkSums, measure
 from tierd.tiers.new_file import NewFile, is_abandoned
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 from tierd.tiers.rate_limit import MIB, Bandwidth
-from tierd.tiers.store import Progress, Source, StoredObject, check_key, is_key
+from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflict, is_key
 from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
 
 
-class DirectoryStore:
+class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     """The root is made by the first put unless `create` is False."""
 
     is_local = True
@@ -104,20 +105,14 @@ class DirectoryStore:
         sizes = [stored.size_bytes for stored in await self.list(key) if stored.key == key]
         is_same = sizes == [entry.size_bytes]
         if not is_same or await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) != entry:
-            raise Corrupt(
-                f"{action}: there is a file with other bytes",
-                hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
-            )
+            raise conflict(f"{action}: there is a file with other bytes")
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:
         def write() -> bool:
-            file = NewFile(self.tree, key, len(content), is_small=True)
-            try:
+            with closing(NewFile(self.tree, key, len(content), is_small=True)) as file:
                 file.begin()
                 file.write(0, memoryview(content), len(content))
                 return file.commit(if_absent=if_absent)
-            finally:
-                file.close()
 
         with translated(f"write {check_key(key)} in {self.url}", missing=TierUnreachable):
             return await self.pool.run(write)
@@ -141,10 +136,9 @@ class DirectoryStore:
         action = f"read {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:
             size_bytes = os.fstat(fd).st_size
-            content = b"" if size_bytes > size_max else os.read(fd, size_bytes)
-        if size_bytes > size_max:
-            raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
-        return content
+            if size_bytes > size_max:
+                raise Corrupt(f"{action}: {size_bytes} bytes, more than {size_max}")
+            return os.read(fd, size_bytes)
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
         await self.pool.run(self.read_blocking, key, offset, buffer)
@@ -153,10 +147,9 @@ class DirectoryStore:
         """As `read`, in the caller's thread."""
         action = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:
-            missing = read_all(fd, offset, buffer)
-        # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
-        if missing:
-            raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
+            # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
+            if missing := read_all(fd, offset, buffer):
+                raise Corrupt(f"{action}: the file ends at byte {offset + len(buffer) - missing}")
 
     def source(self, key: str) -> Source:
         return Source(partial(self.read, key), partial(self.read_blocking, key))
@@ -191,8 +184,7 @@ class DirectoryStore:
 
     async def free_bytes(self) -> int | None:
         def measure() -> int:
-            stats = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
-            return stats.f_bavail * stats.f_frsize
+            return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
 
         with translated(f"measure the free space of {self.url}"):
             return await self.pool.run(measure)
@@ -237,6 +229,9 @@ class DirectoryStore:
     async def close(self) -> None:
         self.pool.close()
         self.buffers.close()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     def open_fd(self, key: str) -> int:
         """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""

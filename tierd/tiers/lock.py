@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from tierd.format import layout
 _DESCRIPTION_BYTES_MAX = 4096
 
 
-class Lock:
+class Lock(AbstractContextManager["Lock"]):
     """The lock of a directory, which is made where missing. Held until `release`, or the death of this process.
 
     `holder`: describes this process, besides its id and node. Raises LockHeld, naming the holder, when another process
@@ -57,9 +58,6 @@ class Lock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Lock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +65,7 @@ def probe_directory(about: str, path: Path, *, is_hot: bool) -> Iterator[Advice]
 
 def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:
     """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
-    stats = os.statvfs(_existing(path))
-    free_bytes = stats.f_bavail * stats.f_frsize
+    free_bytes = shutil.disk_usage(_existing(path)).free
     count = keep_last + 2
     free = f"{free_bytes / 1e9:.3g} GB free"
     if checkpoint_bytes == 0:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from tierd.errors import BadRequest, TierdError
+from tierd.errors import BadRequest, Corrupt, TierdError
 from tierd.format import layout
 from tierd.format.manifest import FileEntry
 
@@ -38,6 +38,11 @@ def check_key(key: str) -> str:
             hint="components of letters, digits, '.', '-' and '_', each beginning with a letter or digit",
         )
     return key
+
+
+def conflict(message: str) -> Corrupt:
+    """The error of a write whose key has other bytes already."""
+    return Corrupt(message, hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten")
 
 
 class StoredObject(msgspec.Struct, frozen=True):

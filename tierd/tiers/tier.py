@@ -20,7 +20,7 @@ from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, ReadableStore, Store
+from tierd.tiers.store import Progress, ReadableStore, Store, conflict
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,7 @@ class ReadableTier:
             return Diagnosis(healthy=is_healthy)
 
     def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
-        return Corrupt(
-            f"commit {checkpoint} in {self.name}: another checkpoint is committed there under this name",
-            hint="do two jobs write one run into one tier? Rename one run; nothing was overwritten",
-        )
+        return conflict(f"commit {checkpoint} in {self.name}: another checkpoint is committed there under this name")
 
 
 @dataclass(frozen=True, eq=False)

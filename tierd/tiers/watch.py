@@ -22,26 +22,20 @@ log = logging.getLogger("tierd")
 _EVENTS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent, FileDeletedEvent]
 
 
-class _OnChange(FileSystemEventHandler):
-    """Called on watchdog's thread. Calls `notify` for a file whose change may alter a listing."""
-
-    def __init__(self, notify: Callable[[], object]) -> None:
-        self._notify = notify
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        name = str(event.dest_path or event.src_path).rpartition("/")[2]
-        if name == layout.MANIFEST or layout.milestone_of(name):
-            self._notify()
-
-
 @contextmanager
 def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
     """Within the block, calls `on_change` on the running event loop after a manifest or a milestone marker changes."""
     loop = asyncio.get_running_loop()
     observer = Observer()
-    handler = _OnChange(lambda: loop.call_soon_threadsafe(on_change))
+
+    class OnChange(FileSystemEventHandler):
+        def on_any_event(self, event: FileSystemEvent) -> None:  # on watchdog's thread
+            name = str(event.dest_path or event.src_path).rpartition("/")[2]
+            if name == layout.MANIFEST or layout.milestone_of(name):
+                loop.call_soon_threadsafe(on_change)
+
     try:
-        observer.schedule(handler, str(root), recursive=True, event_filter=_EVENTS)
+        observer.schedule(OnChange(), str(root), recursive=True, event_filter=_EVENTS)
         observer.start()
     except OSError as error:
         log.warning("watch %s: %s; changes made by hand are found by the next listing", root, error)

@@ -30,16 +30,13 @@ async def drill(
     Raises Corrupt where a byte differs, NotFound, TierUnreachable, Full; LockHeld while another drill runs there.
     """
     with atomic_output(scratch / _folder(tier.name), size_bytes=manifest.size_bytes + spare_bytes) as output:
-        store = DirectoryStore(output.partial)
-        restored = Tier("scratch", store)
-        try:
+        async with DirectoryStore(output.partial) as store:
+            restored = Tier("scratch", store)
             began_s = time.monotonic()
             await copy_checkpoint(manifest, tier, restored, progress=progress)
             seconds = time.monotonic() - began_s
             verification = await verify_files(restored, manifest)
             await restored.delete(manifest.id)  # in the store's threads; `atomic_output` would block the event loop
-        finally:
-            await store.close()
         if verification.problems:
             raise Corrupt(
                 f"drill {manifest.id} from {tier.name}: {verification.sentences[0]}",

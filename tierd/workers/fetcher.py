@@ -94,12 +94,9 @@ class Fetcher:
         async with self._sweeping:
             active = {layout.checkpoint_prefix(checkpoint) for checkpoint, lock in self._locks.items() if lock.locked()}
             active |= {layout.checkpoint_prefix(part.fetch.manifest.id) for part in self._parts.values()}
-
-            def is_given_up(path: str, touched_s: float) -> bool:
-                return not path.startswith(tuple(active))
-
             with contextlib.suppress(TierdError):  # it is tried again, and the restore does not depend on it
-                await self._hot_store.sweep_partials(run, is_given_up=is_given_up)
+                prefixes = tuple(active)
+                await self._hot_store.sweep_partials(run, is_given_up=lambda path, _: not path.startswith(prefixes))
                 if not active:
                     self._swept.add(run)
 

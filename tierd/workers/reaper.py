@@ -69,12 +69,11 @@ class Reaper:
             try:
                 if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
                     return False
-            except Retained as error:
-                self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
-                self._context.incidents.record(self.name, error, action.checkpoint)
-                continue
             except TierdError as error:
-                failed_tiers.add(action.tier)
+                if isinstance(error, Retained):
+                    self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
+                else:
+                    failed_tiers.add(action.tier)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 continue
             is_unchanged = self._catalog.changes == decided_at
