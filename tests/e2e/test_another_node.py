@@ -1,4 +1,4 @@
-"""A job goes on on another node, whose daemon was started, and listed the cold tier, before the job's first snapshot."""
+"""A job goes on on another node, whose daemon listed the cold tier before the job's first snapshot."""
 
 from __future__ import annotations
 

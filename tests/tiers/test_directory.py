@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import BadRequest, Corrupt, Full, LockHeld, NotFound, TierUnreachable
+from tierd.tiers.direct_io import reserve
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
 
@@ -92,6 +93,26 @@ async def test_writes_are_direct_where_the_filesystem_allows(store: DirectorySto
     await store.put(KEY, source, size_bytes=(64 << 20) + 12345, chunk_bytes=CHUNK_BYTES)
     assert len(source.flags) == 5
     assert all(flags & os.O_DIRECT for flags in source.flags)
+
+
+def test_nothing_is_written_where_space_cannot_be_reserved(buffered_disk: Path) -> None:
+    """posix_fallocate would write to every block instead."""
+    with (buffered_disk / "file").open("wb") as file:
+        reserve(file.fileno(), 1 << 20)
+        assert os.fstat(file.fileno()).st_size == 0
+
+
+def test_reserved_space_belongs_to_the_file(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        reserve(file.fileno(), 1 << 20)
+        about = os.fstat(file.fileno())
+    assert about.st_blocks * 512 >= 1 << 20
+    assert about.st_size == 1 << 20
+
+
+def test_a_full_disk_refuses_the_reservation(tiny_disk: Path) -> None:
+    with (tiny_disk / "file").open("wb") as file, pytest.raises(OSError, match="No space left"):
+        reserve(file.fileno(), 64 << 20)
 
 
 async def test_writes_are_buffered_where_direct_io_is_refused(buffered_disk: Path) -> None:

@@ -37,6 +37,7 @@ from tierd.format.manifest import FileEntry, Manifest
 from tierd.listing import enter
 from tierd.memory import tier as memory_module
 from tierd.memory.slot import SlotEvent
+from tierd.tiers import direct_io
 from tierd.tiers.store import StoredObject
 from tierd.workers import restorer as restorer_module
 from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
@@ -496,10 +497,10 @@ async def test_fetch_onto_a_full_disk_deletes_what_it_wrote(rooms: Rooms, monkey
     one = await rooms.commit("cold")
     await rooms.look()
 
-    def no_room(fd: int, offset: int, length: int) -> None:
+    def no_room(fd: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    monkeypatch.setattr(direct_io, "fallocate", no_room)
     with pytest.raises(Full):
         await ask(rooms)
     assert arriving(rooms) == []

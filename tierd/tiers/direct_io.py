@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 
 from tierd.format.shard import round_up
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def page_aligned(size_bytes: int) -> memoryview:
@@ -21,12 +25,21 @@ def page_aligned(size_bytes: int) -> memoryview:
 
 def reserve(fd: int, size_bytes: int) -> None:
     """Reserve disk space, so that a full disk raises before the first write and writes within the file run in
-    parallel."""
+    parallel. Does nothing on a file system that cannot."""
     try:
-        os.posix_fallocate(fd, 0, round_up(size_bytes))
+        fallocate(fd, round_up(size_bytes))
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
+
+
+def fallocate(fd: int, size_bytes: int) -> None:
+    """fallocate(2). os.posix_fallocate would write to every block of the file where the file system cannot reserve, as
+    on NFS."""
+    while _libc.fallocate(fd, 0, 0, size_bytes):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def set_direct(fd: int, *, wanted: bool = True) -> bool:

@@ -13,26 +13,29 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from tierd.tiers import direct_io
+
 READS = ("preadv", "read", "scandir")
-WRITES = ("pwrite", "fsync", "rename", "link", "unlink", "mkdir", "posix_fallocate")
+WRITES = ("pwrite", "fsync", "rename", "link", "unlink", "mkdir")
 
 
 @contextmanager
 def failing_calls(fails: Callable[[], bool]) -> Iterator[None]:
     """`fails` is asked before each call."""
 
-    def wrap(name: str) -> Callable[..., Any]:
-        call = getattr(os, name)
+    def wrap(owner: object, name: str) -> Callable[..., Any]:
+        call = getattr(owner, name)
 
         def wrapped(*args: Any, **options: Any) -> Any:
             if fails():
-                code = errno.ENOSPC if name in ("pwrite", "posix_fallocate", "mkdir") else errno.EIO
+                code = errno.ENOSPC if name in ("pwrite", "fallocate", "mkdir") else errno.EIO
                 raise OSError(code, os.strerror(code))
             return call(*args, **options)
 
         return wrapped
 
     with ExitStack() as patches:
-        for name in (*READS, *WRITES):
-            patches.enter_context(patch.object(os, name, wrap(name)))
+        calls: list[tuple[object, str]] = [(os, name) for name in (*READS, *WRITES)]
+        for owner, name in [*calls, (direct_io, "fallocate")]:
+            patches.enter_context(patch.object(owner, name, wrap(owner, name)))
         yield
