@@ -37,6 +37,7 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
                     dtype=tensor.dtype,
                     shape=tensor.global_shape,
                     saved_offsets=(0,) * len(tensor.global_shape),
+                    torch_dtype=tensor.torch_dtype,
                     offset=0,
                 )
             ]

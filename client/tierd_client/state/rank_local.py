@@ -26,6 +26,9 @@ from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
 _Split = tuple[str, str]
 """What precedes and what follows the rank's suffix in a tensor's name."""
 
+_Form = tuple[str, tuple[int, ...], str]
+"""dtype, shape, and the name of torch's dtype where safetensors has none for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankLocal:
@@ -98,21 +101,19 @@ class RankLocal:
             for split, content in self._read_bytes(layout, other.suffix).items()
         )
 
-    def _layout(self, name: str, suffix: str) -> dict[_Split, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of the tensors that one rank stored in the section `name`."""
-        layout: dict[_Split, tuple[str, tuple[int, ...]]] = {}
+    def _layout(self, name: str, suffix: str) -> dict[_Split, _Form]:
+        """(dtype, shape, torch dtype) of the tensors that one rank stored in the section `name`."""
+        layout: dict[_Split, _Form] = {}
         for stored_name, (entry, *_) in self.available.items():
             path, found_suffix, rest = stored_name.rpartition(suffix)
             is_in_section = path == name or path.startswith((name + ".", name + "["))
             if found_suffix and is_in_section and (not rest or rest.startswith("#")):
-                layout[path, rest] = entry.dtype, entry.shape
+                layout[path, rest] = entry.dtype, entry.shape, entry.torch_dtype
         return layout
 
-    def _read_bytes(
-        self, layout: Mapping[_Split, tuple[str, tuple[int, ...]]], suffix: str
-    ) -> dict[_Split, torch.Tensor]:
+    def _read_bytes(self, layout: Mapping[_Split, _Form], suffix: str) -> dict[_Split, torch.Tensor]:
         tensors = {
-            split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape) in layout.items()
+            split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape, _) in layout.items()
         }
         self.read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
         return {split: as_bytes(tensor) for split, tensor in tensors.items()}

@@ -20,6 +20,7 @@ from tierd_client.state import encoding
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
 from tierd_client.state.tensors import (
     DTYPES,
+    VIEWED,
     CapturedTensor,
     capture_tensor,
     describe,
@@ -60,7 +61,7 @@ class RestorePlan:
         if stored is None:
             return False
         destination = capture_tensor(name, tensor)
-        live = destination.dtype, destination.global_shape
+        live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
             self.add_destination(name, destination)
         elif must_fit:
@@ -79,6 +80,12 @@ class RestorePlan:
         if stored is None:
             return torch.empty(0, device="cpu")
         dtype, shape = DTYPES[stored[0]], stored[1]
+        if stored[2]:
+            if stored[2] not in VIEWED:
+                self.differences.append(f"{name}: of {stored[2]}, which this version of torch lacks")
+                return torch.empty(0, device="cpu")
+            dtype = VIEWED[stored[2]]
+            shape = shape[:-1] if dtype.is_complex else shape
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
         if like is not None and tuple(like.shape) == shape and (is_dtensor(like) or like.device == device):
@@ -179,8 +186,9 @@ class RestorePlan:
                 self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()
 
-    def _find_stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """(dtype, global shape) of a stored tensor. None, with a difference, unless all its parts are stored."""
+    def _find_stored(self, name: str) -> tuple[str, tuple[int, ...], str] | None:
+        """(dtype, global shape, torch dtype) of a stored tensor. None, with a difference, unless all its parts are
+        stored."""
         is_first_use = name not in self._used
         self._used.add(name)
         entries = self.available.get(name, ())
@@ -189,9 +197,10 @@ class RestorePlan:
                 self.differences.append(f"{name}: not in the checkpoint")
             return None
         if len(entries) == 1 and not any(entries[0].saved_offsets):
-            return entries[0].dtype, entries[0].shape  # most tensors are whole; the code below is ten times slower
+            # Most tensors are whole; the code below is ten times slower.
+            return entries[0].dtype, entries[0].shape, entries[0].torch_dtype
         parts = {entry.saved_offsets: entry for entry in entries}  # several ranks may have stored the same part
-        if len({(part.dtype, len(part.shape)) for part in parts.values()}) != 1:
+        if len({(part.dtype, len(part.shape), part.torch_dtype) for part in parts.values()}) != 1:
             self.differences.append(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
             return None
         shape = spanned_shape((part.saved_offsets, part.shape) for part in parts.values())
@@ -200,7 +209,7 @@ class RestorePlan:
             if is_first_use:
                 self.differences.append(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
-        return entries[0].dtype, shape
+        return entries[0].dtype, shape, entries[0].torch_dtype
 
 
 def _on_cpu(tensor: CapturedTensor) -> CapturedTensor:

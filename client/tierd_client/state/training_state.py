@@ -73,7 +73,7 @@ class Captured:
 def architecture_hash(captured: Captured) -> str:
     """sha256, in hex, of the names, dtypes and global shapes of the model's tensors."""
     model = sorted(
-        (tensor.name, tensor.dtype, tensor.global_shape)
+        (tensor.name, tensor.torch_dtype or tensor.dtype, tensor.global_shape)
         for tensor in captured.tensors
         if tensor.name.startswith("model.")
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 import numpy as np
+import pytest
 import torch
 
 from tests.client.exactness.row import EXACT, Row
@@ -59,8 +60,14 @@ def nested_in_itself() -> list[Any]:
     return value
 
 
-def of(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(16, dtype=torch.uint8).view(dtype)
+def of(dtype: torch.dtype, size_bytes: int = 16) -> torch.Tensor:
+    return torch.arange(size_bytes, dtype=torch.uint8).view(dtype)
+
+
+def newer_dtype(name: str) -> torch.dtype:
+    if not hasattr(torch, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    return getattr(torch, name)
 
 
 ROWS = [
@@ -197,18 +204,21 @@ ROWS = [
     ),
     Row("tensor of bool", EXACT, lambda: torch.tensor([True, False])),
     Row("tensor of complex64", EXACT, lambda: of(torch.complex64)),
-    Row("tensor of complex128", "safetensors has no dtype for torch.complex128", lambda: of(torch.complex128)),
-    Row("tensor of complex32", "safetensors has no dtype for torch.complex32", lambda: of(torch.complex32)),
+    Row("tensor of complex128 or complex32", EXACT, lambda: [of(torch.complex128), of(torch.complex32)]),
     Row(
-        "tensor of float8_e4m3fnuz",
-        "safetensors has no dtype for torch.float8_e4m3fnuz",
-        lambda: of(torch.float8_e4m3fnuz),
+        "tensor of complex128 with strides, empty or of no dimension",
+        EXACT,
+        lambda: [of(torch.complex128, 96).reshape(2, 3).t(), of(torch.complex128)[:0], of(torch.complex128)[0]],
     ),
+    Row("conjugated view of complex128", "a conjugated view of torch.complex128", lambda: of(torch.complex128).conj()),
     Row(
-        "tensor of float8_e8m0fnu",
-        "safetensors has no dtype for torch.float8_e8m0fnu",
-        lambda: of(torch.float8_e8m0fnu),
+        "tensor of float8_e4m3fnuz or float8_e5m2fnuz",
+        EXACT,
+        lambda: [of(torch.float8_e4m3fnuz), of(torch.float8_e5m2fnuz)],
     ),
+    Row("tensor of float8_e8m0fnu (scales of MX formats)", EXACT, lambda: of(newer_dtype("float8_e8m0fnu"))),
+    Row("tensor of float4_e2m1fn_x2 (two in a byte)", EXACT, lambda: of(newer_dtype("float4_e2m1fn_x2"))),
+    Row("tensor of bits8", "safetensors has no dtype for torch.bits8", lambda: of(torch.bits8)),
     Row("tensor of no dimension, or empty", EXACT, lambda: [torch.tensor(3.0), torch.ones(2, 0, 3)]),
     Row(
         "tensor with strides: transposed, sliced, channels_last",
