@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
-import enum
 import math
 import pathlib
 import random
@@ -35,10 +34,6 @@ INTS = (0, 1, -1, 2**63, -(2**64), 10**40, 10**5000)
 NUMPY_DTYPES = (
     "<f8", ">f8", "<f4", "<f2", "<i8", ">i4", "<u2", "|u1", "|b1", "<c8", "<c16", "<U3", "|S4", "<M8[ns]", "<m8[25s]",
 )  # fmt: skip
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 class Stateful:
@@ -134,11 +129,11 @@ class Source:
 
     def refused_value(self) -> Any:
         values: list[Callable[[], Any]] = [
-            object, lambda: Colour.RED, lambda: range(3), lambda: ..., lambda: int, lambda: torch.nn.Linear,
+            object, lambda: range(4), lambda: range(3), lambda: ..., lambda: int, lambda: torch.nn.Linear,
             lambda: memoryview(b"ab"), lambda: np.ma.masked_array([1, 2], [0, 1]), lambda: np.array([object()]),
-            lambda: np.zeros(2, "i4,f4"), lambda: np.longdouble(1), torch.Generator, lambda: np.void(b"abc"),
+            lambda: np.zeros(2, "i4,f4"), lambda: np.longdouble(1), lambda: slice(2), lambda: np.void(b"abc"),
             lambda: datetime.datetime(2020, 1, 1, fold=1), lambda: pathlib.PurePosixPath("a"), lambda: slice(1),
-            lambda: collections.defaultdict(lambda: 1), lambda: collections.namedtuple("P", "x")(1), lambda: len,
+            lambda: collections.defaultdict(lambda: 1), lambda: slice(3), lambda: len,
             lambda: collections.UserDict(a=1), lambda: torch.max(torch.ones(2), 0), lambda: "a\0b", lambda: slice(0),
         ]  # fmt: skip
         return self.structure.choice(values)()
@@ -170,6 +165,8 @@ class Source:
             lambda: np.int64(content.randrange(9)),
             lambda: np.bool_(content.random() < 0.5),
             lambda: np.datetime64("NaT"),
+            lambda: random.Random(content.randrange(1000)),
+            lambda: np.random.default_rng(content.randrange(1000)),
         ]
         return self.structure.choice(values)()
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     Raises Unsupported for a dtype that safetensors does not have, or when the header would exceed 100 MB.
     """
     tensors = list(tensors)
+    if len({spec.name for spec in tensors}) != len(tensors):
+        counts = Counter(spec.name for spec in tensors)
+        raise Unsupported(f"lay out two tensors named {counts.most_common(1)[0][0]}", hint="rename one of them")
     if any(spec.name == "__metadata__" for spec in tensors):
         raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
     ordered = sorted(tensors, key=lambda spec: (-_element_bytes(spec), spec.name))

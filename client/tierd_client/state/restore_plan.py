@@ -16,8 +16,10 @@ import torch
 
 from tierd.errors import Mismatch, TierdError
 from tierd.format.shard import TensorEntry
+from tierd.format.tagged import Parts, Place, Rebuild
 from tierd_client.state import encoding
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
+from tierd_client.state.objects import Objects, Rebuilder
 from tierd_client.state.tensors import (
     DTYPES,
     VIEWED,
@@ -43,24 +45,39 @@ class RestorePlan:
     """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
     has one sentence for each."""
 
-    def __init__(self, available: Available, accelerator: torch.device, *, is_dry: bool = False) -> None:
-        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator."""
+    def __init__(
+        self,
+        available: Available,
+        accelerator: torch.device,
+        *,
+        is_dry: bool = False,
+        objects: Objects | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator. `objects`: how the state
+        stores values of the user's classes. `rebuild` makes them in `decode`, which otherwise refuses them."""
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
+        self.stored_names: dict[str, str] = {}
+        """Of tensors that differ by rank: the name in the shards by the name in the state tree."""
         self._accelerator = accelerator
         self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
         self.differences: list[str] = []
+        self.objects = objects or Objects(from_live=False)
+        self._rebuilder = Rebuilder(self.objects, self.differences, accelerator)
+        self._rebuild = rebuild or self._refuse_object
         self._installs: list[tuple[str, Callable[[], object]]] = []
 
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
         it does not fit while it `must_fit`."""
-        stored = self._find_stored(name)
+        stored_name = self.stored_names.get(name, name)
+        stored = self._find_stored(stored_name)
         if stored is None:
             return False
-        destination = capture_tensor(name, tensor)
+        destination = capture_tensor(stored_name, tensor if stored_name == name else local_part(tensor))
         live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
             self.add_destination(name, destination)
@@ -76,7 +93,7 @@ class RestorePlan:
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
         """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
         equal."""
-        stored = self._find_stored(name)
+        stored = self._find_stored(self.stored_names.get(name, name))
         if stored is None:
             return torch.empty(0, device="cpu")
         dtype, shape = DTYPES[stored[0]], stored[1]
@@ -88,7 +105,8 @@ class RestorePlan:
             shape = shape[:-1] if dtype.is_complex else shape
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
-        if like is not None and tuple(like.shape) == shape and (is_dtensor(like) or like.device == device):
+        like_shape = () if like is None else (local_part(like) if name in self.stored_names else like).shape
+        if like is not None and tuple(like_shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -106,14 +124,24 @@ class RestorePlan:
         live: Mapping[str, torch.Tensor] | None = None,
         is_strict: bool = False,
         new: encoding.Allocate | None = None,
+        rebuild: Rebuild | None = None,
+        place: Place | None = None,
+        allocated: dict[str, torch.Tensor] | None = None,
     ) -> Any:
         """Decodes `value`. Its tensors are those of `live` where name, shape and dtype agree, else made by `new`.
 
         A live tensor that shares memory with another destination is replaced by a new one like it. `is_strict`: a live
-        tensor that does not agree is a difference. Raises Corrupt when `value` is not an encoding.
+        tensor that does not agree is a difference. `allocated` receives the tensors by name. Raises Corrupt when
+        `value` is not an encoding.
         """
 
         def allocate(name: str, device: str) -> torch.Tensor:
+            tensor = find(name, device)
+            if allocated is not None:
+                allocated[name] = tensor
+            return tensor
+
+        def find(name: str, device: str) -> torch.Tensor:
             tensor = (live or {}).get(name)
             if tensor is not None and self._memory.holds(local_part(tensor)):
                 tensor = self.new_like(tensor)
@@ -123,7 +151,32 @@ class RestorePlan:
                 return new(name, device)
             return self.read_new(name, self.device(device, self._accelerator))
 
-        return encoding.decode(value, allocate)
+        return encoding.decode(value, allocate, rebuild or self._rebuild, place or Place("the state", None))
+
+    def decode_at(
+        self,
+        value: encoding.Json,
+        place: Place,
+        *,
+        live: Mapping[str, torch.Tensor] | None = None,
+        is_strict: bool = False,
+    ) -> Callable[[], Any]:
+        """As `decode`, for a value that may hold values of the user's classes. Returns a function that makes it when
+        the tensors were read: only then it can be passed to the user's code, and live values may change."""
+        tensors: dict[str, torch.Tensor] = {}
+        rebuilt: list[str] = []
+
+        def check(parts: Parts, place: Place) -> None:
+            rebuilt.append(place.path)
+            self._rebuilder.check(parts, place)
+
+        planned = self.decode(value, live=live, is_strict=is_strict, rebuild=check, place=place, allocated=tensors)
+        if not rebuilt:
+            return lambda: planned
+        return lambda: encoding.decode(value, lambda name, _: tensors[name], self._rebuilder.rebuild, place)
+
+    def _refuse_object(self, parts: Parts, place: Place) -> None:
+        self.differences.append(f"{place.path}: a {parts.name} can be restored only in extra and state_dicts")
 
     def device(self, name: str, home: torch.device) -> torch.device:
         """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
@@ -132,6 +185,9 @@ class RestorePlan:
     def check_all_used(self, prefix: str, suffix: str) -> None:
         """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
         for name in self.available:
+            base, _, rank = name.rpartition("@")
+            if base in self.stored_names and rank.isdecimal():
+                continue  # the tensor of another rank
             if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
                 self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
 
