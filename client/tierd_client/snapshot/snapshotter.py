@@ -92,7 +92,7 @@ class Snapshotter:
             self._generation.number,
             _before_wait=self.overlap.before_wait,
             _ask=self._ask,
-            _why_waiting=self._generation.why_waiting,
+            _why_waiting=self._why_waiting,
         )
         self._shots[step, shot.generation] = shot
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
@@ -203,6 +203,9 @@ class Snapshotter:
         if slot.refusal:
             generation.pool.report_unpinned(index, step)
         return staging
+
+    def _why_waiting(self, shot: Shot) -> TierdError | None:
+        return self.overlap.why_unsealed(shot) or self._generation.why_waiting()
 
     def _ask(self, shot: Shot) -> None:
         self._generation.check_open()
