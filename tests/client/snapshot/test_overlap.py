@@ -534,7 +534,7 @@ def test_wait_on_another_thread_that_is_not_in_time_says_that_the_copy_is_not_se
     lab.copier.finish()
     with (
         ThreadPoolExecutor(1) as pool,
-        pytest.raises(Transient, match="another thread: .* has not sealed it") as caught,
+        pytest.raises(Transient, match=r"another thread: .* has not sealed it") as caught,
     ):
         pool.submit(shot.wait_persisted, 0.1).result()
     assert "client.wait_staged()" in caught.value.hint
