@@ -303,6 +303,12 @@ def _list_optimizers(
                 hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
                 "of its own",
             )
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
+        if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
+            raise BadConfig(
+                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+                hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
+            )
     return optimizers
 
 
@@ -316,7 +322,8 @@ def _check_model(model: object) -> None:
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise BadConfig(
             "TrainingState(model=…): FullyShardedDataParallel keeps parts as plain tensors, which look like replicas",
-            hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole",
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole; "
+            "docs/guides/migrate.md moves the state over",
         )
 
 
