@@ -18,8 +18,8 @@ ABSENT = -(1 << 62)
 """In place of a sample that this rank cannot take: below every sample."""
 
 HINT = (
-    "a tensor that differs between ranks must be a DTensor, belong to extra, or be named in "
-    "TrainingState(per_rank=[…]) if it differs on purpose"
+    "a tensor that differs between ranks must be a DTensor, or belong to extra; if it differs on purpose, name it in "
+    "TrainingState(per_rank=[…])"
 )
 
 
