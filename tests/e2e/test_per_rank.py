@@ -88,10 +88,16 @@ def test_experts_of_each_rank_and_their_moments_are_restored_and_refused_on_one_
                 assert "ema.loss: it differs between the 2 ranks" in error.message
 
 
-def test_average_that_differs_is_refused_and_the_message_names_per_rank(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon, ranks(daemon, 2, False, ["model.expert"]) as trainers:
+@pytest.mark.parametrize(
+    ("is_sharded", "per_rank", "refused"), [(False, ["model.expert"], "ema.loss"), (True, ["ema"], "model.expert.")]
+)
+def test_what_differs_and_is_not_named_is_refused_and_the_hint_names_per_rank(
+    tmp_path: Path, is_sharded: bool, per_rank: list[str], refused: str
+) -> None:
+    """Experts as DTensors on a mesh of one rank have the same names and offsets on both ranks."""
+    with Daemon(tmp_path) as daemon, ranks(daemon, 2, is_sharded, per_rank) as trainers:
         together(trainers, "apply", train, 1)
         for error in refusals(trainers, "snapshot"):
             assert isinstance(error, tierd_client.Unsupported)
-            assert "ema.loss" in error.message
+            assert refused in error.message
             assert "per_rank" in error.hint

@@ -74,8 +74,9 @@ class CapturedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     `tensor` is the live local tensor, with any strides. `dtype` is safetensors' name of its dtype. `saved_offsets` is
     the position of its first element in the global tensor, one number per dimension. `is_distributed`: it is the local
-    part of a DTensor. `is_buffer`: it is a buffer of a module, which may differ between ranks. `torch_dtype`: the name
-    of the live tensor's dtype if it is in VIEWED; all else describes the view of it that is stored.
+    part of a DTensor on a mesh of all ranks. `is_buffer`: it is a buffer of a module, which may differ between ranks.
+    `torch_dtype`: the name of the live tensor's dtype if it is in VIEWED; all else describes the view of it that is
+    stored.
     """
 
     name: str
@@ -139,7 +140,9 @@ def _capture_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> Captured
         local = _stored_view(name, local)
         parts = tuple(local.shape[len(shape) :])  # (2,) of a complex tensor
         shape, offsets, global_shape = shape + parts, offsets + (0,) * len(parts), global_shape + parts
-    return CapturedTensor(name, local, dtype, shape, offsets, global_shape, True, is_buffer, viewed)
+    # On a mesh of some ranks only, another mesh may hold a DTensor of this name: its copy, or an expert of its own.
+    has_all_ranks = mesh.size() == torch.distributed.get_world_size()
+    return CapturedTensor(name, local, dtype, shape, offsets, global_shape, has_all_ranks, is_buffer, viewed)
 
 
 def _stored_view(name: str, tensor: torch.Tensor) -> torch.Tensor:
