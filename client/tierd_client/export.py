@@ -27,6 +27,7 @@ from tierd_client.frameworks.dcp import KIND as DCP_KIND
 from tierd_client.frameworks.dcp import OBJECT, DcpTree
 from tierd_client.restore.load import ReadPlan, read_headers
 from tierd_client.restore.resume import open_directory
+from tierd_client.state.objects import described
 from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.sections import ModuleSection
@@ -45,7 +46,7 @@ def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
     with open_directory(str(folder)) as replica:
         files = replica.files()
         shards, tensors = read_headers(files)
-        plan = RestorePlan(tensors, CPU)
+        plan = RestorePlan(tensors, CPU, rebuild=described)
         if prefix:
             names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
             state = {name.removeprefix(prefix): plan.read_new(name, CPU) for name in names}
@@ -69,6 +70,11 @@ def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
         if saved[0].kind == DCP_KIND:
             _fill_dcp(state, saved, plan)
             continue
+        if any(section.per_rank is not None for section in saved):
+            raise BadRequest(
+                f"export {name}: its ranks hold different tensors (per_rank), which one state cannot hold",
+                hint="export the tensors of a prefix, or read the shards with safetensors",
+            )
         is_per_rank = bool(saved[0].suffix)
         values = [_value(name, section, plan) for section in (saved if is_per_rank else saved[:1])]
         set_element(state, tuple(name.split(".", 1)), values if is_per_rank else values[0])

@@ -132,6 +132,16 @@ def test_a_cycle_is_refused() -> None:
         tagged.encode(cycle, "state")
 
 
+def test_lists_that_hold_a_list_twice_on_many_levels_are_refused_and_a_list_that_many_share_is_not() -> None:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    with pytest.raises(Unsupported, match=r"encode state\[0\]\[0\].*would repeat more than 500000 values"):
+        tagged.encode({"a": value}["a"], "state")
+    betas = (0.9, 0.999)
+    assert round_trip([betas] * 10_000) == [betas] * 10_000
+
+
 def test_leaf_is_called_before_other_encodings_and_unleaf_for_unknown_tags() -> None:
     encoded = tagged.encode(
         {"x": [3 + 0j]}, "s", lambda value, path: {"$mine": path} if isinstance(value, complex) else None

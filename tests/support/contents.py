@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
+import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +37,12 @@ class Objects:
     ema: Any = None
     dataloader: Any = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """encode, decode and per_rank."""
 
     def state(self) -> TrainingState | DictState:
         if self.model is None:
-            return DictState(self.extra)
+            return DictState(self.extra, **self.options)
         return TrainingState(
             model=self.model,
             optimizer=self.optimizer,
@@ -48,6 +52,7 @@ class Objects:
             dataloader=self.dataloader,
             extra=self.extra,
             rng=False,
+            **self.options,
         )
 
     def contents(self) -> dict[str, object]:
@@ -115,6 +120,18 @@ def frozen(value: Any) -> object:
         return kind, tuple(map(frozen, value))
     if hasattr(value, "state_dict") and not isinstance(value, type):
         return frozen_object(value)
+    if isinstance(value, torch.Generator):
+        return kind, value.device, tensor_bytes(value.get_state())
+    if isinstance(value, random.Random):
+        return kind, value.getstate()
+    if isinstance(value, np.random.Generator):
+        return kind, repr(value.bit_generator.state), repr(value.bit_generator.seed_seq)
+    if isinstance(value, np.random.RandomState):
+        return kind, repr(value.get_state())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return kind, tuple(
+            (field.name, frozen(getattr(value, field.name, None))) for field in dataclasses.fields(value)
+        )
     return kind, value if kind is int else repr(value)
 
 

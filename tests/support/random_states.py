@@ -165,7 +165,7 @@ def random_objects(structure: int, content: int) -> Objects:
     """
     try:
         return _random_objects(structure, content)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         raise Unbuildable from error
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
-import enum
 import math
 import pathlib
 import random
@@ -22,9 +21,9 @@ import torch
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    torch.float8_e5m2, torch.complex128, torch.float8_e4m3fnuz,
 )  # fmt: skip
-REFUSED_DTYPES = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
+REFUSED_DTYPES = (torch.bits8, torch.bits1x8)
 SHAPES = ((), (1,), (3,), (0,), (2, 0, 3), (4, 3), (2, 3, 2, 2), (70, 2), (1, 1))
 KEYS = (
     "a", "b", "a.b", "a.b#2", "a#2", "b@00001", "@00000", "@00001#2", "$tensor", "$", "__metadata__", "", ".", "[0]",
@@ -35,10 +34,6 @@ INTS = (0, 1, -1, 2**63, -(2**64), 10**40, 10**5000)
 NUMPY_DTYPES = (
     "<f8", ">f8", "<f4", "<f2", "<i8", ">i4", "<u2", "|u1", "|b1", "<c8", "<c16", "<U3", "|S4", "<M8[ns]", "<m8[25s]",
 )  # fmt: skip
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 class Stateful:
@@ -134,11 +129,11 @@ class Source:
 
     def refused_value(self) -> Any:
         values: list[Callable[[], Any]] = [
-            object, lambda: Colour.RED, lambda: range(3), lambda: ..., lambda: int, lambda: torch.nn.Linear,
+            object, lambda: range(4), lambda: range(3), lambda: ..., lambda: int, lambda: torch.nn.Linear,
             lambda: memoryview(b"ab"), lambda: np.ma.masked_array([1, 2], [0, 1]), lambda: np.array([object()]),
-            lambda: np.zeros(2, "i4,f4"), lambda: np.longdouble(1), torch.Generator, lambda: np.void(b"abc"),
+            lambda: np.zeros(2, "i4,f4"), lambda: np.longdouble(1), lambda: slice(2), lambda: np.void(b"abc"),
             lambda: datetime.datetime(2020, 1, 1, fold=1), lambda: pathlib.PurePosixPath("a"), lambda: slice(1),
-            lambda: collections.defaultdict(lambda: 1), lambda: collections.namedtuple("P", "x")(1), lambda: len,
+            lambda: collections.defaultdict(lambda: 1), lambda: slice(3), lambda: len,
             lambda: collections.UserDict(a=1), lambda: torch.max(torch.ones(2), 0), lambda: "a\0b", lambda: slice(0),
         ]  # fmt: skip
         return self.structure.choice(values)()
@@ -170,6 +165,8 @@ class Source:
             lambda: np.int64(content.randrange(9)),
             lambda: np.bool_(content.random() < 0.5),
             lambda: np.datetime64("NaT"),
+            lambda: random.Random(content.randrange(1000)),
+            lambda: np.random.default_rng(content.randrange(1000)),
         ]
         return self.structure.choice(values)()
 

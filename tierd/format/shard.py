@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,17 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """The local part of a tensor: its shape, and its offsets in the global tensor (in elements, one per dimension)."""
+    """The local part of a tensor: its shape, and its offsets in the global tensor (in elements, one per dimension).
+
+    `torch_dtype` names torch's dtype where safetensors has none for it: `dtype` and `shape` then describe how the
+    elements are stored, as in FORMAT.md.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     saved_offsets: tuple[int, ...]
+    torch_dtype: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -70,9 +76,11 @@ class Layout:
     size_bytes: int
     _table: str
     _sharding: str
+    _torch_dtypes: dict[str, str]
 
     def encode_header(self, tierd: dict[str, Any]) -> bytes:
         """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata does not fit."""
+        tierd = _with_dtypes(tierd, self._torch_dtypes)
         metadata = json.dumps({"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":"))
         body = f'{{"__metadata__":{metadata}{self._table}}}'.encode()
         room = self.header_bytes - _LENGTH.size
@@ -104,6 +112,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     Raises Unsupported for a dtype that safetensors does not have, or when the header would exceed 100 MB.
     """
     tensors = list(tensors)
+    if len({spec.name for spec in tensors}) != len(tensors):
+        counts = Counter(spec.name for spec in tensors)
+        raise Unsupported(f"lay out two tensors named {counts.most_common(1)[0][0]}", hint="rename one of them")
     for spec in tensors:
         if spec.name == "__metadata__":
             raise Unsupported('lay out a tensor named "__metadata__": safetensors reserves it', hint="rename its key")
@@ -118,7 +129,8 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
     }
     table = "," + _dump(rows)[1:-1] if rows else ""
     fixed = len(table) + len(json.dumps(sharding))
-    changing = len(json.dumps(_dump(tierd)))
+    torch_dtypes = {spec.name: spec.torch_dtype for spec in ordered if spec.torch_dtype}
+    changing = len(json.dumps(_dump(_with_dtypes(tierd, torch_dtypes))))
     header_bytes = round_up(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
     if header_bytes > HEADER_BYTES_MAX:
         raise Unsupported(
@@ -131,11 +143,16 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
             dtype=spec.dtype,
             shape=spec.shape,
             saved_offsets=spec.saved_offsets,
+            torch_dtype=spec.torch_dtype,
             offset=header_bytes + begin,
         )
         for spec, begin in zip(ordered, offsets, strict=False)
     )
-    return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding)
+    return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding, torch_dtypes)
+
+
+def _with_dtypes(tierd: dict[str, Any], torch_dtypes: dict[str, str]) -> dict[str, Any]:
+    return {**tierd, "torch_dtypes": torch_dtypes} if torch_dtypes else tierd
 
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -180,6 +197,7 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
     if tierd["format_version"] < 1:
         raise ValueError(f"format version {tierd['format_version']}")
     sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_no_duplicates)
+    torch_dtypes = tierd.get("torch_dtypes", {})
     tensors: dict[str, TensorEntry] = {}
     expected = 0
     for name, raw in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
@@ -193,8 +211,15 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
             raise ValueError(f"{name}: {len(offsets)} saved offsets for {len(shape)} dimensions")
         if begin != expected or end - begin != math.prod(shape) * DTYPE_BYTES[raw["dtype"]]:
             raise ValueError(f"{name}: bytes {begin}..{end} leave a hole, overlap, or do not fit {raw}")
+        if type(torch_dtype := torch_dtypes.get(name, "")) is not str:
+            raise ValueError(f"{name}: torch dtype {torch_dtype!r}")
         tensors[name] = TensorEntry(
-            name=name, dtype=raw["dtype"], shape=shape, saved_offsets=offsets, offset=header_bytes + begin
+            name=name,
+            dtype=raw["dtype"],
+            shape=shape,
+            saved_offsets=offsets,
+            torch_dtype=torch_dtype,
+            offset=header_bytes + begin,
         )
         expected = end
     if header_bytes + expected != file_bytes:

@@ -3,7 +3,8 @@
 Plain JSON values are unchanged. Every other value is an object with one key that begins with '$': `{"$tuple": [...]}`,
 `{"$float": "nan"}`, `{"$bytes": base64}`, `{"$dict": [[key, value], ...]}`. The caller encodes tensors and arrays:
 `encode` calls `leaf` for every value that is neither a plain dict nor plain JSON, `decode` calls `unleaf` for every
-unknown tag.
+unknown tag. Values of other classes are split into parts by the caller, and rebuilt by it:
+`{"$dataclass": [name, {...}]}`, and so `$enum`, `$namedtuple`, `$generator` and `$own`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,54 @@ import math
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple, cast
 
 from tierd.errors import Corrupt, Unsupported
 
 DEPTH_MAX = 64  # deeper state has a cycle, or is forged
 INT_BITS_MAX = 4096  # of an integer in decimal: Python's JSON reads at most 4300 digits
+REPEATED_MAX = 500_000  # values of containers that occur again: encoding them takes about a second
 Json = Any
 Leaf = Callable[[object, str], "Json | None"]
 Unleaf = Callable[[str, Json], object]
+
+
+class Parts(NamedTuple):
+    """A value of a class that has no form here, split into a name, of the class for example, and content that has."""
+
+    tag: str
+    name: str
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a decoded value goes: its path in the state, and the value that is there now."""
+
+    path: str
+    live: object
+
+    def item(self, key: object) -> Place:
+        """The place of the item `key` of a container, or of a field of an object."""
+        live: object = None
+        if isinstance(self.live, Mapping):
+            live = cast("Mapping[object, object]", self.live).get(key)
+        elif isinstance(key, int) and isinstance(self.live, list | tuple | collections.deque):
+            items = cast("Sequence[object]", self.live)
+            live = items[key] if key < len(items) else None
+        elif isinstance(key, str) and (is_dataclass(self.live) or hasattr(type(self.live), "_fields")):
+            live = getattr(self.live, key, None)
+        return Place(f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{key!r}]", live)
+
+    def element(self) -> Place:
+        """The place of a key or of an element of a set, which correspond to no live value."""
+        return Place(f"{self.path}.<key>", None)
+
+
+SplitParts = Callable[[object, str], Parts | None]
+Rebuild = Callable[[Parts, Place], object]
 
 _STR = frozenset({str})
 _NAN = struct.pack(">d", math.nan)
@@ -52,72 +91,110 @@ _DICTS: dict[type, str] = {
 _FROM_ITEMS: dict[str | None, Callable[[Any], object]] = {tag: kind for kind, tag in (_LISTS | _DICTS).items()}
 
 
-def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, depth: int = 0) -> Json:
-    """The JSON form of `value`. `leaf` returns a tagged object, or None for a value that it does not encode.
+def encode(value: object, path: str, leaf: Leaf = lambda value, path: None, parts: SplitParts | None = None) -> Json:
+    """The JSON form of `value`. `leaf` returns a tagged object, or None for a value that it does not encode; `parts`
+    is called for values that have no form here, and returns None for those that it refuses too.
 
     Raises Unsupported, with the path, for a value without a safe form.
     """
-    if depth > DEPTH_MAX:
-        raise Unsupported(f"encode {path[:80]}…: nested deeper than {DEPTH_MAX}", hint="is there a cycle in it?")
-    kind = type(value)
-    if kind is dict:  # the most frequent type first, without a call of `leaf`
-        return _encode_dict(cast("dict[Any, Any]", value), path, leaf, depth)
-    if type(value) is int and value.bit_length() > INT_BITS_MAX:
-        return {"$int": hex(value)}
-    if value is None or kind in (bool, int, str):
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$float": _float_text(value)}
-    tagged = leaf(value, path)
-    if tagged is not None:
-        return tagged
-    if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
-        return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
-    if kind in _TEXTS and (text := _exact_text(value)) is not None:
-        return {_TEXTS[kind][0]: text}
-    if isinstance(value, datetime.timedelta) and kind is datetime.timedelta:
-        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
-    if isinstance(value, collections.deque) and kind is collections.deque:
-        items = cast("collections.deque[object]", value)
-        encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
-        return {"$deque": [items.maxlen, encoded]}
-    if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
-        factory = cast("collections.defaultdict[Any, Any]", value).default_factory
-        name = getattr(factory, "__name__", "")
-        if factory is None or _FACTORIES.get(name) is factory:
-            return {"$defaultdict": [name if factory else None, _pairs(value, path, leaf, depth)]}
-    if type(value) is complex:
-        return {"$complex": [_float_text(value.real), _float_text(value.imag)]}
-    if kind in _LISTS and isinstance(value, list | tuple | set | frozenset):
-        # sort sets: the same set must always give the same bytes
-        elements = cast("Iterable[object]", value)
-        items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else list(elements)
-        encoded = [encode(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(items)]
-        tag = _LISTS[kind]
-        return encoded if tag is None else {tag: encoded}
-    if kind in _DICTS and isinstance(value, dict):
-        return _encode_dict(value, path, leaf, depth)
-    raise Unsupported(
-        f"encode {path}: {kind.__module__}.{kind.__qualname__} has no safe form in a checkpoint",
-        hint="keep tensors, arrays, numbers, strings, bytes, dates, paths, lists, tuples, sets and dicts in the state, "
-        "or give the object state_dict() and load_state_dict()",
-    )
+    return _Encoder(leaf, parts).encode(value, path, 0)
 
 
-def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> Json:
-    if type(value) is dict and are_plain_keys(value):
-        return {key: encode(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
-    return {_DICTS[type(value)]: _pairs(value, path, leaf, depth)}
+class _Encoder:
+    """Encodes one value, and counts how often it meets a container again: a list that holds another one twice, which
+    holds another one twice, has few lists and very many paths."""
 
+    __slots__ = ("_containers", "_leaf", "_parts", "_repeated")
 
-def _pairs(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> list[Json]:
-    return [
-        [
-            encode(key, f"{path}.<key {key!r}>", leaf, depth + 1),
-            encode(item, f"{path}[{key!r}]", leaf, depth + 1),
+    def __init__(self, leaf: Leaf, parts: SplitParts | None) -> None:
+        self._leaf = leaf
+        self._parts = parts
+        self._containers: dict[int, object] = {}  # by id; keeps them alive, so that no id is used again
+        self._repeated = 0
+
+    def encode(self, value: object, path: str, depth: int) -> Json:
+        if depth > DEPTH_MAX:
+            raise Unsupported(f"encode {path[:80]}…: nested deeper than {DEPTH_MAX}", hint="is there a cycle in it?")
+        kind = type(value)
+        if kind is dict:  # the most frequent type first, without a call of `leaf`
+            return self._encode_dict(cast("dict[Any, Any]", value), path, depth)
+        if type(value) is int and value.bit_length() > INT_BITS_MAX:
+            return {"$int": hex(value)}
+        if value is None or kind in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": _float_text(value)}
+        tagged = self._leaf(value, path)
+        if tagged is not None:
+            return tagged
+        if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
+            return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
+        if kind in _TEXTS and (text := _exact_text(value)) is not None:
+            return {_TEXTS[kind][0]: text}
+        if isinstance(value, datetime.timedelta) and kind is datetime.timedelta:
+            return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+        if isinstance(value, collections.deque) and kind is collections.deque:
+            items = cast("collections.deque[object]", value)
+            return {"$deque": [items.maxlen, self._encode_items(items, items, path, depth)]}
+        if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
+            factory = cast("collections.defaultdict[Any, Any]", value).default_factory
+            name = getattr(factory, "__name__", "")
+            if factory is None or _FACTORIES.get(name) is factory:
+                return {"$defaultdict": [name if factory else None, self._pairs(value, path, depth)]}
+        if type(value) is complex:
+            return {"$complex": [_float_text(value.real), _float_text(value.imag)]}
+        if kind in _LISTS and isinstance(value, list | tuple | set | frozenset):
+            # sort sets: the same set must always give the same bytes
+            elements = cast("Collection[object]", value)
+            items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else elements
+            encoded = self._encode_items(elements, items, path, depth)
+            tag = _LISTS[kind]
+            return encoded if tag is None else {tag: encoded}
+        if kind in _DICTS and isinstance(value, dict):
+            return self._encode_dict(value, path, depth)
+        parts = self._parts(value, path) if self._parts is not None else None
+        if parts is not None:
+            self._enter(value, 1, path)
+            return {parts.tag: [parts.name, self.encode(parts.content, path, depth + 1)]}
+        raise Unsupported(
+            f"encode {path}: {kind.__module__}.{kind.__qualname__} has no safe form in a checkpoint",
+            hint="keep tensors, arrays, numbers, strings, bytes, dates, paths, lists, tuples, sets and dicts in the "
+            "state, give the object state_dict() and load_state_dict(), or pass encode= and decode= to the state",
+        )
+
+    def _enter(self, container: object, size: int, path: str) -> None:
+        if id(container) not in self._containers:
+            self._containers[id(container)] = container
+            return
+        self._repeated += 1 + size
+        if self._repeated > REPEATED_MAX:
+            raise Unsupported(
+                f"encode {path[:80]}…: containers that occur several times in it would repeat more than "
+                f"{REPEATED_MAX} values",
+                hint="store a container once, and refer to it by a key",
+            )
+
+    def _encode_items(
+        self, container: Collection[object], items: Iterable[object], path: str, depth: int
+    ) -> list[Json]:
+        self._enter(container, len(container), path)
+        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
+
+    def _encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Json:
+        if type(value) is dict and are_plain_keys(value):
+            self._enter(value, len(value), path)
+            return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        return {_DICTS[type(value)]: self._pairs(value, path, depth)}
+
+    def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[Json]:
+        self._enter(value, len(value), path)
+        return [
+            [
+                self.encode(key, f"{path}.<key {key!r}>", depth + 1),
+                self.encode(item, f"{path}[{key!r}]", depth + 1),
+            ]
+            for key, item in value.items()
         ]
-        for key, item in value.items()
-    ]
 
 
 def _float_text(value: float) -> str:
@@ -151,59 +228,85 @@ def _no_leaf(tag: str, content: Json) -> object:
     raise Corrupt(f"decode tagged JSON: unknown tag {tag!r}", hint="was it written by a newer tierd? upgrade")
 
 
-def decode(value: Json, unleaf: Unleaf = _no_leaf) -> Any:
-    """The inverse of `encode`. `unleaf` returns the value of an unknown tag.
+def decode(
+    value: Json, unleaf: Unleaf = _no_leaf, rebuild: Rebuild | None = None, place: Place = Place("the value", None)
+) -> Any:
+    """The inverse of `encode`. `unleaf` returns the value of an unknown tag, `rebuild` a value from its parts; it is
+    given the live value at the same place below `place`.
 
     Raises Corrupt for JSON that `encode` does not write.
     """
     try:
-        return _decode(value, unleaf, 0)
+        return _Decoder(unleaf, rebuild).decode(value, place, 0)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise Corrupt(f"decode tagged JSON: {error}") from error
 
 
-def _decode(value: Json, unleaf: Unleaf, depth: int) -> Any:
-    if depth > 2 * DEPTH_MAX:
-        raise ValueError(f"nested deeper than {2 * DEPTH_MAX}")
-    if isinstance(value, list):
-        return [_decode(item, unleaf, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((tag, content),) = value.items()
-        if tag.startswith("$"):
-            return _decode_tag(tag, content, unleaf, depth)
-    return {key: _decode(item, unleaf, depth + 1) for key, item in value.items()}
+class _Decoder:
+    __slots__ = ("_rebuild", "_unleaf")
 
+    def __init__(self, unleaf: Unleaf, rebuild: Rebuild | None) -> None:
+        self._unleaf = unleaf
+        self._rebuild = rebuild
 
-def _decode_tag(tag: str, content: Json, unleaf: Unleaf, depth: int) -> Any:
-    match tag:
-        case "$float":
-            return _parse_float(content)
-        case "$int":
-            return int(content, 16)
-        case "$complex":
-            return complex(_parse_float(content[0]), _parse_float(content[1]))
-        case "$bytes":
-            return base64.b64decode(content, validate=True)
-        case "$bytearray":
-            return bytearray(base64.b64decode(content, validate=True))
-        case "$timedelta":
-            days, seconds, microseconds = content
-            return datetime.timedelta(days, seconds, microseconds)
-        case "$deque":
-            length_max, items = content
-            return collections.deque((_decode(item, unleaf, depth + 1) for item in items), length_max)
-        case "$defaultdict":
-            name, pairs = content
-            decoded = ((_decode(key, unleaf, depth + 1), _decode(item, unleaf, depth + 1)) for key, item in pairs)
-            return collections.defaultdict(None if name is None else _FACTORIES[name], decoded)
-        case _ if tag in _FROM_TEXT:
-            return _FROM_TEXT[tag](content)
-        case "$tuple" | "$set" | "$frozenset":
-            return _FROM_ITEMS[tag](_decode(item, unleaf, depth + 1) for item in content)
-        case "$dict" | "$ordered" | "$counter":
-            decoded = {_decode(key, unleaf, depth + 1): _decode(item, unleaf, depth + 1) for key, item in content}
-            return _FROM_ITEMS[tag](decoded)
-        case _:
-            return unleaf(tag, content)
+    def decode(self, value: Json, place: Place, depth: int) -> Any:
+        if depth > 2 * DEPTH_MAX:
+            raise ValueError(f"nested deeper than {2 * DEPTH_MAX}")
+        if isinstance(value, list):
+            return self._items(value, place, depth)
+        if not isinstance(value, dict):
+            return value
+        if len(value) == 1:
+            ((tag, content),) = value.items()
+            if tag.startswith("$"):
+                return self._decode_tag(tag, content, place, depth)
+        return {key: self.decode(item, place.item(key), depth + 1) for key, item in value.items()}
+
+    def _items(self, items: Json, place: Place, depth: int) -> list[Any]:
+        return [self.decode(item, place.item(index), depth + 1) for index, item in enumerate(items)]
+
+    def _unordered(self, items: Json, place: Place, depth: int) -> list[Any]:
+        return [self.decode(item, place.element(), depth + 1) for item in items]
+
+    def _pairs(self, pairs: Json, place: Place, depth: int) -> dict[Any, Any]:
+        decoded: dict[Any, Any] = {}
+        for encoded_key, item in pairs:
+            key = self.decode(encoded_key, place.element(), depth + 1)
+            decoded[key] = self.decode(item, place.item(key), depth + 1)
+        return decoded
+
+    def _decode_tag(self, tag: str, content: Json, place: Place, depth: int) -> Any:
+        match tag:
+            case "$float":
+                return _parse_float(content)
+            case "$int":
+                return int(content, 16)
+            case "$complex":
+                return complex(_parse_float(content[0]), _parse_float(content[1]))
+            case "$bytes":
+                return base64.b64decode(content, validate=True)
+            case "$bytearray":
+                return bytearray(base64.b64decode(content, validate=True))
+            case "$timedelta":
+                days, seconds, microseconds = content
+                return datetime.timedelta(days, seconds, microseconds)
+            case "$deque":
+                length_max, items = content
+                return collections.deque(self._items(items, place, depth), length_max)
+            case "$defaultdict":
+                name, pairs = content
+                factory = None if name is None else _FACTORIES[name]
+                return collections.defaultdict(factory, self._pairs(pairs, place, depth))
+            case _ if tag in _FROM_TEXT:
+                return _FROM_TEXT[tag](content)
+            case "$tuple":
+                return tuple(self._items(content, place, depth))
+            case "$set" | "$frozenset":
+                return _FROM_ITEMS[tag](self._unordered(content, place, depth))
+            case "$dict" | "$ordered" | "$counter":
+                return _FROM_ITEMS[tag](self._pairs(content, place, depth))
+            case "$enum" | "$dataclass" | "$namedtuple" | "$generator" | "$own" if self._rebuild is not None:
+                name, parts = content
+                return self._rebuild(Parts(tag, str(name), self.decode(parts, place, depth + 1)), place)
+            case _:
+                return self._unleaf(tag, content)

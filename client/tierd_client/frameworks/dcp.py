@@ -181,6 +181,8 @@ def _capture_item(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
         raise Unsupported(f"capture {item.index.fqn}: the planner gives a {type(local).__qualname__} for a tensor")
     chunk = item.tensor_data.chunk
     part = capture_tensor(item.index.fqn, local)
+    if part.torch_dtype:
+        raise Unsupported(f"save {part.name}: safetensors has no dtype for {local.dtype}", hint="use TrainingState")
     return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
@@ -323,6 +325,8 @@ def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPl
     name, offsets = item.storage_index.fqn, item.storage_index.offset
     target = planner.resolve_tensor(item)
     stored_dtype = DTYPES[restore.available[name][0].dtype]
+    if viewed := restore.available[name][0].torch_dtype:
+        raise Unsupported(f"load {name}: safetensors has no dtype for {viewed}", hint="restore it with TrainingState")
     if offsets is None or target.shape != item.lengths:
         actual = describe(str(target.dtype), target.shape)
         raise Mismatch(f"load {name}: the planner has {actual} for a region of {list(item.lengths)}")

@@ -25,7 +25,7 @@ class Shot:
     _before_wait: Callable[[Shot], object] = field(default=lambda shot: None, repr=False)
     _ask: Callable[[Shot], object] = field(default=lambda shot: None, repr=False)
     """Has the daemon report which tiers hold the checkpoint. Raises why waiting is pointless."""
-    _why_waiting: Callable[[], TierdError | None] = field(default=lambda: None, repr=False)
+    _why_waiting: Callable[[Shot], TierdError | None] = field(default=lambda shot: None, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
     _tiers: set[str] = field(default_factory=set, repr=False)
     _retried_error: TierdError | None = field(default=None, repr=False)
@@ -38,6 +38,9 @@ class Shot:
 
     def wait_persisted(self, timeout_s: float = 600.0) -> None:
         """Wait until the checkpoint is committed in the hot tier: durable, even if every process dies.
+
+        With staging="overlap", the thread that took the snapshot also seals it: in its wait, its next optimizer step,
+        due() or snapshot(), or in client.wait_staged(). A wait on another thread includes the time until then.
 
         Raises the error that ended it for good. After `timeout_s`: what kept it waiting, or Transient.
         """
@@ -59,7 +62,7 @@ class Shot:
                     f"wait for step {self.step} in {tier}: not there after {timeout_s:g} s",
                     hint="`tierd status` shows what is queued, and what went wrong",
                 )
-                raise self._why_waiting() or self._retried_error or late
+                raise self._why_waiting(self) or self._retried_error or late
             self._ask(self)  # at once: the daemon lifts its write limit while a trainer waits
             with self._changed:
                 self._changed.wait_for(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from tierd.errors import TierdError, Torn
+from tierd.errors import TierdError, Torn, Transient
 from tierd.format import wire
 from tierd_client.generation import Generation
 from tierd_client.log import log
@@ -111,6 +111,16 @@ class Overlap:
         copy = self._copy
         if copy is not None and copy.shot is shot and threading.get_ident() == self._thread:
             self.finish()
+
+    def why_unsealed(self, shot: Shot) -> TierdError | None:
+        """Why a wait for this shot cannot end before the training thread does something; None when it can."""
+        copy = self._copy
+        if copy is None or copy.shot is not shot:
+            return None
+        return Transient(
+            f"wait for step {shot.step} on another thread: the thread that took the snapshot has not sealed it yet",
+            hint="call client.wait_staged() there first; it seals in its next step, due() or snapshot() otherwise",
+        )
 
     def poll(self) -> None:
         """Seal a copy that is done. Never waits."""

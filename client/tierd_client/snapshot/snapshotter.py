@@ -92,7 +92,7 @@ class Snapshotter:
             self._generation.number,
             _before_wait=self.overlap.before_wait,
             _ask=self._ask,
-            _why_waiting=self._generation.why_waiting,
+            _why_waiting=self._why_waiting,
         )
         self._shots[step, shot.generation] = shot
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
@@ -154,7 +154,7 @@ class Snapshotter:
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
             self._owned = assign_owners(by_rank)[self._ranks.rank]
             self._owned_sizes = sizes
-            self._has_stages = len({_model_names(tensors) for tensors in by_rank}) > 1
+            self._has_stages = len({_model_names(tensors, rank) for rank, tensors in enumerate(by_rank)}) > 1
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
             self._comparison.check(maxima)
@@ -204,6 +204,9 @@ class Snapshotter:
             generation.pool.report_unpinned(index, step)
         return staging
 
+    def _why_waiting(self, shot: Shot) -> TierdError | None:
+        return self.overlap.why_unsealed(shot) or self._generation.why_waiting()
+
     def _ask(self, shot: Shot) -> None:
         self._generation.check_open()
         self._generation.session.send(wire.Ask(step=shot.step, generation=shot.generation))
@@ -226,9 +229,10 @@ class Snapshotter:
         """Does nothing: a handle that is being waited for repeats its own request."""
 
 
-def _model_names(tensors: Sequence[HeldTensor]) -> frozenset[str]:
+def _model_names(tensors: Sequence[HeldTensor], rank: int) -> frozenset[str]:
     """The names of the model's tensors that a rank holds, whole or in part."""
-    return frozenset(tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
+    names = (tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
+    return frozenset(name.removesuffix(f"@{rank:05d}") for name in names)
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

@@ -54,10 +54,14 @@ class Stager:
             [tensor.dtype for tensor in tensors],
             [tensor.shape for tensor in tensors],
             [tensor.saved_offsets for tensor in tensors],
+            [tensor.torch_dtype for tensor in tensors],
         ]
         if self._layout is None or signature != self._signature:
             specs = [
-                TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, saved_offsets=t.saved_offsets) for t in tensors
+                TensorSpec(
+                    name=t.name, dtype=t.dtype, shape=t.shape, saved_offsets=t.saved_offsets, torch_dtype=t.torch_dtype
+                )
+                for t in tensors
             ]
             self._layout = plan_layout(specs, metadata)
             index = {spec.name: number for number, spec in enumerate(specs)}

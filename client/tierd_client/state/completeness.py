@@ -27,6 +27,7 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
     for tensor in captured.tensors:
         _check_memory(tensor)
     if isinstance(state, TrainingState):
+        state.per_rank.warn_unmatched()
         for optimizer in state.optimizers:
             _check_optimizer(optimizer, state.optimizers, captured)
     if isinstance(state, TrainingState | DictState):
@@ -37,6 +38,7 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
                     dtype=tensor.dtype,
                     shape=tensor.global_shape,
                     saved_offsets=(0,) * len(tensor.global_shape),
+                    torch_dtype=tensor.torch_dtype,
                     offset=0,
                 )
             ]

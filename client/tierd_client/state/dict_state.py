@@ -14,6 +14,7 @@ import torch
 from tierd.errors import BadConfig
 from tierd_client.log import log
 from tierd_client.state.encoding import Json
+from tierd_client.state.objects import Decode, Encode, Objects
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ValueSection
@@ -27,7 +28,10 @@ class DictState:
     new tensor on the CPU, or on `accelerator` if it was saved from one. `per_rank` names the keys whose tensors differ
     between ranks; other tensors that several ranks hold are written once.
 
-    Tensors have any shape and any dtype of safetensors. Raises BadConfig unless the keys of `values` are strings.
+    `encode` and `decode` are those of TrainingState. Members of an Enum, dataclasses and named tuples are refused: a
+    restore may fill an empty dict, which does not tell their classes.
+
+    Tensors have any shape and dtype, as in TrainingState. Raises BadConfig unless the keys of `values` are strings.
     """
 
     def __init__(
@@ -36,12 +40,15 @@ class DictState:
         *,
         per_rank: Collection[str] = (),
         accelerator: torch.device | None = None,
+        encode: Encode | None = None,
+        decode: Decode | None = None,
     ) -> None:
         if not all(isinstance(key, str) for key in values):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadConfig("DictState(…): its keys must be strings: they name entries of the checkpoint")
         self.values = values
         self._per_rank = frozenset(per_rank)
         self._accelerator = accelerator or torch.device("cpu")
+        self._objects = Objects.of(encode, decode, from_live=False)  # a restore may fill an empty dict
 
     @property
     def is_stepped(self) -> bool:
@@ -51,7 +58,7 @@ class DictState:
     def capture(self, rank: int, world_size: int) -> Captured:
         """The dict as it is now, without copying a tensor. Raises Unsupported, naming what has no safe form."""
         sections = {key: ValueSection(self.values, key, key) for key in self.values}
-        return capture_sections(sections, self._per_rank, rank, world_size)
+        return capture_sections(sections, self._per_rank, rank, world_size, self._objects)
 
     def plan_restore(
         self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
@@ -61,7 +68,7 @@ class DictState:
         As `TrainingState.plan_restore`. Keys that only `values` has stay as they are, with a warning.
         """
         saved = parse_tree(tree)
-        plan = RestorePlan(available, self._accelerator, is_dry=is_dry)
+        plan = RestorePlan(available, self._accelerator, is_dry=is_dry, objects=self._objects)
         for key, section_tree in saved.items():
             section = ValueSection(self.values, key, key)
             if section_tree.kind != section.kind:

@@ -21,7 +21,9 @@ import torch
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import tagged
-from tierd_client.state.tensors import PLAIN, CapturedTensor, capture_tensor, is_dtensor
+from tierd_client.state.objects import Objects
+from tierd_client.state.per_rank import PerRankEntries
+from tierd_client.state.tensors import PLAIN, CapturedTensor, capture_tensor, is_dtensor, local_part
 
 Json = tagged.Json
 
@@ -34,19 +36,31 @@ class Collector:
 
     `tensors` are the captured tensors in the order they were added, `live` the original objects by name. `suffix` is
     appended to tensor names in a section that differs per rank, except to DTensors: each rank holds a part of the same
-    tensor.
+    tensor. Without `objects`, values of the user's classes and generators are refused.
+
+    With several ranks, the tensors that `per_rank` names are stored under a name that ends in `rank_suffix`, a DTensor
+    as this rank's local part. `own` lists their names without it, in one section.
     """
 
     suffix: str = ""
+    objects: Objects | None = None
+    per_rank: PerRankEntries | None = None
+    rank_suffix: str = ""
     tensors: list[CapturedTensor] = field(default_factory=list[CapturedTensor])
     live: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    own: list[str] = field(default_factory=list[str])
 
     def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
-        """Adds `tensor`; returns the name under which it is stored. Raises Unsupported when a shard cannot store it."""
-        name = path + self.suffix if self.suffix and not is_dtensor(tensor) else path
+        """Adds `tensor`; returns its name in the state tree. Raises Unsupported when a shard cannot store it."""
+        has_suffix = bool(self.suffix) and not is_dtensor(tensor)
+        name = path + self.suffix if has_suffix else path
         if name in self.live:  # {"a.b": x, "a": {"b": y}} has the same path twice
             name = next(free for n in range(2, 1 << 30) if (free := f"{name}#{n}") not in self.live)
-        self.tensors.append(capture_tensor(name, tensor, is_buffer=is_buffer))
+        stored_name, stored = name, tensor
+        if self.per_rank and not has_suffix and self.per_rank.matches(path) and self.rank_suffix:
+            stored_name, stored = name + self.rank_suffix, local_part(tensor)
+            self.own.append(name)
+        self.tensors.append(capture_tensor(stored_name, stored, is_buffer=is_buffer))
         self.live[name] = tensor
         return name
 
@@ -86,7 +100,7 @@ class Collector:
                 return {"$device": str(value)}
             return None
 
-        return tagged.encode(value, path, leaf)
+        return tagged.encode(value, path, leaf, self.objects.split if self.objects is not None else None)
 
     def _encode_array(self, array: np.ndarray[Any, Any], path: str) -> Json:
         dtype = _dtype_name(array.dtype, path)
@@ -98,9 +112,9 @@ class Collector:
             return {"$ndarray": {"name": self.add(path, raw), "dtype": dtype, "shape": list(array.shape)}}
 
 
-def live_tensors(value: object, path: str, suffix: str = "") -> dict[str, torch.Tensor]:
+def live_tensors(value: object, path: str, suffix: str = "", objects: Objects | None = None) -> dict[str, torch.Tensor]:
     """The tensors in `value` by the names under which they would be stored."""
-    collector = Collector(suffix)
+    collector = Collector(suffix, objects)
     collector.encode(value, path)
     return collector.live
 
@@ -137,8 +151,9 @@ Allocate = Callable[[str, str], torch.Tensor]
 """(name, "home", "cpu" or "accelerator") → the tensor that the stored bytes will be read into."""
 
 
-def decode(value: Json, allocate: Allocate) -> Any:
+def decode(value: Json, allocate: Allocate, rebuild: tagged.Rebuild, place: tagged.Place) -> Any:
     """The inverse of `Collector.encode`. Tensors and arrays are filled later, when the stored bytes are read.
+    `rebuild` makes the values that `Objects` has split; `place`: where the value goes.
 
     Raises Corrupt when `value` is not what `encode` writes.
     """
@@ -165,7 +180,7 @@ def decode(value: Json, allocate: Allocate) -> Any:
                 raise ValueError(f"unknown tag {tag!r}")
 
     try:
-        return tagged.decode(value, unleaf)
+        return tagged.decode(value, unleaf, rebuild, place)
     except (KeyError, AttributeError, IndexError, RuntimeError) as error:
         raise Corrupt(f"decode the state tree: {error!r}") from error
 

@@ -17,7 +17,10 @@ COMPARED_PER_SNAPSHOT = 8
 ABSENT = -(1 << 62)
 """In place of a sample that this rank cannot take: below every sample."""
 
-HINT = "a tensor that differs between ranks must be a DTensor, or belong to extra"
+HINT = (
+    "a tensor that differs between ranks must be a DTensor, or belong to extra; if it differs on purpose, name it in "
+    "TrainingState(per_rank=[…])"
+)
 
 
 class HeldTensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

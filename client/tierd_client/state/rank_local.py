@@ -26,6 +26,9 @@ from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
 _Split = tuple[str, str]
 """What precedes and what follows the rank's suffix in a tensor's name."""
 
+_Form = tuple[str, tuple[int, ...], str]
+"""dtype, shape, and the name of torch's dtype where safetensors has none for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankLocal:
@@ -64,10 +67,40 @@ class RankLocal:
         elif self.rank == 0:
             log.warning("restore: %s, and this state lacks it: skipped", difference)
 
+    def plan_entries(self, sections: Sequence[str], plan: RestorePlan) -> None:
+        """Plans the restore of the tensors that `TrainingState(per_rank=…)` named in these sections. Adds a difference
+        for the first that is not the same on all ranks."""
+        by_rank: list[dict[str, str]] = []
+        for tree in self.rank_trees:
+            entries = [tree[name].per_rank for name in sections if name in tree]
+            stored_names = [entry.stored_names() for entry in entries if entry is not None]
+            by_rank.append({name: stored for names in stored_names for name, stored in names.items()})
+        names = {name for stored_names in by_rank for name in stored_names}
+
+        def size_bytes(name: str) -> int:
+            stored = next(stored_names[name] for stored_names in by_rank if name in stored_names)
+            return sum(entry.size_bytes for entry in self.available.get(stored, ()))
+
+        for name in sorted(names, key=lambda name: (size_bytes(name), name)):  # those that cost the least to compare
+            stored = [stored_names.get(name, "") for stored_names in by_rank]
+            if not self._are_equal_tensors(stored):
+                plan.differences.append(f"{name}: {self.difference}: what per_rank names is restored on as many ranks")
+                return
+            plan.stored_names[name] = stored[0]
+
+    def _are_equal_tensors(self, names: Sequence[str]) -> bool:
+        entries = [self.available.get(name, ()) for name in names]
+        forms = {(entry.dtype, entry.shape, entry.torch_dtype) for parts in entries for entry in parts}
+        if len(forms) != 1 or any(len(parts) != 1 for parts in entries):
+            return False
+        layout = {("", ""): next(iter(forms))}
+        expected = self._read_bytes(layout, names[0])["", ""]
+        return all(torch.equal(self._read_bytes(layout, name)["", ""], expected) for name in names[1:])
+
     def is_shared(self, name: str) -> bool:
-        """Whether all ranks saved one and the same section, with its tensors under the same names."""
-        first, *others = [tree.get(name) for tree in self.rank_trees]
-        return all(_are_same(msgspec.to_builtins(first), msgspec.to_builtins(other)) for other in others)
+        """Whether all ranks saved one and the same section, its tensors under the same names but for the rank's."""
+        first, *others = [_without_rank(tree.get(name)) for tree in self.rank_trees]
+        return all(_are_same(first, other) for other in others)
 
     def _plan_rng(self, saved: Sequence[Json], section: RngSection, plan: RestorePlan) -> None:
         if self.rank < len(saved):
@@ -98,24 +131,29 @@ class RankLocal:
             for split, content in self._read_bytes(layout, other.suffix).items()
         )
 
-    def _layout(self, name: str, suffix: str) -> dict[_Split, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of the tensors that one rank stored in the section `name`."""
-        layout: dict[_Split, tuple[str, tuple[int, ...]]] = {}
+    def _layout(self, name: str, suffix: str) -> dict[_Split, _Form]:
+        """(dtype, shape, torch dtype) of the tensors that one rank stored in the section `name`."""
+        layout: dict[_Split, _Form] = {}
         for stored_name, (entry, *_) in self.available.items():
             path, found_suffix, rest = stored_name.rpartition(suffix)
             is_in_section = path == name or path.startswith((name + ".", name + "["))
             if found_suffix and is_in_section and (not rest or rest.startswith("#")):
-                layout[path, rest] = entry.dtype, entry.shape
+                layout[path, rest] = entry.dtype, entry.shape, entry.torch_dtype
         return layout
 
-    def _read_bytes(
-        self, layout: Mapping[_Split, tuple[str, tuple[int, ...]]], suffix: str
-    ) -> dict[_Split, torch.Tensor]:
+    def _read_bytes(self, layout: Mapping[_Split, _Form], suffix: str) -> dict[_Split, torch.Tensor]:
         tensors = {
-            split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape) in layout.items()
+            split: torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for split, (dtype, shape, _) in layout.items()
         }
         self.read([capture_tensor(suffix.join(split), tensor) for split, tensor in tensors.items()])
         return {split: as_bytes(tensor) for split, tensor in tensors.items()}
+
+
+def _without_rank(tree: SectionTree | None) -> Json:
+    builtins: Json = msgspec.to_builtins(tree)
+    if tree is not None and tree.per_rank is not None:
+        builtins["per_rank"] = sorted(tree.per_rank.names)
+    return builtins
 
 
 def _are_same(value: Json, other: Json) -> bool:

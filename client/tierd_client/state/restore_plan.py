@@ -16,10 +16,13 @@ import torch
 
 from tierd.errors import Mismatch, TierdError
 from tierd.format.shard import TensorEntry
+from tierd.format.tagged import Parts, Place, Rebuild
 from tierd_client.state import encoding
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
+from tierd_client.state.objects import Objects, Rebuilder
 from tierd_client.state.tensors import (
     DTYPES,
+    VIEWED,
     CapturedTensor,
     capture_tensor,
     describe,
@@ -45,25 +48,40 @@ class RestorePlan:
     """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
     has one sentence for each."""
 
-    def __init__(self, available: Available, accelerator: torch.device, *, is_dry: bool = False) -> None:
-        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator."""
+    def __init__(
+        self,
+        available: Available,
+        accelerator: torch.device,
+        *,
+        is_dry: bool = False,
+        objects: Objects | None = None,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator. `objects`: how the state
+        stores values of the user's classes. `rebuild` makes them in `decode`, which otherwise refuses them."""
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
+        self.stored_names: dict[str, str] = {}
+        """Of tensors that differ by rank: the name in the shards by the name in the state tree."""
         self._accelerator = accelerator
         self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
         self.differences: list[str] = []
+        self.objects = objects or Objects(from_live=False)
+        self._rebuilder = Rebuilder(self.objects, self.differences, accelerator)
+        self._rebuild = rebuild or self._refuse_object
         self._installs: list[tuple[str, Callable[[], object]]] = []
 
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
         it does not fit while it `must_fit`."""
-        stored = self._find_stored(name)
+        stored_name = self.stored_names.get(name, name)
+        stored = self._find_stored(stored_name)
         if stored is None:
             return False
-        destination = capture_tensor(name, tensor)
-        live = destination.dtype, destination.global_shape
+        destination = capture_tensor(stored_name, tensor if stored_name == name else local_part(tensor))
+        live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
             self.add_destination(name, destination)
         elif must_fit:
@@ -78,13 +96,20 @@ class RestorePlan:
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
         """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
         equal."""
-        stored = self._find_stored(name)
+        stored = self._find_stored(self.stored_names.get(name, name))
         if stored is None:
             return torch.empty(0, device="cpu")
         dtype, shape = DTYPES[stored[0]], stored[1]
+        if stored[2]:
+            if stored[2] not in VIEWED:
+                self.differences.append(f"{name}: of {stored[2]}, which this version of torch lacks")
+                return torch.empty(0, device="cpu")
+            dtype = VIEWED[stored[2]]
+            shape = shape[:-1] if dtype.is_complex else shape
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
-        if like is not None and tuple(like.shape) == shape and (is_dtensor(like) or like.device == device):
+        like_shape = () if like is None else (local_part(like) if name in self.stored_names else like).shape
+        if like is not None and tuple(like_shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -102,14 +127,24 @@ class RestorePlan:
         live: Mapping[str, torch.Tensor] | None = None,
         is_strict: bool = False,
         new: encoding.Allocate | None = None,
+        rebuild: Rebuild | None = None,
+        place: Place | None = None,
+        allocated: dict[str, torch.Tensor] | None = None,
     ) -> Any:
         """Decodes `value`. Its tensors are those of `live` where name, shape and dtype agree, else made by `new`.
 
         A live tensor that shares memory with another destination is replaced by a new one like it. `is_strict`: a live
-        tensor that does not agree is a difference. Raises Corrupt when `value` is not an encoding.
+        tensor that does not agree is a difference. `allocated` receives the tensors by name. Raises Corrupt when
+        `value` is not an encoding.
         """
 
         def allocate(name: str, device: str) -> torch.Tensor:
+            tensor = find(name, device)
+            if allocated is not None:
+                allocated[name] = tensor
+            return tensor
+
+        def find(name: str, device: str) -> torch.Tensor:
             tensor = (live or {}).get(name)
             if tensor is not None and self._memory.holds(local_part(tensor)):
                 tensor = self.new_like(tensor)
@@ -119,7 +154,32 @@ class RestorePlan:
                 return new(name, device)
             return self.read_new(name, self.device(device, self._accelerator))
 
-        return encoding.decode(value, allocate)
+        return encoding.decode(value, allocate, rebuild or self._rebuild, place or Place("the state", None))
+
+    def decode_at(
+        self,
+        value: encoding.Json,
+        place: Place,
+        *,
+        live: Mapping[str, torch.Tensor] | None = None,
+        is_strict: bool = False,
+    ) -> Callable[[], Any]:
+        """As `decode`, for a value that may hold values of the user's classes. Returns a function that makes it when
+        the tensors were read: only then it can be passed to the user's code, and live values may change."""
+        tensors: dict[str, torch.Tensor] = {}
+        rebuilt: list[str] = []
+
+        def check(parts: Parts, place: Place) -> None:
+            rebuilt.append(place.path)
+            self._rebuilder.check(parts, place)
+
+        planned = self.decode(value, live=live, is_strict=is_strict, rebuild=check, place=place, allocated=tensors)
+        if not rebuilt:
+            return lambda: planned
+        return lambda: encoding.decode(value, lambda name, _: tensors[name], self._rebuilder.rebuild, place)
+
+    def _refuse_object(self, parts: Parts, place: Place) -> None:
+        self.differences.append(f"{place.path}: a {parts.name} can be restored only in extra and state_dicts")
 
     def device(self, name: str, home: torch.device) -> torch.device:
         """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
@@ -128,6 +188,9 @@ class RestorePlan:
     def check_all_used(self, prefix: str, suffix: str) -> None:
         """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
         for name in self.available:
+            base, _, rank = name.rpartition("@")
+            if base in self.stored_names and rank.isdecimal():
+                continue  # the tensor of another rank
             if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
                 self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
 
@@ -183,8 +246,9 @@ class RestorePlan:
                 self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()
 
-    def _find_stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """(dtype, global shape) of a stored tensor. None, with a difference, unless all its parts are stored."""
+    def _find_stored(self, name: str) -> tuple[str, tuple[int, ...], str] | None:
+        """(dtype, global shape, torch dtype) of a stored tensor. None, with a difference, unless all its parts are
+        stored."""
         is_first_use = name not in self._used
         self._used.add(name)
         entries = self.available.get(name, ())
@@ -193,9 +257,10 @@ class RestorePlan:
                 self.differences.append(f"{name}: not in the checkpoint")
             return None
         if len(entries) == 1 and not any(entries[0].saved_offsets):
-            return entries[0].dtype, entries[0].shape  # most tensors are whole; the code below is ten times slower
+            # Most tensors are whole; the code below is ten times slower.
+            return entries[0].dtype, entries[0].shape, entries[0].torch_dtype
         parts = {entry.saved_offsets: entry for entry in entries}  # several ranks may have stored the same part
-        if len({(part.dtype, len(part.shape)) for part in parts.values()}) != 1:
+        if len({(part.dtype, len(part.shape), part.torch_dtype) for part in parts.values()}) != 1:
             self.differences.append(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
             return None
         shape = spanned_shape((part.saved_offsets, part.shape) for part in parts.values())
@@ -204,7 +269,7 @@ class RestorePlan:
             if is_first_use:
                 self.differences.append(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
-        return entries[0].dtype, shape
+        return entries[0].dtype, shape, entries[0].torch_dtype
 
 
 def _on_cpu(tensor: CapturedTensor) -> CapturedTensor:

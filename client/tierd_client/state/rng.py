@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,11 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
     Raises Unsupported when numpy's global generator is not a Mersenne Twister.
     """
-    version, words, gauss = random.getstate()
     numpy: dict[str, Any] = np.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
     if numpy["bit_generator"] != "MT19937":
         raise Unsupported(f"capture rng.numpy: bit generator {numpy['bit_generator']}, only MT19937 is supported")
     return {
-        "python": {"version": version, "words": _TWISTER.pack(*words), "gauss": gauss},
+        "python": python_state(random.getstate()),
         "numpy": {
             "key": numpy["state"]["key"].astype("<u4").tobytes(),
             "pos": int(numpy["state"]["pos"]),
@@ -46,8 +45,7 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None:
     """Restores what `capture` returned. Raises Corrupt when `saved` is something else."""
     try:
-        python = saved["python"]
-        random.setstate((python["version"], _TWISTER.unpack(python["words"]), python["gauss"]))
+        random.setstate(python_tuple(saved["python"]))
         numpy = saved["numpy"]
         key = np.frombuffer(numpy["key"], dtype="<u4")
         np.random.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
@@ -63,6 +61,17 @@ def restore(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None
             torch.cuda.set_rng_state(state_tensor(state), device)
     except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
         raise Corrupt(f"restore rng: {error!r}") from error
+
+
+def python_state(state: tuple[Any, ...]) -> dict[str, Any]:
+    """What `getstate` of a generator of Python returned, as bytes and numbers."""
+    version, words, gauss = state
+    return {"version": version, "words": _TWISTER.pack(*words), "gauss": gauss}
+
+
+def python_tuple(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The inverse of `python_state`, for `setstate`."""
+    return saved["version"], _TWISTER.unpack(saved["words"]), saved["gauss"]
 
 
 def state_tensor(state: bytes) -> torch.Tensor:

@@ -6,7 +6,7 @@ what is installed afterwards; it changes nothing. Optimizers have a file of thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -15,9 +15,11 @@ import msgspec
 import torch
 
 from tierd.errors import Mismatch, Unsupported
+from tierd.format.tagged import Place
 from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.encoding import Collector, Json, live_tensors
+from tierd_client.state.per_rank import PerRankTree
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import clean_names, local_part
 
@@ -44,6 +46,7 @@ class SectionTree(msgspec.Struct):
     value: Json
     is_part: bool = False
     """Other ranks hold tensors of this section that this rank lacks, as with pipeline stages."""
+    per_rank: PerRankTree | None = None
 
 
 class Section(Protocol):
@@ -87,13 +90,14 @@ class ModuleSection:
         names = clean_names(state)
         storages = {_storage(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         to_load: dict[str, Any] = {}
+        objects: dict[str, Callable[[], Any]] = {}
         for raw_name, value in state.items():
             name = f"{self.prefix}.{names[raw_name]}"
             if name + suffix in plan.available:  # parts of DTensors have no suffix
                 name += suffix
             if _is_object(raw_name, value):
                 if names[raw_name] in saved:
-                    to_load[raw_name] = plan.decode(saved[names[raw_name]])
+                    objects[raw_name] = plan.decode_at(saved[names[raw_name]], Place(name, None))
                 else:
                     plan.differences.append(f"{name}: not in the checkpoint")
             elif _storage(value) in storages:
@@ -103,14 +107,15 @@ class ModuleSection:
                 plan.read_into(name, to_load[raw_name])
         for name in set(saved) - set(names.values()):
             plan.differences.append(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
-        for raw_name in _ignored_entries(self.module, to_load):
+        for raw_name in _ignored_entries(self.module, [*to_load, *objects]):
             plan.differences.append(
                 f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it"
             )
-        if to_load:
-            plan.on_finish(self.prefix, partial(self._load, to_load))
+        if to_load or objects:
+            plan.on_finish(self.prefix, partial(self._load, to_load, objects))
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, tensors: dict[str, torch.Tensor], objects: dict[str, Callable[[], Any]]) -> None:
+        state: dict[str, Any] = tensors | {name: make() for name, make in objects.items()}
         unexpected = self.module.load_state_dict(state, strict=False).unexpected_keys
         if unexpected:
             raise Mismatch(
@@ -169,14 +174,14 @@ class StatefulSection:
         return into.encode(self.owner.state_dict(), self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        state = plan.decode(saved)
-        is_empty = isinstance(state, dict) and not state
+        make_state = plan.decode_at(saved, Place(self.prefix, None))
+        is_empty = saved in ({}, {"$ordered": []})
         if is_empty and self.owner.state_dict():  # for example a GradScaler that was disabled
             log.warning("restore: %s is empty in the checkpoint, it starts fresh", self.prefix)
             return
         if not is_empty and isinstance(self.owner, torch.amp.GradScaler) and not self.owner.is_enabled():
             log.warning("restore: %s is disabled now, its state in the checkpoint is ignored", self.prefix)
-        plan.on_finish(self.prefix, lambda: self._load(state))
+        plan.on_finish(self.prefix, lambda: self._load(make_state()))
 
     def _load(self, state: Any) -> None:
         self.owner.load_state_dict(state)
@@ -190,7 +195,8 @@ class StatefulSection:
         load_state_dicts: Any = getattr(self.owner, "load_state_dicts", None)
         if not callable(load_state_dicts):
             return False
-        plan.on_finish(self.prefix, partial(load_state_dicts, [plan.decode(state) for state in saved]))
+        states = [plan.decode_at(state, Place(self.prefix, None)) for state in saved]
+        plan.on_finish(self.prefix, lambda: load_state_dicts([make_state() for make_state in states]))
         return True
 
 
@@ -207,8 +213,10 @@ class ValueSection:
         return into.encode(self.holder[self.key], self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        value = plan.decode(saved, live=live_tensors(self.holder.get(self.key), self.prefix, suffix))
-        plan.on_finish(self.prefix, partial(self.holder.__setitem__, self.key, value))
+        live = self.holder.get(self.key)
+        tensors = live_tensors(live, self.prefix, suffix, plan.objects)
+        make_value = plan.decode_at(saved, Place(self.prefix, live), live=tensors)
+        plan.on_finish(self.prefix, lambda: self.holder.__setitem__(self.key, make_value()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +231,7 @@ class TensorsSection:
         return into.encode(self.tensors, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
-        live = live_tensors(self.tensors, self.prefix, suffix)
+        live = live_tensors(self.tensors, self.prefix, suffix, plan.objects)
         value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
         for key in self.tensors.keys() - value.keys():
             plan.differences.append(f"{self.prefix}.{key}: not in the checkpoint")

@@ -46,6 +46,20 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+_STORED_AS = {
+    "complex128": torch.float64,
+    "complex32": torch.float16,
+    "float8_e4m3fnuz": torch.uint8,
+    "float8_e5m2fnuz": torch.uint8,
+    "float8_e8m0fnu": torch.uint8,
+    "float4_e2m1fn_x2": torch.uint8,
+}
+VIEWED: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _STORED_AS if hasattr(torch, name)}
+"""torch's dtypes that safetensors lacks, by name. A complex tensor is stored as `torch.view_as_real` of it: real and
+imaginary parts in one more dimension, of 2. The others are stored as their bytes, in the same shape."""
+
+_VIEWED_NAMES = {dtype: name for name, dtype in VIEWED.items()}
+
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing) add to a parameter's name."""
 
@@ -60,7 +74,9 @@ class CapturedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     `tensor` is the live local tensor, with any strides. `dtype` is safetensors' name of its dtype. `saved_offsets` is
     the position of its first element in the global tensor, one number per dimension. `is_distributed`: it is the local
-    part of a DTensor. `is_buffer`: it is a buffer of a module, which may differ between ranks.
+    part of a DTensor on a mesh of all ranks. `is_buffer`: it is a buffer of a module, which may differ between ranks.
+    `torch_dtype`: the name of the live tensor's dtype if it is in VIEWED; all else describes the view of it that is
+    stored.
     """
 
     name: str
@@ -71,6 +87,7 @@ class CapturedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     global_shape: tuple[int, ...]
     is_distributed: bool = False
     is_buffer: bool = False
+    torch_dtype: str = ""
 
     @property
     def key(self) -> str:
@@ -87,6 +104,9 @@ def capture_tensor(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) 
         if is_dtensor(tensor):
             return _capture_dtensor(name, tensor, is_buffer=is_buffer)
         dtype = _dtype_name(name, tensor)
+        if viewed := _VIEWED_NAMES.get(tensor.dtype):
+            captured = capture_tensor(name, _stored_view(name, tensor.detach()), is_buffer=is_buffer)
+            return msgspec.structs.replace(captured, torch_dtype=viewed)
     if not tensor.is_contiguous():
         _check_separate_elements(name, tensor)
     shape = tuple(tensor.shape)
@@ -115,7 +135,25 @@ def _capture_dtensor(name: str, tensor: DTensor, *, is_buffer: bool) -> Captured
             f"say {list(sizes)}",
             hint="make its dimensions divisible by the mesh",
         )
-    return CapturedTensor(name, local, dtype, shape, offsets, tuple(tensor.shape), True, is_buffer)
+    viewed, global_shape = _VIEWED_NAMES.get(local.dtype, ""), tuple(tensor.shape)
+    if viewed:
+        local = _stored_view(name, local)
+        parts = tuple(local.shape[len(shape) :])  # (2,) of a complex tensor
+        shape, offsets, global_shape = shape + parts, offsets + (0,) * len(parts), global_shape + parts
+    # On a mesh of some ranks only, another mesh may hold a DTensor of this name: its copy, or an expert of its own.
+    has_all_ranks = mesh.size() == torch.distributed.get_world_size()
+    return CapturedTensor(name, local, dtype, shape, offsets, global_shape, has_all_ranks, is_buffer, viewed)
+
+
+def _stored_view(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What is stored of a tensor whose dtype is in VIEWED, in the same memory."""
+    if not tensor.is_complex():
+        return tensor.view(torch.uint8)
+    if tensor.is_conj() or tensor.is_neg():
+        raise Unsupported(
+            f"capture {name}: a conjugated view of {tensor.dtype}", hint="store tensor.resolve_conj().resolve_neg()"
+        )
+    return torch.view_as_real(tensor)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # a state has thousands of DTensors of few shapes, captured at each snapshot
@@ -185,9 +223,10 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
             "is not a plain dense tensor",
             hint="safetensors cannot store sparse, quantized, nested and wrapper tensors: keep their dense parts",
         )
-    if tensor.dtype not in DTYPE_NAMES:
+    dtype = _STORED_AS.get(_VIEWED_NAMES.get(tensor.dtype, ""), tensor.dtype)
+    if dtype not in DTYPE_NAMES:
         raise Unsupported(f"capture {name}: safetensors has no dtype for {tensor.dtype}")
-    return DTYPE_NAMES[tensor.dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def _check_separate_elements(name: str, tensor: torch.Tensor) -> None:
@@ -242,8 +281,8 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
     return {name: clean if clean and counts[clean] == 1 else name for name, clean in cleaned.items()}
 
 
-def describe(dtype: str, shape: Iterable[int]) -> str:
-    return f"{dtype} {list(shape)}"
+def describe(dtype: str, shape: Iterable[int], torch_dtype: str = "") -> str:
+    return f"{dtype} {list(shape)}" + (f" of {torch_dtype}" if torch_dtype else "")
 
 
 def overlap(

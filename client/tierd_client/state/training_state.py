@@ -19,8 +19,10 @@ import torch
 from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
 from tierd_client.log import log
 from tierd_client.state.encoding import Collector, Json
+from tierd_client.state.objects import Decode, Encode, Objects
 from tierd_client.state.optimizers import OptimizersSection
 from tierd_client.state.ownership import HeldTensor
+from tierd_client.state.per_rank import PerRankEntries
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import (
@@ -72,8 +74,9 @@ class Captured:
 
 def architecture_hash(captured: Captured) -> str:
     """sha256, in hex, of the names, dtypes and global shapes of the model's tensors."""
+    suffix = captured.tree.get("model", {}).get("per_rank", {}).get("suffix") or "\0"
     model = sorted(
-        (tensor.name, tensor.dtype, tensor.global_shape)
+        (tensor.name.removesuffix(suffix), tensor.torch_dtype or tensor.dtype, tensor.global_shape)
         for tensor in captured.tensors
         if tensor.name.startswith("model.")
     )
@@ -97,13 +100,21 @@ class State(Capturable, Protocol):
 
 
 def capture_sections(
-    sections: Mapping[str, Section], per_rank: Collection[str], rank: int, world_size: int
+    sections: Mapping[str, Section],
+    per_rank: Collection[str],
+    rank: int,
+    world_size: int,
+    objects: Objects,
+    entries: PerRankEntries | None = None,
 ) -> Captured:
-    """Captures the sections in order. With several ranks, those `per_rank` get tensor names that end in @<rank>."""
-    into = Collector()
+    """Captures the sections in order. With several ranks, the tensors of the sections `per_rank`, and those that
+    `entries` names in other sections, get names that end in @<rank>."""
+    rank_suffix = f"@{rank:05d}" if world_size > 1 else ""
+    into = Collector(objects=objects, per_rank=entries, rank_suffix=rank_suffix)
     tree: dict[str, Json] = {}
     for name, section in sections.items():
-        into.suffix = f"@{rank:05d}" if world_size > 1 and name in per_rank else ""
+        into.suffix = rank_suffix if name in per_rank else ""
+        into.own = []
         try:
             value = section.capture(into)
         except TierdError:
@@ -114,6 +125,8 @@ def capture_sections(
                 hint="state_dict must work on every rank at any time",
             ) from error
         tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": value}
+        if into.own:
+            tree[name]["per_rank"] = {"suffix": rank_suffix, "names": into.own}
     return Captured(into.tensors, tree)
 
 
@@ -133,8 +146,21 @@ class TrainingState:
     stateful objects and plain values; values are restored by assignment into the same dict, tensors in place. `rng`:
     whether the random number generators of Python, numpy and torch belong to the state.
 
-    Tensors have any shape and any dtype of safetensors: floats of 8 to 64 bits, integers, bool, complex64.
-    Raises BadConfig when an argument cannot hold state.
+    Generators (torch.Generator, random.Random, numpy's) and dataclasses in `extra` are restored in place. Members of an
+    Enum, dataclasses and named tuples need a live value of their class at the same place: no class is imported.
+
+    `per_rank` names what differs between ranks on purpose outside of `extra`: experts, FP8 scales, statistics of
+    BatchNorm. It lists names of tensors as in a checkpoint (`model.experts.0.weight`, `ema.amax`), or patterns of them
+    with `*`. A name stands for all below it, that of a parameter for its optimizer state too. Each rank stores its own,
+    a DTensor as its local part. They are restored on the same number of ranks; on another number only if all ranks
+    saved the same bits, else it is a Mismatch.
+
+    `encode` gets each value of another class, these three included, and returns (name, value that can be stored), or
+    None to leave it to tierd. `decode` gets both, once the tensors in the value were read, and returns what `encode`
+    was given.
+
+    Tensors have any shape, and any dtype of 4 bits to 16 bytes: floats, integers, bool, complex. Raises BadConfig when
+    an argument cannot hold state.
     """
 
     def __init__(
@@ -148,6 +174,9 @@ class TrainingState:
         dataloader: Stateful | None = None,
         extra: dict[str, Any] | None = None,
         rng: bool = True,
+        per_rank: Collection[str] = (),
+        encode: Encode | None = None,
+        decode: Decode | None = None,
     ) -> None:
         _check_model(model)
         self.optimizers = _list_optimizers(optimizer)
@@ -167,6 +196,8 @@ class TrainingState:
         self._dataloader = dataloader
         self._extra = extra
         self._rng = rng
+        self.per_rank = PerRankEntries(per_rank)
+        self._objects = Objects.of(encode, decode, from_live=True)
 
     @property
     def is_stepped(self) -> bool:
@@ -176,7 +207,8 @@ class TrainingState:
     def capture(self, rank: int, world_size: int) -> Captured:
         """The state as it is now, without copying a tensor. Raises Unsupported, naming what has no safe form."""
         sections = self._sections()
-        return capture_sections(sections, [name for name in sections if name.startswith(PER_RANK)], rank, world_size)
+        per_rank = [name for name in sections if name.startswith(PER_RANK)]
+        return capture_sections(sections, per_rank, rank, world_size, self._objects, self.per_rank)
 
     def plan_restore(
         self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
@@ -191,10 +223,16 @@ class TrainingState:
         devices = {parameter.device for parameter in self._model.parameters() if not parameter.is_cpu}
         # For tensors that were saved from an accelerator and belong to no live object.
         accelerator = min(devices, key=str, default=torch.device("cpu"))
-        plan = RestorePlan(available, accelerator, is_dry=is_dry)
+        plan = RestorePlan(available, accelerator, is_dry=is_dry, objects=self._objects)
         live = self._sections()
         sections = live | self._values_only_in(saved)
         is_part = "model" in saved and saved["model"].is_part
+        if rank_local is not None:
+            rank_local.plan_entries([name for name in sections if name in saved], plan)
+        else:
+            for tree in saved.values():
+                if tree.per_rank is not None:
+                    plan.stored_names |= tree.per_rank.stored_names()
         # Modules first: a value that shares their memory then gets a tensor of its own.
         modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
         for name, section in (modules | sections).items():
@@ -266,6 +304,12 @@ def _list_optimizers(
                 hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
                 "of its own",
             )
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
+        if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
+            raise BadConfig(
+                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+                hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
+            )
     return optimizers
 
 
@@ -279,7 +323,8 @@ def _check_model(model: object) -> None:
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise BadConfig(
             "TrainingState(model=…): FullyShardedDataParallel keeps parts as plain tensors, which look like replicas",
-            hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole",
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2): its tensors know their place in the whole; "
+            "docs/guides/migrate.md moves the state over",
         )
 
 

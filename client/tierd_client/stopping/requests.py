@@ -63,6 +63,7 @@ class StopRequests:
         self._stop_file = stop_file
         self._agreement = Agreement(ranks, send)
         self._former_handlers: dict[int, Any] = {}
+        self._is_catching = False
         self._pid = os.getpid()
         self._interrupted_s: float | None = None
         self._is_forced = False
@@ -239,13 +240,21 @@ class StopRequests:
     def catch_signals(self) -> None:
         """On the main thread only: Python allows it nowhere else."""
         if threading.current_thread() is threading.main_thread():
+            self._is_catching = True
             for number in self._signals.keys() - self._former_handlers.keys():
                 self._former_handlers[number] = signal.signal(number, self._on_signal)
 
     def release_signals(self) -> None:
-        for number, former in self._former_handlers.items():
+        """In any order: a handler that another client has installed above this one stays in place."""
+        self._is_catching = False
+        for number, former in list(self._former_handlers.items()):
+            installed = signal.getsignal(number)
+            if installed != self._on_signal and _client_of(installed) is not None:
+                continue  # it calls `_on_signal`, which passes the signal on
+            while (client := _client_of(former)) is not None and not client._is_catching:
+                former = client._former_handlers.get(number)
             signal.signal(number, signal.SIG_DFL if former is None else former)
-        self._former_handlers.clear()
+            del self._former_handlers[number]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """It interrupts the main thread anywhere: take no lock, write no log."""
@@ -254,6 +263,10 @@ class StopRequests:
             self.release_signals()
             signal.raise_signal(number)
             return
+        if (outer := _client_of(self._former_handlers.get(number))) is not None:
+            outer._on_signal(number, frame)  # of `with outer, inner:` both stop
+        if not self._is_catching:
+            return
         if number == signal.SIGINT:
             now_s = time.monotonic()
             if self._is_forced or (self._interrupted_s is not None and now_s - self._interrupted_s >= ECHO_S):
@@ -261,6 +274,12 @@ class StopRequests:
             if self._interrupted_s is None:
                 self._interrupted_s = now_s
         self._agreement.request(RequestKind.SNAPSHOT if self._signals[number] == "snapshot" else RequestKind.SIGNAL)
+
+
+def _client_of(handler: object) -> StopRequests | None:
+    """Whose `_on_signal` a signal handler is; None when it is no client's."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopRequests) else None
 
 
 def signals_of(changes: Mapping[int, Meaning | None] | None) -> dict[int, Meaning]:

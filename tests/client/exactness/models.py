@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module,
 from torch.nn.utils import parametrizations, prune
 
 from tests.client.exactness.row import EXACT, Row
-from tests.client.exactness.values import Tagged, freed
+from tests.client.exactness.values import Tagged, freed, newer_dtype
 from tests.support.contents import Objects
 
 
@@ -99,14 +99,14 @@ def quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
 
 
-def sharded(placement: Any) -> nn.Module:
+def sharded(placement: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     mesh = init_device_mesh("cpu", (1,))
 
     def shard(_: str, module: nn.Module, mesh: Any) -> None:
         for name, value in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh, [placement])))
 
-    return distribute_module(nn.Sequential(nn.Linear(4, 4)), mesh, shard)
+    return distribute_module(nn.Sequential(nn.Linear(4, 4, dtype=dtype)), mesh, shard)
 
 
 def pending() -> nn.Module:
@@ -179,8 +179,16 @@ ROWS = [
     ),
     Row("parameters of float8", EXACT, lambda: parameter(torch.randn(3).to(torch.float8_e4m3fn))),
     Row("parameters of complex64", EXACT, lambda: of_dtype(torch.complex64)),
+    Row("parameters of complex128", EXACT, lambda: of_dtype(torch.complex128)),
     Row(
-        "parameters of complex128", "safetensors has no dtype for torch.complex128", lambda: of_dtype(torch.complex128)
+        "buffer of float8_e8m0fnu",
+        EXACT,
+        lambda: Buffers(scale=torch.ones(3, dtype=newer_dtype("float8_e8m0fnu"))),
+    ),
+    Row(
+        "DTensor of complex128",
+        EXACT,
+        lambda: sharded(Shard(0), torch.complex128),
     ),
     Row("frozen parameters", EXACT, lambda: nn.Linear(2, 2).requires_grad_(False)),
     Row(

@@ -20,7 +20,7 @@ class OwnStateDict(optim.SGD):
 
 
 class Consolidated(optim.SGD):
-    """As ZeroRedundancyOptimizer."""
+    """Its state_dict works only after a call of another method."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("call consolidate_state_dict first")
@@ -33,6 +33,12 @@ class Lookahead(optim.SGD):
         parameters = list(parameters)
         super().__init__(parameters, lr=0.1)
         self.inner = optim.Adam(parameters)
+
+
+def zero(parameters: Any) -> optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch.jit
+
+    return ZeroRedundancyOptimizer(parameters, optim.SGD, lr=0.1)
 
 
 def with_attribute(parameters: Any) -> optim.Optimizer:
@@ -113,9 +119,14 @@ ROWS = [
     Row("another optimizer in an attribute (Lookahead, SAM)", "keeps a Adam in .inner", Lookahead),
     Row("a state_dict that returns more", "OwnStateDict.state_dict() returns slow", lambda p: OwnStateDict(p, lr=0.1)),
     Row(
-        "a state_dict that raises (ZeroRedundancyOptimizer)",
+        "a state_dict that works only after another call",
         "raised RuntimeError: call consolidate_state_dict first",
         lambda p: Consolidated(p, lr=0.1),
+    ),
+    Row(
+        "`ZeroRedundancyOptimizer`",
+        "a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+        zero,
     ),
     Row("a dict of optimizers", "is no torch.optim.Optimizer", lambda p: {"main": optim.Adam(p)}),
 ]

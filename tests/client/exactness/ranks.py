@@ -79,6 +79,44 @@ ROWS = [
         "ranks 0 and 1 hold different tensors",
         lambda rank: {"ema": filled(nn.Linear(2, 2), rank)},
     ),
+    Row(
+        "weights with their moments, named in `per_rank`",
+        EXACT,
+        lambda rank: {"model": filled(nn.Linear(2, 2), rank), "options": {"per_rank": ["model.weight", "model.b*"]}},
+        DIFFERS,
+    ),
+    Row(
+        "equal weights, named in `per_rank`",
+        EXACT,
+        lambda rank: {"model": filled(nn.Linear(2, 2), 5), "options": {"per_rank": ["model"]}},
+    ),
+    Row(
+        "statistics of BatchNorm, named in `per_rank`",
+        EXACT,
+        lambda rank: {"model": statistics(rank), "options": {"per_rank": ["model.*running_*"]}},
+        DIFFERS,
+    ),
+    Row(
+        "an average, named in `per_rank`",
+        EXACT,
+        lambda rank: {"ema": {"weight": torch.full((2,), float(rank))}, "options": {"per_rank": ["ema.weight"]}},
+        DIFFERS,
+    ),
+    Row(
+        "an average that is a module, named in `per_rank`",
+        EXACT,
+        lambda rank: {"ema": filled(nn.Linear(2, 2), rank), "options": {"per_rank": ["ema"]}},
+        DIFFERS,
+    ),
+    Row(
+        "a tensor in the state of a scheduler, named in `per_rank`",
+        EXACT,
+        lambda rank: {
+            "scheduler": Stateful({"best": torch.tensor(float(rank))}),
+            "options": {"per_rank": ["scheduler.*"]},
+        },
+        DIFFERS,
+    ),
     Row("extra state of the model", EXACT, lambda rank: {"model": ExtraState({"amax": rank})}, DIFFERS),
 ]
 
@@ -89,11 +127,24 @@ def filled(module: nn.Module, value: float) -> nn.Module:
     return module
 
 
+def statistics(rank: int) -> nn.Module:
+    norm = nn.BatchNorm1d(2)
+    norm(torch.arange(6.0).reshape(3, 2) * (rank + 1))
+    return norm
+
+
 def build(row: Row, seed: int, rank: int) -> Objects:
     torch.manual_seed(seed)
     parts = row.make(rank)
     model = parts.pop("model", None) or nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=parts.pop("lr", 0.1)) if list(model.parameters()) else None
+    if seed and "options" in parts:
+        for tensor in model.state_dict().values():
+            tensor.fill_(77)
+    if row.name.startswith("weights with their moments"):
+        optimizer = torch.optim.Adam(model.parameters())
+        sum((rank + seed + 1) * parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
     if seed:
         for value in parts.values():
             if isinstance(value, Stateful):

@@ -15,9 +15,11 @@ TOPOLOGIES = ((1, 1), (2, 2), (2, 1))
 class Row:
     """`outcome`: EXACT, or a part of the message with which the first snapshot refuses it. `make`: what the room of the
     row builds its objects from. `refused_on_fewer`: a part of the Mismatch of a restore on one rank of what two saved.
+    `fresh`: makes the value that is there before the restore, where that must be of the same class.
     """
 
     name: str
     outcome: str
     make: Callable[..., Any]
     refused_on_fewer: str = ""
+    fresh: Callable[[], Any] | None = None

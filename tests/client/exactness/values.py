@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 import numpy as np
+import pytest
 import torch
 
 from tests.client.exactness.row import EXACT, Row
@@ -23,20 +24,133 @@ from tests.support.contents import Objects
 
 
 class Point(NamedTuple):
-    x: int
+    x: Any
 
 
 @dataclasses.dataclass
 class Record:
+    x: Any
+
+
+class NamedPoint(Point):
+    def __init__(self, x: int) -> None:
+        self.name = "a"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: int
+    y: Any = None
+
+
+@dataclasses.dataclass
+class RecordDict(dict[str, int]):
     x: int
 
 
 class Colour(enum.Enum):
     RED = 1
+    BLUE = 2
 
 
 class Level(enum.IntEnum):
     LOW = 1
+    HIGH = 2
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Own:
+    """Stored with encode= and decode=. Keeps a sum of its content, so that it must be made from the stored tensors."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+        self.sum = float(content.sum()) if isinstance(content, torch.Tensor) else 0.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return f"Own({self.content!r}, {self.sum})"
+
+
+def encode_point(value: Any) -> tuple[str, Any] | None:
+    if isinstance(value, Own) and value.content is None:
+        raise ValueError("not now")
+    if isinstance(value, Colour):
+        return "colour", value.name
+    return ("own", value.content) if isinstance(value, Own) else None
+
+
+def decode_point(name: str, content: Any) -> Any:
+    return Colour[content] if name == "colour" else Own(content)
+
+
+BITS: list[Any] = [
+    np.random.PCG64,
+    np.random.PCG64DXSM,
+    np.random.MT19937,
+    np.random.Philox,
+    np.random.SFC64,
+]
+
+
+def drawn(bits: Any) -> np.random.Generator:
+    generator = np.random.Generator(bits([1, 2**70]))
+    generator.integers(9, dtype="u4")
+    generator.spawn(2)
+    return generator.spawn(1)[0] if bits is np.random.PCG64 else generator
+
+
+class Seeds(np.random.SeedSequence):
+    pass
+
+
+def own_seeds() -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(Seeds(1)))
+
+
+def drawn_random() -> random.Random:
+    generator = random.Random(1)
+    generator.gauss()
+    return generator
+
+
+def drawn_state() -> np.random.RandomState:
+    generator = np.random.RandomState(1)
+    generator.normal()
+    return generator
+
+
+def drawn_torch() -> torch.Generator:
+    generator = torch.Generator().manual_seed(1)
+    torch.randn(3, generator=generator)
+    return generator
+
+
+def cached() -> Any:
+    record: Any = Record(1)
+    record.cache = 2
+    return record
+
+
+def incomplete() -> Any:
+    record = Record(1)
+    del record.x
+    return record
+
+
+def doubled() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(60):
+        value = [value, value]
+    return value
 
 
 class Words(list[str]):
@@ -59,8 +173,14 @@ def nested_in_itself() -> list[Any]:
     return value
 
 
-def of(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(16, dtype=torch.uint8).view(dtype)
+def of(dtype: torch.dtype, size_bytes: int = 16) -> torch.Tensor:
+    return torch.arange(size_bytes, dtype=torch.uint8).view(dtype)
+
+
+def newer_dtype(name: str) -> torch.dtype:
+    if not hasattr(torch, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    return getattr(torch, name)
 
 
 ROWS = [
@@ -122,10 +242,42 @@ ROWS = [
     Row("`Path`", EXACT, lambda: pathlib.Path("a/../b")),
     Row("`PurePosixPath`", "pathlib.PurePosixPath has no safe form", lambda: pathlib.PurePosixPath("a")),
     Row("`UUID`", "uuid.UUID has no safe form", lambda: uuid.UUID(int=1)),
-    Row("`Enum`", "Colour has no safe form", lambda: Colour.RED),
-    Row("`IntEnum`", "Level has no safe form", lambda: Level.LOW),
-    Row("`namedtuple`", "Point has no safe form", lambda: Point(1)),
-    Row("dataclass", "Record has no safe form", lambda: Record(1)),
+    Row("`Enum`, where the live value is of its class", EXACT, lambda: Colour.RED, fresh=lambda: Colour.BLUE),
+    Row(
+        "`IntEnum`, `Flag` and a combination of flags",
+        EXACT,
+        lambda: [Level.LOW, Access.READ, Access.READ | Access.WRITE],
+        fresh=lambda: [Level.HIGH, Access.WRITE, Access.WRITE],
+    ),
+    Row("`Enum` as a key or in a set", "whose class a restore takes from the live value", lambda: {Colour.RED}),
+    Row(
+        "`namedtuple` with tensors, where the live value is of its class",
+        EXACT,
+        lambda: {"at": [Point(torch.ones(2)), Point((1, 2))]},
+        fresh=lambda: {"at": [Point(torch.zeros(2)), Point(3)]},
+    ),
+    Row(
+        "`namedtuple` with attributes of its own",
+        "NamedPoint has no safe form",
+        lambda: NamedPoint(1),
+    ),
+    Row(
+        "dataclass, nested, with tensors, where the live value is of its class",
+        EXACT,
+        lambda: Record(Record([Colour.RED, torch.ones(2)])),
+        fresh=lambda: Record(Record([Colour.BLUE, torch.zeros(2)])),
+    ),
+    Row("frozen dataclass with slots", EXACT, lambda: Frozen(1, Point(2)), fresh=lambda: Frozen(3, Point(4))),
+    Row("dataclass with an attribute that is no field", "this Record has cache, no field", cached),
+    Row("dataclass without the value of a field", "has no value of its field x", incomplete),
+    Row("dataclass that is a `dict`", "RecordDict has no safe form", lambda: RecordDict(1)),
+    Row(
+        "own class with `encode=` and `decode=`, with tensors",
+        EXACT,
+        lambda: [Own(torch.ones(2)), {Colour.RED: Own(Own(1))}],
+    ),
+    Row("own class for which `encode=` returns None", "object has no safe form", object),
+    Row("own class for which `encode=` raises", "encode= raised ValueError: not now", lambda: Own(None)),
     Row("subclass of `list`", "Words has no safe form", Words),
     Row("`range` and `slice`", "builtins.range has no safe form", lambda: range(3)),
     Row("`memoryview`", "builtins.memoryview has no safe form", lambda: memoryview(b"a")),
@@ -135,9 +287,19 @@ ROWS = [
     Row("object without state_dict", "builtins.object has no safe form", object),
     Row("iterator", "builtins.list_iterator has no safe form", lambda: iter([1])),
     Row("list that contains itself", "nested deeper than 64", nested_in_itself),
-    Row("`random.Random`", "random.Random has no safe form", random.Random),
-    Row("`numpy.random.Generator`", "Generator has no safe form", np.random.default_rng),
-    Row("`torch.Generator`", "torch._C.Generator has no safe form", torch.Generator),
+    Row("list that contains a list twice, 60 levels deep", "would repeat more than 500000 values", doubled),
+    Row("`random.Random`", EXACT, drawn_random, fresh=random.Random),
+    Row("subclass of `random.Random`", "random.SystemRandom has no safe form", random.SystemRandom),
+    Row(
+        "`numpy.random.Generator` of any bit generator, with what it has spawned",
+        EXACT,
+        lambda: [drawn(kind) for kind in BITS],
+        fresh=lambda: [np.random.Generator(kind(3)) for kind in BITS],
+    ),
+    Row("`numpy.random.Generator` with seeds of a class of its own", "of PCG64 and Seeds", own_seeds),
+    Row("`numpy.random.RandomState`", EXACT, drawn_state, fresh=lambda: np.random.RandomState(5)),
+    Row("`torch.Generator`", EXACT, drawn_torch, fresh=torch.Generator),
+    Row("generators where the live state has none", EXACT, lambda: [drawn_torch(), drawn_random(), drawn_state()]),
     Row("array of floats", EXACT, lambda: np.array([[1.5, np.nan], [np.inf, -0.0]])),
     Row("array of float16", EXACT, lambda: np.array([1.5], "f2")),
     Row(
@@ -197,18 +359,21 @@ ROWS = [
     ),
     Row("tensor of bool", EXACT, lambda: torch.tensor([True, False])),
     Row("tensor of complex64", EXACT, lambda: of(torch.complex64)),
-    Row("tensor of complex128", "safetensors has no dtype for torch.complex128", lambda: of(torch.complex128)),
-    Row("tensor of complex32", "safetensors has no dtype for torch.complex32", lambda: of(torch.complex32)),
+    Row("tensor of complex128 or complex32", EXACT, lambda: [of(torch.complex128), of(torch.complex32)]),
     Row(
-        "tensor of float8_e4m3fnuz",
-        "safetensors has no dtype for torch.float8_e4m3fnuz",
-        lambda: of(torch.float8_e4m3fnuz),
+        "tensor of complex128 with strides, empty or of no dimension",
+        EXACT,
+        lambda: [of(torch.complex128, 96).reshape(2, 3).t(), of(torch.complex128)[:0], of(torch.complex128)[0]],
     ),
+    Row("conjugated view of complex128", "a conjugated view of torch.complex128", lambda: of(torch.complex128).conj()),
     Row(
-        "tensor of float8_e8m0fnu",
-        "safetensors has no dtype for torch.float8_e8m0fnu",
-        lambda: of(torch.float8_e8m0fnu),
+        "tensor of float8_e4m3fnuz or float8_e5m2fnuz",
+        EXACT,
+        lambda: [of(torch.float8_e4m3fnuz), of(torch.float8_e5m2fnuz)],
     ),
+    Row("tensor of float8_e8m0fnu (scales of MX formats)", EXACT, lambda: of(newer_dtype("float8_e8m0fnu"))),
+    Row("tensor of float4_e2m1fn_x2 (two in a byte)", EXACT, lambda: of(newer_dtype("float4_e2m1fn_x2"))),
+    Row("tensor of bits8", "safetensors has no dtype for torch.bits8", lambda: of(torch.bits8)),
     Row("tensor of no dimension, or empty", EXACT, lambda: [torch.tensor(3.0), torch.ones(2, 0, 3)]),
     Row(
         "tensor with strides: transposed, sliced, channels_last",
@@ -266,4 +431,6 @@ ROWS = [
 def build(row: Row, seed: int, rank: int) -> Objects:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
-    return Objects(model=model, extra={"value": row.make()} if seed == 0 else {"value": "another"})
+    fresh = row.fresh or (lambda: "another")
+    hooks = {"encode": encode_point, "decode": decode_point} if row.name.startswith("own class") else {}
+    return Objects(model=model, extra={"value": row.make() if seed == 0 else fresh()}, options=hooks)

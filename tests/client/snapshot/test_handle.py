@@ -48,7 +48,7 @@ def test_final_error_is_raised_at_once_unless_the_tier_was_reached_before() -> N
 
 
 def test_missing_daemon_is_raised_before_an_error_that_is_being_retried() -> None:
-    shot = Shot(5, 1, _why_waiting=lambda: DaemonUnreachable("it is gone"))
+    shot = Shot(5, 1, _why_waiting=lambda shot: DaemonUnreachable("it is gone"))
     shot.failed(Full("no room"), is_final=False)
     with pytest.raises(DaemonUnreachable):
         shot.wait_persisted(0.01)

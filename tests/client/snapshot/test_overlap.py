@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tierd_client import Shot, TierdError, Torn, TrainingState
+from tierd_client import Shot, TierdError, Torn, TrainingState, Transient
 from tierd_client.snapshot import staging as module
 from tierd_client.snapshot.copying import Copier
 from tierd_client.snapshot.guards import DEFERRED_BYTES_MIN
@@ -527,6 +527,20 @@ def test_wait_on_another_thread_does_not_hand_the_copy_over(lab: Lab) -> None:
     lab.train()
     waiting.join(DEADLINE_S)
     assert shot.is_persisted
+
+
+def test_wait_on_another_thread_that_is_not_in_time_says_that_the_copy_is_not_sealed(lab: Lab) -> None:
+    shot = lab.snapshot(1)
+    lab.copier.finish()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(Transient, match=r"another thread: .* has not sealed it") as caught,
+    ):
+        pool.submit(shot.wait_persisted, 0.1).result()
+    assert "client.wait_staged()" in caught.value.hint
+    lab.client.wait_staged()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(shot.wait_persisted, DEADLINE_S).result()
 
 
 # ── any order of events ──

@@ -19,7 +19,7 @@ from tests.support.state import Files
 from tierd.errors import Mismatch, TierdError
 
 SUBJECTS: list[Any] = [models, optimizers, schedulers, averages, stateful, values, ranks]
-ROWS_MIN = 150
+ROWS_MIN = 256
 ALL = [(subject, row) for subject in SUBJECTS for row in subject.ROWS]
 IDS = [
     f"{subject.__name__.rpartition('.')[2]}: {row.name.replace('`', '')}".encode("ascii", "replace")

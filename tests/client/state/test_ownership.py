@@ -66,6 +66,7 @@ def test_tensors_of_one_name_that_differ_between_ranks_are_refused_by_name(other
     with pytest.raises(Unsupported, match=rf"model\.head {message}") as caught:
         assign_owners([[head], [head], [other]])
     assert "must be a DTensor, or belong to extra" in caught.value.hint
+    assert "per_rank" in caught.value.hint
 
 
 def _captured(values: dict[str, float]) -> list[CapturedTensor]:

@@ -75,6 +75,17 @@ def test_dimension_sharded_by_fsdp_and_tensor_parallel_is_one_piece_on_each_rank
     assert torch.equal(gathered, whole)
 
 
+def test_parts_of_complex_numbers_are_stored_with_their_offsets_in_one_more_dimension(ranks: Any) -> None:
+    whole = torch.randn(5, 3, dtype=torch.complex128)
+    gathered = torch.zeros(5, 3, 2, dtype=torch.float64)
+    for part in ranks(whole, [2], [Shard(0)]):
+        captured = capture_tensor("w", part)
+        assert (captured.dtype, captured.torch_dtype, captured.global_shape) == ("F64", "complex128", (5, 3, 2))
+        begin = captured.saved_offsets[0]
+        gathered[begin : begin + captured.shape[0]] = captured.tensor
+    assert torch.equal(torch.view_as_complex(gathered), whole)
+
+
 def test_part_in_several_pieces_is_refused(ranks: Any) -> None:
     for part in ranks(torch.zeros(8, 2), [2], [_StridedShard(0, split_factor=2)]):
         with pytest.raises(Unsupported, match=r"capture model\.w: .* holds several separate pieces"):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from tierd_client.state.training_state import TrainingState, architecture_hash
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.state import Files, Loader, Training, assert_same, restore, small_net, stage
-from tierd.errors import BadConfig, TierdError
+from tierd.errors import BadConfig, Mismatch, TierdError
 from tierd.format.shard import parse_header
 
 
@@ -123,6 +125,30 @@ def test_tensor_names_of_per_rank_state_contain_the_rank(files: Files) -> None:
         assert loader.state["position"].item() == rank
         assert extra["own"] is tensor
         assert tensor.item() == rank * 10.0
+
+
+def test_dtype_that_safetensors_lacks_is_stored_so_that_safetensors_opens_the_shard(tmp_path: Path) -> None:
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex128))})
+    model.register_buffer("scale", torch.tensor([2.0]).to(torch.float8_e4m3fnuz))
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(stage(TrainingState(model=model, rng=False)))
+    with safetensors.safe_open(path, "pt") as shard:
+        assert shard.get_tensor("model.w").tolist() == [[1.0, 2.0]]
+        assert shard.get_tensor("model.scale").dtype is torch.uint8
+        described = json.loads(shard.metadata()["tierd"])["torch_dtypes"]
+    assert described == {"model.w": "complex128", "model.scale": "float8_e4m3fnuz"}
+
+
+def test_bytes_of_one_dtype_are_not_restored_into_another(files: Files) -> None:
+    def state_of(dtype: torch.dtype) -> TrainingState:
+        model = small_net()
+        model.register_buffer("scale", torch.ones(2).to(dtype))
+        return TrainingState(model=model, rng=False)
+
+    raw = stage(state_of(torch.float8_e4m3fnuz))
+    for dtype in (torch.uint8, torch.float8_e5m2fnuz):
+        with pytest.raises(Mismatch, match=r"model\.scale: checkpoint U8 \[2\] of float8_e4m3fnuz, model U8 \[2\]"):
+            restore(state_of(dtype), [files.on_disk(raw)])
 
 
 def test_architecture_hash_depends_only_on_the_model() -> None:

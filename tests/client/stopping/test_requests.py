@@ -142,6 +142,46 @@ def test_former_handlers_are_restored() -> None:
     assert {number: signal.getsignal(number) for number in SIGNALS} == former
 
 
+def test_signal_stops_both_clients_of_one_process() -> None:
+    """As in `with outer, inner:`."""
+    outer, inner = Lab(), Lab()
+    outer.requests.catch_signals()
+    inner.requests.catch_signals()
+    signal.raise_signal(signal.SIGTERM)
+    assert is_stopping(outer)
+    assert is_stopping(inner)
+    inner.requests.release_signals()
+    outer.requests.release_signals()
+
+
+@pytest.mark.parametrize("released_first", [0, 1])
+def test_client_that_leaves_takes_no_signal_from_the_other(released_first: int) -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    labs = [Lab(), Lab()]
+    for lab in labs:
+        lab.requests.catch_signals()
+    labs[released_first].requests.release_signals()
+    signal.raise_signal(signal.SIGTERM)
+    assert [is_stopping(lab) for lab in labs] == [released_first == 1, released_first == 0]
+    labs[1 - released_first].requests.release_signals()
+    assert signal.getsignal(signal.SIGTERM) == former
+
+
+def test_second_interrupt_ends_two_clients_at_once(clock: Clock) -> None:
+    labs = [Lab(), Lab()]
+    for lab in labs:
+        lab.requests.catch_signals()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert all(map(is_stopping, labs))
+        clock.advance(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for lab in reversed(labs):
+            lab.requests.release_signals()
+
+
 def test_signal_ends_a_forked_child(lab: Lab) -> None:
     """Otherwise a pool of workers that was forked inside `with client:` could not be terminated."""
     child = os.fork()

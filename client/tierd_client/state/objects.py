@@ -1,0 +1,192 @@
+"""Values of classes that a checkpoint cannot name: Enum members, dataclasses, named tuples, generators, own types.
+
+A checkpoint holds the name and the content of such a value, and a restore never imports a class by a name. It takes the
+class from the live value at the same place, or calls the state's own `decode`. All else is refused with the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
+from tierd.format.tagged import Parts, Place
+from tierd_client.state import generators
+
+Encode = Callable[[Any], tuple[str, Any] | None]
+Decode = Callable[[str, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Objects:
+    """What a state does with these values. `encode` and `decode` are the user's. `from_live`: a restore finds live
+    values at the same places, so that Enum members, dataclasses and named tuples can be stored."""
+
+    encode: Encode | None = None
+    decode: Decode | None = None
+    from_live: bool = True
+
+    @classmethod
+    def of(cls, encode: Encode | None, decode: Decode | None, *, from_live: bool) -> Objects:
+        """Raises BadConfig when only one of the two is given."""
+        if (encode is None) != (decode is None):
+            raise BadConfig("make a state with encode= or decode= alone", hint="pass both: one is the other's inverse")
+        return cls(encode=encode, decode=decode, from_live=from_live)
+
+    def split(self, value: object, path: str) -> Parts | None:
+        """The parts of a value that has no other form. None when it is refused; Unsupported says why."""
+        if self.encode is not None and (own := self._encode(self.encode, value, path)) is not None:
+            return own
+        if (state := generators.state_of(value, path)) is not None:
+            return Parts("$generator", generators.KINDS[type(value)], state)
+        if not self.from_live:
+            return None
+        name = type(value).__qualname__
+        if isinstance(value, enum.Enum):
+            return Parts("$enum", name, _member(value, path))
+        if _is_named_tuple(value):
+            return Parts("$namedtuple", name, cast("Any", value)._asdict())
+        if _is_dataclass(value):
+            return Parts("$dataclass", name, _fields(value, path))
+        return None
+
+    @staticmethod
+    def _encode(encode: Encode, value: object, path: str) -> Parts | None:
+        try:
+            encoded = encode(value)
+            if encoded is None:
+                return None
+            tag, content = encoded
+        except Exception as error:  # of any kind: it is the user's code
+            raise Unsupported(f"encode {path}: encode= raised {type(error).__qualname__}: {error}") from error
+        if type(tag) is not str or content is value:
+            raise Unsupported(f"encode {path}: encode= must return (name, other value) or None", hint="name is a str")
+        return Parts("$own", tag, content)
+
+
+def _member(value: enum.Enum, path: str) -> str | int:
+    """The name of a member, or the number of a combination of flags."""
+    if type(value).__members__.get(value.name) is value:
+        return value.name
+    if isinstance(value, enum.Flag) and type(value.value) is int:
+        return value.value
+    raise Unsupported(f"encode {path}: {value!r} is not among the members of its class", hint="store its value")
+
+
+def _is_named_tuple(value: object) -> bool:
+    kind = type(value)
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None)
+
+
+def _is_dataclass(value: object) -> bool:
+    """Whether it is a dataclass of plain Python: made without arguments, its fields are all that it holds."""
+    return dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__
+
+
+def _fields(value: Any, path: str) -> dict[str, Any]:
+    kind = type(value)
+    names = [field.name for field in dataclasses.fields(value)]
+    slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())} - {"__dict__", "__weakref__"}
+    others = sorted((getattr(value, "__dict__", {}).keys() | slots) - set(names))
+    missing = [name for name in names if not hasattr(value, name)]
+    if others or missing:
+        what = f"has {', '.join(others)}, no field" if others else f"has no value of its field {', '.join(missing)}"
+        raise Unsupported(f"encode {path}: this {kind.__qualname__} {what}", hint="make each attribute a field")
+    return {name: getattr(value, name) for name in names}
+
+
+class Rebuilder:
+    """Rebuilds the values of one restore. `check` is called for each while the restore is planned, `rebuild` when all
+    tensors were read; only the latter changes live values. `device`: of new generators that were not on the CPU."""
+
+    def __init__(self, objects: Objects, differences: list[str], device: torch.device) -> None:
+        self._objects = objects
+        self._differences = differences
+        self._device = device
+        self._generators: dict[int, tuple[object, dict[str, Any]]] = {}  # by id: the live one, the state that it got
+        self._changed: dict[int, object] = {}  # dataclasses by id
+
+    def check(self, parts: Parts, place: Place) -> None:
+        """Adds a difference when the value cannot be rebuilt."""
+        if difference := self._difference(parts, place.live):
+            self._differences.append(f"{place.path}: {difference}")
+
+    def _difference(self, parts: Parts, live: object) -> str:
+        content, kind = parts.content, type(live)
+        if parts.tag == "$own":
+            return "" if self._objects.decode else f"the checkpoint holds a {parts.name!r} of encode=: pass decode="
+        if parts.tag == "$generator":
+            return generators.difference(parts.name, content, live, self._device)
+        if kind.__qualname__ != parts.name or not self._objects.from_live:
+            now = "nothing" if live is None else f"a {kind.__qualname__}"
+            return f"the checkpoint holds a {parts.name}, whose class a restore takes from the live value: {now}"
+        match parts.tag:
+            case "$enum" if isinstance(live, enum.Enum):
+                is_same = content in type(live).__members__ if isinstance(content, str) else isinstance(live, enum.Flag)
+                return "" if is_same else f"the checkpoint holds {parts.name}.{content}, which is no member now"
+            case "$namedtuple" if _is_named_tuple(live):
+                now = list(cast("Any", live)._fields)
+            case "$dataclass" if _is_dataclass(live):
+                now = [field.name for field in dataclasses.fields(cast("Any", live))]
+            case _:
+                return f"the checkpoint holds a {parts.name} of another kind"
+        if now == list(content):
+            return ""
+        return f"the checkpoint holds a {parts.name} with {', '.join(content)}, now it has {', '.join(now)}"
+
+    def rebuild(self, parts: Parts, place: Place) -> object:
+        """The value. Generators and dataclasses that are not frozen get their state in place."""
+        content, live = parts.content, cast("Any", place.live)
+        match parts.tag:
+            case "$own":
+                return self._decode(parts, place)
+            case "$generator":
+                return self._rebuild_generator(parts, place)
+            case "$enum":
+                kind = cast("type[enum.Enum]", type(live))
+                return kind[content] if isinstance(content, str) else kind(content)
+            case "$namedtuple":
+                return type(live)._make(content.values())
+            case _:
+                is_new = type(live).__dataclass_params__.frozen or id(live) in self._changed
+                value = object.__new__(type(live)) if is_new else live
+                self._changed[id(value)] = value
+                for name, item in content.items():
+                    object.__setattr__(value, name, item)
+                return value
+
+    def _decode(self, parts: Parts, place: Place) -> object:
+        assert self._objects.decode is not None  # `check` has refused it
+        try:
+            return self._objects.decode(parts.name, parts.content)
+        except Exception as error:  # of any kind: it is the user's code
+            raise TierdError(
+                f"restore {place.path}: decode= raised {type(error).__qualname__}: {error}",
+                hint="the state is half restored: do not train with it; build it anew and restore again",
+            ) from error
+
+    def _rebuild_generator(self, parts: Parts, place: Place) -> object:
+        """A live generator that two places share keeps both references if both saved the same state."""
+        state, live = parts.content, place.live
+        if id(live) in self._generators:
+            known, its_state = self._generators[id(live)]
+            if its_state == state:
+                return known
+            live = None
+        try:
+            generator = generators.restore(parts.name, state, live, self._device)
+        except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
+            raise Corrupt(f"restore {place.path}: {error!r}") from error
+        self._generators[id(generator)] = generator, state
+        return generator
+
+
+def described(parts: Parts, place: Place) -> object:
+    """Without its class: the content, and of an Enum member its name. For exports."""
+    del place
+    return parts.content
