@@ -40,12 +40,13 @@ class RankLocal:
     def difference(self) -> str:
         return f"it differs between the {len(self.rank_trees)} ranks that saved the checkpoint"
 
-    def plan(self, name: str, section: Section, plan: RestorePlan, *, is_required: bool) -> None:
-        """Plans the restore of the section `name`. Adds a difference when that is impossible.
+    def plan(self, name: str, section: Section, plan: RestorePlan, *, source: str, is_required: bool) -> None:
+        """Plans the restore of the section `name` from the stored section `source`. Adds a difference when that is
+        impossible.
 
         `is_required`: the live state has this section. Otherwise it is skipped instead.
         """
-        saved = [tree[name] for tree in self.rank_trees if name in tree and tree[name].kind == section.kind]
+        saved = [tree[source] for tree in self.rank_trees if source in tree and tree[source].kind == section.kind]
         if len(saved) == len(self.rank_trees):
             values = [tree.value for tree in saved]
             if isinstance(section, StatefulSection) and section.plan_from_all_ranks(values, plan):
@@ -53,16 +54,14 @@ class RankLocal:
             if isinstance(section, RngSection):
                 self._plan_rng(values, section, plan)
                 return
-            if self._are_equal(name, saved):
+            if self._are_equal(source, saved):
                 section.plan(saved[0].value, saved[0].suffix, plan)
                 return
-        difference = f"{name}: {self.difference}"
         if is_required:
-            plan.differences.append(
-                f"{difference}: give it load_state_dicts(states), or restore without it in the state"
-            )
+            why = f"{self.difference}: give it load_state_dicts(states), or restore without it in the state"
+            plan.mismatch(name, why)
         elif self.rank == 0:
-            log.warning("restore: %s, and this state lacks it: skipped", difference)
+            log.warning("restore: %s: %s, and this state lacks it: skipped", name, self.difference)
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks saved one and the same section, with its tensors under the same names."""

@@ -8,7 +8,8 @@ half old and half new: after an error the restore must be repeated from another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from tierd.errors import Mismatch, TierdError
 from tierd.format.shard import TensorEntry
 from tierd_client.state import encoding
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
+from tierd_client.state.restore_filter import EXACT, RestoreFilter, StoredEntries
+from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.tensors import (
     DTYPES,
     CapturedTensor,
@@ -42,8 +45,17 @@ class RestorePlan:
     """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
     has one sentence for each."""
 
-    def __init__(self, available: Available, accelerator: torch.device, *, is_dry: bool = False) -> None:
-        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator."""
+    def __init__(
+        self,
+        available: Available,
+        accelerator: torch.device,
+        *,
+        is_dry: bool = False,
+        filter: RestoreFilter = EXACT,
+        entries: StoredEntries | None = None,
+    ) -> None:
+        """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator. `entries`: those of the
+        checkpoint, for sections that `take` them."""
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
         self._accelerator = accelerator
@@ -52,6 +64,141 @@ class RestorePlan:
         self._used: set[str] = set()
         self.differences: list[str] = []
         self._installs: list[tuple[str, Callable[[], object]]] = []
+        self.filter = filter
+        self.report = RestoreReport()
+        self._entries = entries or StoredEntries()
+        self.sources = self._select()
+        self._taken: set[str] = set()
+        self._kept: set[str] = set()
+        self._cast_copies: dict[object, torch.Tensor] = {}
+
+    # ── entries ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _select(self) -> dict[str, str]:
+        """The stored entries that are asked for, by their names in the state."""
+        entries = self._entries.tensors
+        if self.filter.is_exact:
+            return dict(zip(entries, entries, strict=True))
+        sources: dict[str, str] = {}
+        for entry in entries:
+            if not self.filter.takes(entry):
+                self.report.not_asked.append(entry)
+                continue
+            other = sources.setdefault(self.filter.destination(entry), entry)
+            if other != entry:
+                self.differences.append(f"rename: {other} and {entry} both become {self.filter.destination(entry)}")
+        return sources
+
+    def take(self, name: str) -> str | None:
+        """The stored entry for the entry `name` of the state. None: that one stays as it is, as is reported."""
+        if self.keep(name, name):
+            return None
+        if name in self.sources:
+            self._taken.add(name)
+            return self.sources[name]
+        if self.filter.takes(name):
+            self.miss(name)
+        return None
+
+    def keep(self, name: str, entry: str) -> bool:
+        """Whether the entry `name` of the state stays as it is by request; `entry` is the one that it would get."""
+        if not self.filter.keeps(name):
+            return False
+        self.report.kept.append(name)
+        self._kept.add(entry)
+        return True
+
+    def use(self, name: str) -> None:
+        """Marks an entry as restored by other means than `take`."""
+        self._taken.add(name)
+
+    def take_section(self, section: str) -> None:
+        """All entries of a section that is restored as a whole."""
+        self._taken.update(name for name in self.sources if name == section or name.startswith(f"{section}."))
+
+    def has_source(self, section: str) -> bool:
+        """Whether an entry of this section of the state is asked for and stored."""
+        return section in self.sources or any(name.startswith(f"{section}.") for name in self.sources)
+
+    def miss(self, name: str) -> None:
+        """The checkpoint has no such entry."""
+        if self.filter.strict:
+            self.differences.append(f"{name}: not in the checkpoint")
+        else:
+            self.report.missing.append(name)
+
+    def mismatch(self, name: str, why: str) -> None:
+        """The stored entry does not fit."""
+        if self.filter.strict:
+            self.differences.append(f"{name}: {why}")
+        else:
+            self.report.mismatched[name] = why
+
+    def read_entry(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which is the entry `name` of the state, will be filled."""
+        source = self.take(name)
+        if source is None:
+            return False
+        stored_name = self._entries.tensors[source]
+        if not stored_name:
+            self.mismatch(name, "no tensor in the checkpoint, now it is one")
+            return False
+        stored = self._find_stored(stored_name)
+        if stored is None:
+            return False
+        destination = capture_tensor(stored_name, tensor)
+        live = destination.dtype, destination.global_shape
+        if stored == live:
+            self.add_destination(name, destination)
+            return True
+        dtype = DTYPES[stored[0]]
+        are_floats = dtype.is_floating_point and tensor.dtype.is_floating_point
+        if stored[1] != live[1] or not are_floats or not self.filter.casts(name):
+            self.mismatch(name, f"checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
+            return False
+        local = destination.tensor
+        # Tied tensors get one copy, so that different values for them are found before anything is written.
+        place = local.device, local.data_ptr(), destination.shape, local.stride(), dtype
+        copy = self._cast_copies.setdefault(place, torch.empty_like(local, dtype=dtype))
+        self.add_destination(name, msgspec.structs.replace(destination, tensor=copy, dtype=stored[0]))
+        self.on_finish(name, partial(local.copy_, copy))
+        self.report.cast[name] = f"{stored[0]} -> {live[0]}"
+        return True
+
+    def read_object(self, name: str, value: object = None) -> tuple[Any] | None:
+        """What is stored for the entry `name` of the state, which is not a tensor, as a tuple of one; tensors in the
+        live `value` are read in place. None: it stays as it is."""
+        source = self.take(name)
+        if source is None:
+            return None
+        if source not in self._entries.objects:
+            self.mismatch(name, "a tensor in the checkpoint, now it is none")
+            return None
+        return (self.decode(self._entries.objects[source], live=encoding.live_tensors(value, source)),)
+
+    def finish(self, strict_sections: Collection[str]) -> None:
+        """Completes the report. Adds the differences of entries without a place in `strict_sections`, then checks."""
+        report, optional = self.report, self._entries.optional
+        for name, entry in self.sources.items():
+            if name in self._taken and name not in report.mismatched:
+                report.loaded.append(name)
+                if name != entry:
+                    report.renamed[entry] = name
+            elif name not in self._taken and name not in self._kept and entry not in optional:
+                section = next((section for section in strict_sections if name.startswith(f"{section}.")), "")
+                if self.filter.strict and section:
+                    self.differences.append(f"{name}: in the checkpoint, not in the {section.split('.')[0]}")
+                else:
+                    report.left_over.append(entry)
+        tensors = {tensor.name: tensor for tensor in self.destinations.values()}.values()
+        report.size_bytes = sum(math.prod(tensor.global_shape) * tensor.tensor.element_size() for tensor in tensors)
+        if not self.filter.is_exact:
+            self.differences += self.filter.unused(self._entries.tensors, report.kept)
+            if not report.loaded and not self.differences:
+                self.differences.append("nothing of the checkpoint would be loaded")
+        self.check()
+
+    # ── tensors and values ────────────────────────────────────────────────────────────────────────────────
 
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
@@ -122,12 +269,6 @@ class RestorePlan:
         """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
         return {"home": home, "cpu": torch.device("cpu")}.get(name, self._accelerator)
 
-    def check_all_used(self, prefix: str, suffix: str) -> None:
-        """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
-        for name in self.available:
-            if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
-                self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
-
     def on_finish(self, name: str, install: Callable[[], object]) -> None:
         """Calls `install` in `run`, after all bytes were read, in the order of these calls. `name`: of what it
         restores."""
@@ -145,7 +286,8 @@ class RestorePlan:
         more = f"\n  … and {count - DIFFERENCES_SHOWN} more" if count > DIFFERENCES_SHOWN else ""
         raise Mismatch(
             f"restore: the checkpoint differs from the state in {places}; nothing was changed\n  {shown}{more}",
-            hint="build the model and the optimizer as they were when the checkpoint was taken",
+            hint="build the model and the optimizer as they were when the checkpoint was taken; "
+            "to restore only a part of it: docs/guides/fine-tune.md",
         )
 
     def run(self, read: ReadTensors) -> None:
@@ -178,6 +320,10 @@ class RestorePlan:
                 names = " and ".join(tensor.name for tensor in tensors)
                 self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()
+
+    def stored_form(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """(dtype, global shape) of a stored tensor, or None if there is none of that name."""
+        return self._find_stored(name) if name in self.available else None
 
     def _find_stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """(dtype, global shape) of a stored tensor. None, with a difference, unless all its parts are stored."""

@@ -89,20 +89,13 @@ class ModuleSection:
         to_load: dict[str, Any] = {}
         for raw_name, value in state.items():
             name = f"{self.prefix}.{names[raw_name]}"
-            if name + suffix in plan.available:  # parts of DTensors have no suffix
-                name += suffix
             if _is_object(raw_name, value):
-                if names[raw_name] in saved:
-                    to_load[raw_name] = plan.decode(saved[names[raw_name]])
-                else:
-                    plan.differences.append(f"{name}: not in the checkpoint")
+                if (stored := plan.read_object(name)) is not None:
+                    (to_load[raw_name],) = stored
             elif _storage(value) in storages:
-                plan.read_into(name, value)
-            else:
-                to_load[raw_name] = plan.new_like(value)
-                plan.read_into(name, to_load[raw_name])
-        for name in set(saved) - set(names.values()):
-            plan.differences.append(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
+                plan.read_entry(name, value)
+            elif plan.read_entry(name, new := plan.new_like(value)):
+                to_load[raw_name] = new
         for raw_name in _ignored_entries(self.module, to_load):
             plan.differences.append(
                 f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it"
@@ -170,6 +163,9 @@ class StatefulSection:
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = plan.decode(saved)
+        if (why := _other_groups(self.owner, state)) is not None:
+            plan.mismatch(self.prefix, why)
+            return
         is_empty = isinstance(state, dict) and not state
         if is_empty and self.owner.state_dict():  # for example a GradScaler that was disabled
             log.warning("restore: %s is empty in the checkpoint, it starts fresh", self.prefix)
@@ -192,6 +188,16 @@ class StatefulSection:
             return False
         plan.on_finish(self.prefix, partial(load_state_dicts, [plan.decode(state) for state in saved]))
         return True
+
+
+def _other_groups(owner: Stateful, state: Any) -> str | None:
+    """Why a scheduler cannot take the state of one whose optimizer had another number of parameter groups."""
+    if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(state, dict):
+        return None
+    stored, live = state.get("base_lrs"), getattr(owner, "base_lrs", None)
+    if not isinstance(stored, list) or not isinstance(live, list) or len(stored) == len(live):
+        return None
+    return f"checkpoint {len(stored)} parameter groups, now {len(live)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +229,10 @@ class TensorsSection:
         return into.encode(self.tensors, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
+        if not plan.filter.is_exact:
+            self._plan_entries(plan)
+            return
+        plan.take_section(self.prefix)
         live = live_tensors(self.tensors, self.prefix, suffix)
         value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
         for key in self.tensors.keys() - value.keys():
@@ -230,6 +240,14 @@ class TensorsSection:
         for key in value.keys() - self.tensors.keys():
             plan.differences.append(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
         plan.on_finish(self.prefix, partial(self.tensors.update, value))
+
+    def _plan_entries(self, plan: RestorePlan) -> None:
+        for key, value in self.tensors.items():
+            name = f"{self.prefix}.{key}"
+            if isinstance(value, torch.Tensor):
+                plan.read_entry(name, value)
+            elif (stored := plan.read_object(name, value)) is not None:
+                plan.on_finish(name, partial(self.tensors.__setitem__, key, *stored))
 
 
 @dataclass(frozen=True, slots=True)
