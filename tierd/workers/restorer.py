@@ -80,6 +80,8 @@ class Restorer:
             if state != selected_from:
                 selected_from = state
                 inventory = self._catalog.inventory(run, in_memory=in_memory, health=health)
+                if not inventory.candidates:
+                    inventory = self._catalog.inventory()  # so that the refusal names the runs that exist
                 selections = select_each(query, inventory, failed)
             try:
                 selected = next(selections)
