@@ -16,6 +16,7 @@ import msgspec
 from tierd.descriptors import open_all
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy
 from tierd.format import layout, manifest
+from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
@@ -23,7 +24,6 @@ from tierd_client.session import DaemonSession
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"
 
-READER_TIMEOUT_S = 60.0  # for the daemon to accept a session that only reads
 _RUN = re.compile(r"run:([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@([0-9]{1,12}))?")  # as ids.check_run
 
 Resume = str | int | os.PathLike[str]
@@ -122,7 +122,7 @@ def _restore_run(
     with ExitStack() as stack:
 
         def open_reader() -> DaemonSession:
-            reader = DaemonSession(session.path, hello, timeout_s=READER_TIMEOUT_S)
+            reader = DaemonSession(session.path, hello, timeout_s=CONNECT_TIMEOUT_S)
             stack.callback(reader.close)
             reader.start()
             return reader

@@ -52,6 +52,8 @@ class OptimizersSection:
             trees = msgspec.convert(saved, list[OptimizerTree])
         except msgspec.ValidationError as error:
             raise Corrupt(f"read the optimizer in the state tree: {error}") from error
+        if plan.keep_section("optimizer"):
+            return
         if len(trees) != len(self.optimizers):
             plan.mismatch("optimizer", f"checkpoint {len(trees)}, now {len(self.optimizers)}")
             return
@@ -138,6 +140,8 @@ class _NamedOptimizer:
 
     def plan_entries(self, saved: OptimizerTree, plan: RestorePlan) -> None:
         """As `plan`, for a filter that does not take everything: entry by entry, and the rest stays as it is."""
+        if plan.keep_section(self.prefix):
+            return
         if (why := self._other_kind(saved)) is not None:
             plan.mismatch(self.prefix, why)
             return
@@ -146,7 +150,8 @@ class _NamedOptimizer:
             for group in saved.groups
         ]
         options: list[dict[str, Any]] = []
-        if plan.has_source(f"{self.prefix}.param_groups"):
+        groups = f"{self.prefix}.param_groups"
+        if plan.has_source(groups) and not plan.keep_section(groups):
             if plan.filter.strict and not self._has_same_groups(stored_groups, plan):
                 return
             options = [self._plan_options(index, stored_groups, plan) for index in range(len(self.options))]

@@ -80,9 +80,10 @@ class RestoreFilter:
 
     def destination(self, entry: str) -> str:
         """The name in the state of a stored entry. The state of an optimizer follows the name of its parameter."""
-        if match := _OPTIMIZER_STATE.fullmatch(entry):
-            return match[1] + self.parameter(match[2])
-        return self._renamed(entry)
+        if not entry.startswith("optimizer."):
+            return self._renamed(entry)
+        match = _OPTIMIZER_STATE.fullmatch(entry)
+        return match[1] + self.parameter(match[2]) if match is not None else entry
 
     def parameter(self, name: str) -> str:
         """The name in the model, without `model.`, of a parameter that the checkpoint has under `name`."""

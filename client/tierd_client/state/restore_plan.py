@@ -71,6 +71,7 @@ class RestorePlan:
         self._taken: set[str] = set()
         self._kept: set[str] = set()
         self._cast_copies: dict[object, torch.Tensor] = {}
+        self._cast_memory = MemoryRanges()
 
     # ── entries ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,6 +108,13 @@ class RestorePlan:
         self.report.kept.append(name)
         self._kept.add(entry)
         return True
+
+    def keep_section(self, section: str) -> bool:
+        """Whether all entries of a section stay as they are by request."""
+        names = [name for name in self.sources if name.startswith(f"{section}.")]
+        if not names or not all(map(self.filter.keeps, names)):
+            return False
+        return all(self.keep(name, name) for name in names)
 
     def use(self, name: str) -> None:
         """Marks an entry as restored by other means than `take`."""
@@ -156,13 +164,25 @@ class RestorePlan:
         if stored[1] != live[1] or not are_floats or not self.filter.casts(name):
             self.mismatch(name, f"checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
             return False
-        local = destination.tensor
+        return self._read_cast(name, destination, stored[0])
+
+    def _read_cast(self, name: str, destination: CapturedTensor, stored_dtype: str) -> bool:
+        """As `read_entry`, for a tensor of another dtype: reads it into a copy, which is then converted."""
+        local, dtype = destination.tensor, DTYPES[stored_dtype]
         # Tied tensors get one copy, so that different values for them are found before anything is written.
         place = local.device, local.data_ptr(), destination.shape, local.stride(), dtype
-        copy = self._cast_copies.setdefault(place, torch.empty_like(local, dtype=dtype))
-        self.add_destination(name, msgspec.structs.replace(destination, tensor=copy, dtype=stored[0]))
-        self.on_finish(name, partial(local.copy_, copy))
-        self.report.cast[name] = f"{stored[0]} -> {live[0]}"
+        copy = self._cast_copies.get(place)
+        if copy is None:
+            if self._memory.holds(local) or self._cast_memory.holds(local):
+                self.mismatch(name, "it shares memory with a tensor of another shape or dtype and cannot be cast")
+                return False
+            self._cast_memory.add(destination)
+            self._cast_copies[place] = torch.empty_like(local, dtype=dtype)
+            self.on_finish(name, partial(local.copy_, self._cast_copies[place]))
+        self.add_destination(
+            name, msgspec.structs.replace(destination, tensor=self._cast_copies[place], dtype=stored_dtype)
+        )
+        self.report.cast[name] = f"{stored_dtype} -> {destination.dtype}"
         return True
 
     def read_object(self, name: str, value: object = None) -> tuple[Any] | None:
@@ -193,8 +213,9 @@ class RestorePlan:
         tensors = {tensor.name: tensor for tensor in self.destinations.values()}.values()
         report.size_bytes = sum(math.prod(tensor.global_shape) * tensor.tensor.element_size() for tensor in tensors)
         if not self.filter.is_exact:
-            self.differences += self.filter.unused(self._entries.tensors, report.kept)
-            if not report.loaded and not self.differences:
+            # What another rank alone holds, as with pipeline stages, may be meant by a pattern.
+            self.differences += self.filter.unused(self._entries.tensors, self.filter.keep if optional else report.kept)
+            if not report.loaded and not self.differences and not optional:
                 self.differences.append("nothing of the checkpoint would be loaded")
         self.check()
 

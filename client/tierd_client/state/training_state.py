@@ -214,7 +214,7 @@ class TrainingState:
         modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
         for name, section in (modules | sections).items():
             _plan_section(name, section, saved, plan, rank_local, is_live=name in live)
-        if not saved.keys() & sections.keys():
+        if filter.is_exact and not saved.keys() & sections.keys():
             plan.differences.append(
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tierd_client.restore.load import SourceFile
 from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
@@ -332,6 +333,40 @@ def test_kept_optimizer_state_stays_in_place(files: Files, pretrained: Pretraine
     assert len(source_optimizer.state) == 4
 
 
+@pytest.mark.parametrize("keep", ["optimizer", "optimizer.*"])
+def test_optimizer_of_another_kind_may_be_kept_whole(files: Files, pretrained: Pretrained, keep: str) -> None:
+    source, _, raw = pretrained
+    module = net(seed=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    report = restored(TrainingState(model=module, optimizer=optimizer), files, raw, keep=keep)
+    assert_same(module.state_dict(), source.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state
+    assert report.left_over == ["scheduler"]
+
+
+def test_part_of_a_pipeline_stage_is_restored_by_the_rank_that_holds_it(files: Files) -> None:
+    def stages(seed: int) -> list[nn.ModuleDict]:
+        torch.manual_seed(seed)
+        return [nn.ModuleDict({"body": nn.Linear(3, 8)}), nn.ModuleDict({"head": nn.Linear(8, 2)})]
+
+    sources, live = stages(0), stages(1)
+    shards: list[SourceFile] = []
+    for rank, module in enumerate(sources):
+        captured = TrainingState(model=module, rng=False).capture(rank, 2)
+        captured.tree["model"]["is_part"] = True
+        shards.append(files.on_disk(stage(captured, rank=rank, world_size=2), f"rank-{rank:05d}-of-00002.safetensors"))
+    before = copy.deepcopy(live[0].state_dict())
+    loaded: list[list[str]] = []
+    for rank, module in enumerate(live):
+        filter = filter_of(only=["model.head.weight"], strict=False)
+        loaded.append(restore(TrainingState(model=module, rng=False), shards, rank=rank, filter=filter).loaded)
+    assert loaded == [[], ["model.head.weight"]]
+    assert_same(live[0].state_dict(), before)
+    assert_same(live[1].get_parameter("head.weight"), sources[1].get_parameter("head.weight"))
+    assert not torch.equal(live[1].get_parameter("head.bias"), sources[1].get_parameter("head.bias"))
+
+
 # ── cast ──
 
 
@@ -378,6 +413,18 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused_before_a_cast(fi
         restored(TrainingState(model=live), files, different, cast=True)
     assert_same(live.state_dict(), before)
     restored(TrainingState(model=live), files, tied, cast=True)
+
+
+def test_overlapping_tensors_of_other_shapes_are_not_cast(files: Files) -> None:
+    def build(dtype: torch.dtype) -> nn.ModuleDict:
+        module = nn.ModuleDict({"whole": nn.Linear(4, 4, bias=False), "row": nn.Linear(4, 1, bias=False)}).to(dtype)
+        module["row"].weight = nn.Parameter(module.get_parameter("whole.weight").detach()[:1])
+        return module
+
+    raw = stage(TrainingState(model=build(torch.float32)))
+    restored(TrainingState(model=build(torch.float32)), files, raw, only="model")
+    with pytest.raises(Mismatch, match="shares memory with a tensor of another shape"):
+        restored(TrainingState(model=build(torch.bfloat16)), files, raw, cast=True)
 
 
 # ── the report, other states ──
