@@ -16,6 +16,7 @@ from tierd_client.restore.resume import ResumePolicy, parse_resume
 from torch import nn
 
 from tests.support.daemon import Daemon
+from tests.support.state import assert_same, commit, stage
 from tests.support.trainer import Trainer, Training, joined, together
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -232,6 +233,21 @@ def test_damage_in_another_runs_replica_is_reported_and_the_next_one_is_read(tmp
         wait_until(lambda: daemon.metric('tierd_verify_failures_total{tier="hot"}') == 1, "the report")
         trainer.train(1)
         trainer.durable()
+
+
+def test_only_the_chunks_of_what_is_asked_for_are_fetched_and_no_partial_file_stays(tmp_path: Path) -> None:
+    source, model = (nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 4096)}) for _ in range(2))
+    raw = stage(TrainingState(model=source, rng=False))
+    commit(tmp_path / "cold", [raw], run="source", chunk_bytes=4096)
+    with Daemon(tmp_path) as daemon:
+        client = tierd_client.connect("run", socket=daemon.socket)
+        found = client.restore(TrainingState(model=model), resume="run:source", only=["model.body"])
+        assert found is not None
+        assert found.tier == "cold"
+        assert_same(model["body"].state_dict(), source["body"].state_dict())
+        assert 0 < daemon.metric('tierd_bytes_total{direction="read",tier="cold"}') < len(raw) / 8
+        wait_until(lambda: not [*daemon.hot.rglob("*.partial")], "the partial files to be deleted")
+        client.close()
 
 
 def test_own_checkpoints_that_may_exist_are_not_replaced_by_another_runs(tmp_path: Path) -> None:
