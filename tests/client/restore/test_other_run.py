@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tierd_client
 import torch
-from tierd_client import BadConfig, Mismatch, NotFound, TierUnreachable, TrainingState
+import torch.distributed as dist
+from tierd_client import BadConfig, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, TrainingState
 from tierd_client.restore.resume import ResumePolicy, parse_resume
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.daemon import Daemon
 from tests.support.state import assert_same, commit, stage
@@ -301,6 +305,85 @@ def test_part_of_another_run_is_restored_on_another_number_of_ranks(
         founds = together(trainers, "restore", resume=f"run:{base}", only=["model", "optimizer"])
         assert [(found.run, found.step) for found in founds] == [(run, 3)] * then
         assert all("rng" in found.report.loaded for found in founds)
+
+
+def _shard(training: Training, rank: int, world_size: int, rendezvous: str, dtype: torch.dtype, seed: int) -> None:
+    """Makes this process a rank of an FSDP2 training in this dtype."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    torch.manual_seed(seed)
+    training.model = nn.Sequential(nn.Linear(16, 6), nn.Linear(6, 16)).to(dtype)
+    fully_shard(training.model, mesh=init_device_mesh("cpu", (world_size,)))
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+    training.state = TrainingState(model=training.model, optimizer=training.optimizer)
+
+
+def _step(training: Training) -> None:
+    weight = next(training.model.parameters())
+    training.model(torch.randn(4, 16, dtype=weight.dtype)).square().mean().backward()
+    training.optimizer.step()
+    training.step += 1
+
+
+def _gathered(training: Training) -> dict[str, torch.Tensor]:
+    moments = {
+        f"{name}.exp_avg": training.optimizer.state[parameter]["exp_avg"]
+        for name, parameter in training.model.named_parameters()
+    }
+    tensors: dict[str, Any] = {**dict(training.model.named_parameters()), **moments}
+    return {name: tensor.full_tensor().detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("saved", "then"), [(2, 1), (1, 2)])
+def test_sharded_tensors_are_cast_on_another_number_of_ranks(
+    daemon: Daemon, tmp_path: Path, saved: int, then: int
+) -> None:
+    base = f"sharded-{saved}"
+    gathered: list[dict[str, torch.Tensor]] = []
+    for world_size, dtype, run in ((saved, torch.float32, base), (then, torch.bfloat16, f"{base}-cast")):
+        with ExitStack() as stack:
+            trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
+            for rank, trainer in enumerate(trainers):
+                trainer.begin("apply", _shard, rank, world_size, str(tmp_path / run), dtype, world_size)
+            for trainer in trainers:
+                trainer.end()
+            together(trainers, "connect", daemon.socket, run)
+            if run == base:
+                together(trainers, "apply", _step)
+            else:
+                founds = together(trainers, "restore", resume=f"run:{base}", only=["model", "optimizer"], cast=True)
+                assert [found.report.cast["model.0.weight"] for found in founds] == ["F32 -> BF16"] * then
+            gathered.append(together(trainers, "apply", _gathered)[0])
+            together(trainers, "apply", _step)
+            together(trainers, "durable")
+            if run == base:
+                gathered[0] = together(trainers, "apply", _gathered)[0]
+    assert_same(gathered[1], {name: tensor.to(torch.bfloat16) for name, tensor in gathered[0].items()})
+
+
+# ── a part of the own run ──
+
+
+def test_part_of_the_own_run_is_restored_and_the_next_snapshot_is_whole(daemon: Daemon, run: str) -> None:
+    with Trainer() as first:
+        first.connect(daemon.socket, run)
+        first.train(2)
+        first.durable()
+    with Trainer(seed=2) as second:
+        second.connect(daemon.socket, run)
+        with pytest.raises(Mismatch, match="only: 'modle' is the name of nothing"):
+            second.restore(only=["modle"])
+        second.train(1)
+        with pytest.raises(TargetNotEmpty, match=r"restore\(\) was not called"):
+            second.snapshot()
+        found = second.restore(only=["model"])
+        assert (found.run, found.step, len(found.report.loaded)) == (run, 2, 4)
+        second.train(1)
+        second.durable()
+        digest = second.digest()
+    with Trainer(seed=3) as third:
+        third.connect(daemon.socket, run)
+        assert third.restore().step == 3
+        assert third.digest() == digest
 
 
 # ── the summary ──
