@@ -7,6 +7,7 @@ An entry is what is restored as one: a tensor of a module (`model.head.weight`),
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,10 +94,10 @@ class RestoreFilter:
     def unused(self, entries: Iterable[str], kept: Iterable[str]) -> list[str]:
         """A sentence for each pattern of `only`, `renames` and `keep` that stands for no entry: a typing error, most
         likely. `entries`: all stored ones; `kept`: those of the state that were kept."""
-        entries, kept = list(entries), list(kept)
+        entries, kept = list(entries), list(kept)  # iterated several times
         renames = () if callable(self.renames) else self.renames
         return [
-            f"{argument}: {pattern!r} is the name of nothing in the {where}"
+            f"{argument}: {pattern!r} is the name of nothing in the {where}{_nearest(pattern, names)}"
             for argument, patterns, names, where in (
                 ("only", self.only or (), entries, "checkpoint"),
                 ("rename", renames, entries, "checkpoint"),
@@ -128,6 +129,11 @@ def _matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(_matches(name, pattern) for pattern in patterns)
 
 
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(pattern, names, n=2, cutoff=0.0)
+    return f"; the nearest are {' and '.join(nearest)}" if nearest else ""
+
+
 def _patterns(argument: str, patterns: Patterns) -> tuple[str, ...]:
     return tuple(_text(argument, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
@@ -136,6 +142,6 @@ def _text(argument: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise BadConfig(
             f"restore with {argument}={value!r}: expected names of entries, such as 'model.head' or 'optimizer.*.lr'",
-            hint="`tierd show` lists the names in a checkpoint",
+            hint="docs/guides/fine-tune.md has the names of entries",
         )
     return value

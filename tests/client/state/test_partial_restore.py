@@ -114,7 +114,10 @@ def test_data_cursor_and_extra_values_are_restored_only_if_asked_for(files: File
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"only": ["modle.*"]}, "only: 'modle.*' is the name of nothing in the checkpoint"),
+        (
+            {"only": ["modle.*"]},
+            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model.head.bias",
+        ),
         ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' is the name of nothing in the state"),
         ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' is the name of nothing"),
         ({"only": ["optimizer.state.body.weight.exp_avg"]}, "is the name of nothing in the checkpoint"),
