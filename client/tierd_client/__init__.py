@@ -39,6 +39,7 @@ from tierd_client.loaders.loader import ResumableLoader
 from tierd_client.loaders.sampler import ResumableSampler
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.dict_state import DictState
+from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import TrainingState
 from tierd_client.stopping.outcome import Halted
 
@@ -56,6 +57,7 @@ __all__ = [
     "Mismatch",
     "NewerFormat",
     "NotFound",
+    "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
     "Shot",

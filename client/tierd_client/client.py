@@ -11,7 +11,7 @@ import atexit
 import operator
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -25,6 +25,8 @@ from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, r
 from tierd_client.restore.resume import Resume, agree_on_policy, check_start, restore_by_policy
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.snapshotter import Snapshotter
+from tierd_client.state.restore_filter import Patterns, Rename, RestoreFilter
+from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import Capturable, State
 from tierd_client.step_times import StepTimes
 from tierd_client.stopping.outcome import Halted, outcome_of, wait_last_snapshot
@@ -35,13 +37,16 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that was restored. `tier` is where its bytes came from: memory, hot, a cold tier's name, a path."""
+    """A checkpoint that was restored. `tier` is where its bytes came from: memory, hot, a cold tier's name, a path.
+    `run` is the run that saved it, and `report` what this rank has loaded and what not."""
 
     step: int
     generation: int
     tier: str
     seconds: float
     metrics: dict[str, float]
+    run: str
+    report: RestoreReport = field(default_factory=RestoreReport)
 
 
 class Client:
@@ -98,29 +103,52 @@ class Client:
         milestone: str | None = None,
         tier: str = "auto",
         allow_unhealthy: bool = False,
+        only: Patterns | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+        cast: bool | Patterns = False,
+        keep: Patterns = (),
     ) -> Found | None:
         """Put a checkpoint into `state`, in place, on any number of ranks. None: there is none, start fresh.
 
         `resume`: "auto", the newest that all ranks can read; "require", the same, and NotFound where there is none;
-        a step; the path of a directory with a checkpoint, of this run or another; "scratch", none, which raises
+        a step; the path of a directory with a checkpoint, of this run or another; "run:NAME" or "run:NAME@STEP", a
+        checkpoint of another run, but only while this run has none; "scratch", none, which raises
         TargetNotEmpty or TierUnreachable where checkpoints exist or may exist, unless `force`. Default $TIERD_RESUME,
         then "auto". `generation`, `milestone` and `tier` narrow the choice. A checkpoint with NaN or Inf is passed over
         unless `allow_unhealthy`; Unhealthy is raised when there is no other, or when it was named. A damaged replica is
         reported and the next one tried.
 
-        Raises Mismatch, with nothing changed, when the checkpoint does not fit; NotFound when the named checkpoint does
-        not exist; Corrupt, NewerFormat, TierUnreachable or DaemonUnreachable when a checkpoint exists and cannot be
-        read: it never silently starts from scratch.
+        The rest restores a part; `Found.report` tells what was loaded and what not. `only`: the entries of the
+        checkpoint to restore, by name, by what contains them, or by a pattern with `*`. `rename`: prefixes of stored
+        names and what they are in `state`, or a function of a stored name. `strict=False`: what one side lacks or does
+        not fit stays as it is. `cast`: the entries whose floating-point dtype may change, or True. `keep`: the
+        entries of `state` to leave alone. With "run:NAME" these apply to the other run's checkpoint only: a checkpoint
+        of this run is restored whole.
+
+        Raises BadConfig for a wrong argument; Mismatch, with nothing changed, when the checkpoint does not fit;
+        NotFound when the named checkpoint does not exist; Corrupt, NewerFormat, TierUnreachable or DaemonUnreachable
+        when a checkpoint exists and cannot be read: it never silently starts from scratch.
         """
         self._state = state
         policy = agree_on_policy(resume, self._ranks, self._environ)
         request = RestoreRequest(
             step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
         )
+        filter = self._ranks.run_on_all(
+            lambda: RestoreFilter.parse(only=only, rename=rename, strict=strict, cast=cast, keep=keep)
+        )
         read = partial(Replica.read_into_state, state=state, rank=self._ranks.rank, world_size=self._ranks.world_size)
         began = self._begin_restore()
-        session = self._generation.session
-        replica = restore_by_policy(session, self._ranks, policy, request, read, force=force)
+        replica = restore_by_policy(
+            self._generation.session,
+            self._ranks,
+            policy,
+            request,
+            partial(read, filter=filter),
+            read_own=read,
+            force=force,
+        )
         self._start_is_chosen = True
         self._parent = None
         found = self._restored(replica, began) if replica is not None else None
@@ -156,9 +184,12 @@ class Client:
         seconds = time.monotonic() - began
         self._start_is_chosen = True
         self._parent = manifest.id
-        self._generation.session.report("restored", manifest.step, tier=replica.tier, seconds=seconds)
+        session, report = self._generation.session, replica.report or RestoreReport()
+        session.report("restored", manifest.step, run=manifest.run, tier=replica.tier, seconds=seconds)
+        if self._ranks.rank == 0 and replica.report is not None:
+            log.info("tierd: restored %s from %s: %s", manifest.id, replica.tier, report)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
-        return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics)
+        return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics, manifest.run, report)
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step`: every so many steps or seconds, or because of a request.

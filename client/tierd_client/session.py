@@ -65,7 +65,7 @@ class DaemonSession:
         """Why the session ended for good: a newer generation has taken over."""
         self.has_successor = False
         """Set while this process opens the session of its next generation: it is then expected that this one ends."""
-        self._path = path
+        self.path = path
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
@@ -111,10 +111,13 @@ class DaemonSession:
                 # The daemon is gone, or hangs with its buffer full: the thread that reads notices and reconnects.
                 self._detach()
 
-    def report(self, outcome: str, step: int, *, tier: str = "", seconds: float = 0.0, detail: str = "") -> None:
-        """Send an event of this process, for the daemon's metrics and incidents."""
+    def report(
+        self, outcome: str, step: int, *, run: str = "", tier: str = "", seconds: float = 0.0, detail: str = ""
+    ) -> None:
+        """Send an event of this process, for the daemon's metrics and incidents. `run`: that of the checkpoint, by
+        default this session's."""
         detail = detail[: wire.TEXT_CHARS_MAX]
-        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail))
+        self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail, run=run))
 
     def find(self, find: wire.Find) -> tuple[wire.FoundReplica, list[int]]:
         """(answer, descriptors of the manifest and then of its files; the caller closes them). The session numbers the
@@ -142,7 +145,7 @@ class DaemonSession:
 
     def unreachable(self, why: str) -> DaemonUnreachable:
         return DaemonUnreachable(
-            f"reach the daemon at {self._path}: {why}",
+            f"reach the daemon at {self.path}: {why}",
             hint="is `tierd serve` running? Training may go on; the client reconnects by itself",
         )
 
@@ -227,13 +230,13 @@ class DaemonSession:
                 self._failures = 0  # a shorter attachment counts as one more failure
             if self.ended_by is not None or self._closed.is_set():
                 return
-        log.warning("tierd: the daemon at %s is gone; training goes on, reconnecting when it is back", self._path)
+        log.warning("tierd: the daemon at %s is gone; training goes on, reconnecting when it is back", self.path)
         while True:
             self._failures += 1
             if self._closed.wait(backoff_s(self._failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S)):
                 return
             try:
-                sock, welcome, descriptors = _greet(self._path, self.hello, RETRY_MAX_S)
+                sock, welcome, descriptors = _greet(self.path, self.hello, RETRY_MAX_S)
             except Stale as error:
                 self._end(error)
                 return
@@ -251,7 +254,7 @@ class DaemonSession:
                 self.is_attached, self._attached_s = True, time.monotonic()
                 for listener in listeners:
                     listener.on_attach()
-            log.warning("tierd: reconnected to the daemon at %s", self._path)
+            log.warning("tierd: reconnected to the daemon at %s", self.path)
             return
 
     def _end(self, error: TierdError) -> None:

@@ -125,7 +125,9 @@ def main(options: dict[str, Any]) -> object:
     )  # fmt: skip
     early = EarlyStoppingCallback(early_stopping_patience=50)
     notes = {"steps": 0}  # further state of the user
-    callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
+    callback = TierdCallback(
+        run=options.get("own_run", "hf"), socket=options["socket"], extra=notes, **options.get("connect", {})
+    )
     ours = [callback] if options["socket"] else []
     streams = options.get("streams", False)
     sentences = Sentences(options.get("samples", 77), 1)

@@ -12,6 +12,8 @@ import torch
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager, Staging
+from tierd_client.state.restore_filter import EXACT, RestoreFilter
+from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState
 
@@ -128,11 +130,12 @@ class Files:
             os.close(descriptor)
 
 
-def restore(state: State, files: list[SourceFile], *, rank: int = 0) -> None:
+def restore(state: State, files: list[SourceFile], *, rank: int = 0, filter: RestoreFilter = EXACT) -> RestoreReport:
     shards, tensors = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
-    plan = state.plan_restore(tree, tensors)
+    plan = state.plan_restore(tree, tensors, filter=filter)
     plan.run(lambda tensors, *, is_verified=True: ReadPlan(files, tensors).run(is_verified=is_verified))
+    return plan.report
 
 
 @dataclass

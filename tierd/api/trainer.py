@@ -25,7 +25,7 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
+from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.memory.slot import MappedSlot
 from tierd.workers.restorer import Restorer
 
@@ -240,7 +240,7 @@ class TrainerDoor:
                 session.post(wire.Replicated(step=ask.step, generation=ask.generation, tier=tier))
 
     def _report(self, session: TrainerSession, report: wire.Report) -> None:
-        run, detail = session.run, repr(report.detail)
+        run, detail = check_run(report.run or session.run), repr(report.detail)
         tier = report.tier if report.tier in (*self._catalog.tiers, MEMORY) else "other"
         _check_seconds("take a report", report.seconds)
         match report.outcome:

@@ -118,13 +118,15 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Report(_Message, frozen=True, kw_only=True):
-    """An event that the daemon cannot see. `outcome`: skipped, failed, unpinned, restored or corrupt."""
+    """An event that the daemon cannot see. `outcome`: skipped, failed, unpinned, restored or corrupt. `run`: that of
+    the checkpoint that was restored or is corrupt, if it is another than the session's."""
 
     outcome: str
     step: int
     tier: str
     seconds: float
     detail: str
+    run: str = ""
 
 
 class Stepped(_Message, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ class Restorer:
             if state != selected_from:
                 selected_from = state
                 inventory = self._catalog.inventory(run, in_memory=in_memory, health=health, unlisted=unlisted)
+                if not inventory.candidates:  # then the refusal names the runs that exist
+                    inventory = self._catalog.inventory(unlisted=unlisted)
                 selections = select_each(query, inventory, failed)
             try:
                 selected = next(selections)

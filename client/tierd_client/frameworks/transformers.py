@@ -22,7 +22,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from tierd.errors import BadRequest, Mismatch, TierdError, Transient, Unsupported
+from tierd.errors import BadConfig, BadRequest, Mismatch, TierdError, Transient, Unsupported
 from tierd.format.tagged import Json
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
@@ -32,6 +32,7 @@ from tierd_client.restore.resume import Resume, parse_resume
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
 from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_filter import EXACT, RestoreFilter
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.training_state import TrainingState
 
@@ -81,8 +82,11 @@ class TierdCallback(TrainerCallback):
             return None
         # on_train_begin restores the same checkpoint again, by its path or its step. Its health was decided here.
         path = parse_resume(resume, os.environ).path
+        step, run = self._found.step, self._found.run
         self._selection = (
-            {"resume": path} if path else {"resume": self._found.step, "generation": self._found.generation}
+            {"resume": path}
+            if path
+            else {"resume": step if run == self._run else f"run:{run}@{step}", "generation": self._found.generation}
         )
         self._folder = tempfile.TemporaryDirectory(prefix="tierd-")
         TrainerState(**position.saved["state"]).save_to_json(os.path.join(self._folder.name, STATE_FILE))
@@ -266,8 +270,19 @@ class _SavedProgress(TrainingState):
         return False  # no snapshot is taken of this state
 
     def plan_restore(
-        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+        self,
+        tree: Json,
+        available: Available,
+        rank_local: RankLocal | None = None,
+        *,
+        is_dry: bool = False,
+        filter: RestoreFilter = EXACT,
     ) -> RestorePlan:
+        if not filter.is_exact:
+            raise BadConfig(
+                "resume a Trainer with only, rename, strict, cast or keep: it is resumed whole",
+                hint="load weights into the model before the Trainer is made: `tierd export` writes them",
+            )
         plan = RestorePlan(available, torch.device("cpu"))
         section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
         if not isinstance(section, dict) or "value" not in section:

@@ -25,6 +25,8 @@ from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_filter import EXACT, RestoreFilter
+from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, parse_tree
 
@@ -56,6 +58,7 @@ class Replica(AbstractContextManager["Replica"]):
 
     `session` is set when the daemon has fetched only the headers from a cold tier: `read` then requests the chunks that
     it needs, with the same `excluded` replicas. `fetch_failed`: that request failed; the daemon has recorded why.
+    `report`: what `read_into_state` has restored.
     """
 
     tier: str
@@ -64,6 +67,7 @@ class Replica(AbstractContextManager["Replica"]):
     session: DaemonSession | None = None
     excluded: Sequence[str] = ()
     fetch_failed: bool = False
+    report: RestoreReport | None = None
 
     def __exit__(self, *_: object) -> None:
         close_all(self.descriptors)
@@ -102,8 +106,9 @@ class Replica(AbstractContextManager["Replica"]):
             for descriptor, fetched_descriptor in zip(self.descriptors, fetched.descriptors, strict=True):
                 os.dup2(fetched_descriptor, descriptor, inheritable=False)
 
-    def read_into_state(self, state: State, rank: int, world_size: int) -> None:
-        """Restores `state`. Raises Mismatch with nothing changed, or Corrupt with the state half changed."""
+    def read_into_state(self, state: State, rank: int, world_size: int, filter: RestoreFilter = EXACT) -> None:
+        """Restores what `filter` selects into `state`. Raises Mismatch with nothing changed, or Corrupt with the state
+        half changed."""
         files = self.files()
         shards, available = read_headers(files)
         saved_world_size = self.manifest.world_size
@@ -122,8 +127,9 @@ class Replica(AbstractContextManager["Replica"]):
                     saved_world_size,
                     "; new ranks get random numbers of their own" if world_size > saved_world_size else "",
                 )
-        plan = state.plan_restore(tree, available, rank_local)
+        plan = state.plan_restore(tree, available, rank_local, filter=filter)
         plan.run(partial(self.read, files))
+        self.report = plan.report
 
     def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
         """The state tree that `rank` saved."""
@@ -137,11 +143,19 @@ ReadReplica = Callable[[Replica], None]
 """Reads a replica into its destination. Called again with the next replica after Corrupt on any rank."""
 
 
-def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreRequest, read: ReadReplica) -> Replica:
+def restore_replica(
+    session: DaemonSession,
+    ranks: Ranks,
+    request: RestoreRequest,
+    read: ReadReplica,
+    *,
+    reports: DaemonSession | None = None,
+) -> Replica:
     """Calls `read` with the newest replica that all ranks can read, and returns it, closed.
 
-    Reports damaged replicas to the daemon. Raises the daemon's error: NotFound when there is no checkpoint, Corrupt
-    when all replicas were tried; and what `read` raises, but for Corrupt, NotFound and TierUnreachable.
+    Reports damaged replicas to the daemon, in the session `reports` if `session` is not a trainer's. Raises the
+    daemon's error: NotFound when there is no checkpoint, Corrupt when all replicas were tried; and what `read` raises,
+    but for Corrupt, NotFound and TierUnreachable.
     """
     excluded: list[str] = []
     while True:
@@ -158,7 +172,8 @@ def restore_replica(session: DaemonSession, ranks: Ranks, request: RestoreReques
             skip_error = error
             if replica is not None and not replica.fetch_failed:
                 log.error("tierd: %s; trying the next replica", error.message)
-                session.report("corrupt", replica.manifest.step, tier=replica.tier, detail=error.message)
+                step, run = replica.manifest.step, replica.manifest.run
+                (reports or session).report("corrupt", step, run=run, tier=replica.tier, detail=error.message)
         except (NotFound, TierUnreachable) as error:
             skip_error = error  # this rank cannot read the replica that rank 0 has opened
         except Exception as error:  # of any kind: the state's own load_state_dict was called

@@ -1,4 +1,4 @@
-"""Where a training starts: at the newest checkpoint, at a named one, at one in a directory, or from scratch.
+"""Where a training starts: at the newest checkpoint, at a named one, at one of another run or a directory, or afresh.
 
 Training never silently starts at step 0. "auto" starts fresh only when every tier was listed and holds nothing of the
 run, "scratch" only then or by force, "require" never. Rank 0's choice applies to all ranks: all do the same or raise.
@@ -7,13 +7,16 @@ run, "scratch" only then or by force, "require" never. Rank 0's choice applies t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import msgspec
 
 from tierd.descriptors import open_all
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy
 from tierd.format import layout, manifest
+from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
@@ -21,15 +24,19 @@ from tierd_client.session import DaemonSession
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"
 
+_RUN = re.compile(r"run:([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@([0-9]{1,12}))?")  # as ids.check_run
+
 Resume = str | int | os.PathLike[str]
 
 
 class ResumePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed `resume` argument. With a step or a path, the mode is "require"."""
+    """A parsed `resume` argument. With a step, a path or a run, the mode is "require". `step` is one of `run`, if that
+    is given."""
 
     mode: str
     step: int | None = None
     path: str | None = None
+    run: str | None = None
 
 
 def agree_on_policy(resume: Resume | None, ranks: Ranks, environ: Mapping[str, str]) -> ResumePolicy:
@@ -39,7 +46,8 @@ def agree_on_policy(resume: Resume | None, ranks: Ranks, environ: Mapping[str, s
 
 
 def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePolicy:
-    """None stands for $TIERD_RESUME, else "auto". A string of digits is a step, one with a separator is a path."""
+    """None stands for $TIERD_RESUME, else "auto". A string of digits is a step, one with a separator is a path, and
+    one that begins with `run:` is a run."""
     choice = resume if resume is not None else environ.get("TIERD_RESUME") or AUTO
     match choice:
         case "auto" | "scratch" | "require":
@@ -48,6 +56,8 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
             return ResumePolicy(mode=REQUIRE, step=choice)
         case str() if choice.isascii() and choice.isdigit():
             return ResumePolicy(mode=REQUIRE, step=int(choice))
+        case str() if match := _RUN.fullmatch(choice):
+            return ResumePolicy(mode=REQUIRE, run=match[1], step=int(match[2]) if match[2] else None)
         case os.PathLike():
             return ResumePolicy(mode=REQUIRE, path=os.path.abspath(choice))
         case str() if os.sep in choice or os.path.isdir(choice):
@@ -55,7 +65,8 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
         case _:
             raise BadConfig(
                 f"restore with {'resume' if resume is not None else '$TIERD_RESUME'}={choice!r}: expected "
-                '"auto", "scratch", "require", a step, or the path of a directory with a checkpoint'
+                '"auto", "scratch", "require", a step, or the path of a directory with a checkpoint, '
+                'or "run:NAME" or "run:NAME@STEP" for another run'
             )
 
 
@@ -66,9 +77,12 @@ def restore_by_policy(
     request: RestoreRequest,
     read: ReadReplica,
     *,
+    read_own: ReadReplica,
     force: bool,
 ) -> Replica | None:
     """Calls `read` with the replica that the policy selects, and returns it, closed. None: training starts fresh.
+
+    With a policy that names another run, `read_own` is called instead if this run has checkpoints.
 
     Raises BadConfig when `request` has constraints that do not go with the policy, TargetNotEmpty or TierUnreachable
     when the policy is "scratch" and there are or may be checkpoints; else as `restore_replica`.
@@ -83,12 +97,37 @@ def restore_by_policy(
             return _restore_directory(policy.path, ranks, read, allow_unhealthy=request.allow_unhealthy)
         ranks.run_on_all(lambda: _check_scratch(session, force=force) if ranks.rank == 0 else None)
         return None
+    if policy.run is not None:
+        return _restore_run(session, ranks, policy.run, request, read, read_own)
     try:
         return restore_replica(session, ranks, request, read)
     except NotFound:
         if policy.mode == REQUIRE or not request.is_any:
             raise
         return None
+
+
+def _restore_run(
+    session: DaemonSession, ranks: Ranks, run: str, request: RestoreRequest, read: ReadReplica, read_own: ReadReplica
+) -> Replica:
+    """Only a run without checkpoints begins at those of another: the same command after a kill goes on with its own."""
+    if run == session.hello.run:
+        raise BadConfig(f"restore {run} with resume='run:{run}': it is this run", hint='"auto", or a step of it')
+    own_request = RestoreRequest(allow_unhealthy=request.allow_unhealthy)
+    try:
+        return restore_replica(session, ranks, own_request, read_own)
+    except NotFound:
+        log.info("tierd: %s has no checkpoint: it begins at one of %s", session.hello.run, run)
+    hello = msgspec.structs.replace(session.hello, run=run, rank=None, generation=None)
+    with ExitStack() as stack:
+
+        def open_reader() -> DaemonSession:
+            reader = DaemonSession(session.path, hello, timeout_s=CONNECT_TIMEOUT_S)
+            stack.callback(reader.close)
+            reader.start()
+            return reader
+
+        return restore_replica(ranks.run_on_all(open_reader), ranks, request, read, reports=session)
 
 
 def _check_scratch(session: DaemonSession, *, force: bool) -> None:

@@ -16,6 +16,7 @@ from tierd_client.log import log
 from tierd_client.state.encoding import Json
 from tierd_client.state.objects import Decode, Encode, Objects
 from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_filter import EXACT, RestoreFilter, StoredEntries
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ValueSection
 from tierd_client.state.training_state import Captured, capture_sections, parse_tree
@@ -61,23 +62,38 @@ class DictState:
         return capture_sections(sections, self._per_rank, rank, world_size, self._objects)
 
     def plan_restore(
-        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+        self,
+        tree: Json,
+        available: Available,
+        rank_local: RankLocal | None = None,
+        *,
+        is_dry: bool = False,
+        filter: RestoreFilter = EXACT,
     ) -> RestorePlan:
         """How a checkpoint with the state tree `tree` and the tensors `available` is restored into `values`.
 
         As `TrainingState.plan_restore`. Keys that only `values` has stay as they are, with a warning.
         """
         saved = parse_tree(tree)
-        plan = RestorePlan(available, self._accelerator, is_dry=is_dry, objects=self._objects)
-        for key, section_tree in saved.items():
-            section = ValueSection(self.values, key, key)
-            if section_tree.kind != section.kind:
-                plan.differences.append(f"{key}: checkpoint holds a {section_tree.kind}, now it is a {section.kind}")
-            elif rank_local is not None and not rank_local.is_shared(key):
-                rank_local.plan(key, section, plan, is_required=True)
+        entries = StoredEntries(tensors=dict.fromkeys(saved, ""))
+        plan = RestorePlan(
+            available, self._accelerator, is_dry=is_dry, filter=filter, entries=entries, objects=self._objects
+        )
+        for key in plan.sources | self.values:
+            if key not in plan.sources and not filter.keeps(key):
+                if filter.takes(key):
+                    log.warning("restore: the checkpoint has no %s, it stays as it is", key)
+                    plan.report.missing.append(key)
+                continue
+            source = plan.take(key)
+            if source is None:
+                continue
+            section, stored = ValueSection(self.values, key, key), saved[source]
+            if stored.kind != section.kind:
+                plan.mismatch(key, f"checkpoint holds a {stored.kind}, now it is a {section.kind}")
+            elif rank_local is not None and not rank_local.is_shared(source):
+                rank_local.plan(key, section, plan, source=source, is_required=True)
             else:
-                section.plan(section_tree.value, section_tree.suffix, plan)
-        for key in self.values.keys() - saved.keys():
-            log.warning("restore: the checkpoint has no %s, it stays as it is", key)
-        plan.check()
+                section.plan(stored.value, stored.suffix, plan)
+        plan.finish(())
         return plan

@@ -17,7 +17,7 @@ import torch
 from tierd.errors import Corrupt, Unsupported
 from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
-from tierd_client.state.tensors import clean_names
+from tierd_client.state.tensors import DTYPE_NAMES, clean_names
 
 CPU = torch.device("cpu")
 
@@ -52,11 +52,18 @@ class OptimizersSection:
             trees = msgspec.convert(saved, list[OptimizerTree])
         except msgspec.ValidationError as error:
             raise Corrupt(f"read the optimizer in the state tree: {error}") from error
-        if len(trees) != len(self.optimizers):
-            plan.differences.append(f"optimizer: checkpoint {len(trees)}, now {len(self.optimizers)}")
+        if plan.keep_section("optimizer"):
             return
+        if len(trees) != len(self.optimizers):
+            plan.mismatch("optimizer", f"checkpoint {len(trees)}, now {len(self.optimizers)}")
+            return
+        if plan.filter.is_exact:
+            plan.take_section("optimizer")
         for tree, optimizer in zip(trees, self._named(), strict=True):
-            optimizer.plan(tree, plan)
+            if plan.filter.is_exact:
+                optimizer.plan(tree, plan)
+            else:
+                optimizer.plan_entries(tree, plan)
 
     def _named(self) -> list[_NamedOptimizer]:
         raw = dict(self.model.named_parameters())  # a tied parameter has its first name, as in get_optimizer_state_dict
@@ -131,15 +138,92 @@ class _NamedOptimizer:
         }
         plan.on_finish(self.prefix, partial(self._install, groups, state))
 
+    def plan_entries(self, saved: OptimizerTree, plan: RestorePlan) -> None:
+        """As `plan`, for a filter that does not take everything: entry by entry, and the rest stays as it is."""
+        if plan.keep_section(self.prefix):
+            return
+        if (why := self._other_kind(saved)) is not None:
+            plan.mismatch(self.prefix, why)
+            return
+        stored_groups = [
+            GroupTree(params=[plan.filter.parameter(name) for name in group.params], options=group.options)
+            for group in saved.groups
+        ]
+        options: list[dict[str, Any]] = []
+        groups = f"{self.prefix}.param_groups"
+        if plan.has_source(groups) and not plan.keep_section(groups):
+            if plan.filter.strict and not self._has_same_groups(stored_groups, plan):
+                return
+            options = [self._plan_options(index, stored_groups, plan) for index in range(len(self.options))]
+        for name in self.foreign:
+            plan.read_entry(f"{self.prefix}.{name}", self.by_name[name])
+        known = {name for group in stored_groups for name in group.params}
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        cast: dict[torch.Tensor, torch.dtype] = {}
+        for name, parameter in self.by_name.items():
+            entry = f"{self.prefix}.state.{name}"
+            if entry not in plan.sources and name in known and not plan.filter.keeps(entry):
+                continue  # not asked for, or the checkpoint's optimizer had no state of this parameter
+            if (source := plan.take(entry)) is None:
+                continue
+            stored_name = source.removeprefix(f"{self.prefix}.state.")
+            form = plan.stored_form(f"model.{stored_name}") or plan.stored_form(f"{self.prefix}.{stored_name}")
+            if form is not None and form[1] != tuple(parameter.shape):
+                plan.mismatch(entry, f"checkpoint {list(form[1])}, now {list(parameter.shape)}")
+                continue
+            if form is not None and form[0] != parameter.dtype and plan.filter.casts(entry):
+                cast[parameter] = parameter.dtype
+                names = [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in (form[0], parameter.dtype)]
+                plan.report.cast[entry] = " -> ".join(names)
+            state[parameter] = self._plan_state(
+                stored_name, parameter, saved.state[stored_name], plan, is_new=parameter in cast
+            )
+        plan.on_finish(self.prefix, partial(self._install_entries, options, state, cast))
+
+    def _plan_options(self, index: int, stored_groups: Sequence[GroupTree], plan: RestorePlan) -> dict[str, Any]:
+        """The options that a group takes: those of the stored group that had its parameters."""
+        path = f"{self.prefix}.param_groups.{index}"
+        members = {self.names[id(parameter)] for parameter in self.optimizer.param_groups[index]["params"]}
+        origins = [origin for origin, group in enumerate(stored_groups) if members.intersection(group.params)]
+        if not origins:
+            plan.miss(path)
+            return {}
+        first = origins[0]
+        stored = stored_groups[first].options
+        if any(stored_groups[origin].options != stored for origin in origins):
+            groups = ", ".join(map(str, origins))
+            plan.mismatch(path, f"its parameters were in the groups {groups}, which have different options")
+            return {}
+        asked: dict[str, Json] = {}
+        for key, value in stored.items():
+            entry = f"{self.prefix}.param_groups.{first}.{key}"
+            if entry in plan.sources and not plan.keep(f"{path}.{key}", entry):
+                plan.use(entry)
+                asked[key] = value
+        return plan.decode(asked, live=live_tensors(self.options[index], f"{self.prefix}.param_groups.{first}"))
+
     def _is_same_kind(self, saved: OptimizerTree, plan: RestorePlan) -> bool:
-        """Whether the groups have the same parameters, and the hyperparameters are those of one kind of optimizer."""
+        is_same = self._has_same_groups(saved.groups, plan)
+        if (why := self._other_kind(saved)) is not None:
+            plan.differences.append(f"{self.prefix}: {why}")
+        return is_same and why is None
+
+    def _other_kind(self, saved: OptimizerTree) -> str | None:
+        """Why the hyperparameters are not those of one kind of optimizer."""
+        # Newer torch versions only add hyperparameters. Where both sides have extra ones, the optimizers differ.
+        removed = sorted(set(saved.defaults) - set(self.optimizer.defaults))
+        added = sorted(set(self.optimizer.defaults) - set(saved.defaults))
+        return f"the checkpoint's has {', '.join(removed)}, now {', '.join(added)}" if removed and added else None
+
+    def _has_same_groups(self, stored_groups: Sequence[GroupTree], plan: RestorePlan) -> bool:
+        """Whether the groups have the same parameters. Adds the differences."""
         live_groups = self.optimizer.param_groups
-        if len(saved.groups) != len(live_groups):
-            counts = f"checkpoint {len(saved.groups)}, now {len(live_groups)}"
+        if len(stored_groups) != len(live_groups):
+            counts = f"checkpoint {len(stored_groups)}, now {len(live_groups)}"
             plan.differences.append(f"{self.prefix}.param_groups: {counts}")
             return False
         is_same = True
-        for index, (group, live) in enumerate(zip(saved.groups, live_groups, strict=True)):
+        for index, (group, live) in enumerate(zip(stored_groups, live_groups, strict=True)):
             then, now = set(group.params), {self.names[id(parameter)] for parameter in live["params"]}
             path = f"{self.prefix}.param_groups[{index}]"
             for name in sorted(then - now):
@@ -147,16 +231,13 @@ class _NamedOptimizer:
             for name in sorted(now - then):
                 plan.differences.append(f"{path}: {name} is not in the checkpoint's group")
             is_same = is_same and now == then
-        # Newer torch versions only add hyperparameters. Where both sides have extra ones, the optimizers differ.
-        removed = sorted(set(saved.defaults) - set(self.optimizer.defaults))
-        added = sorted(set(self.optimizer.defaults) - set(saved.defaults))
-        if removed and added:
-            plan.differences.append(f"{self.prefix}: the checkpoint's has {', '.join(removed)}, now {', '.join(added)}")
-            return False
         return is_same
 
-    def _plan_state(self, name: str, parameter: torch.Tensor, saved: Json, plan: RestorePlan) -> dict[str, Any]:
-        """In place where the optimizer has state already. New tensors have the layout of the parameter."""
+    def _plan_state(
+        self, name: str, parameter: torch.Tensor, saved: Json, plan: RestorePlan, *, is_new: bool = False
+    ) -> dict[str, Any]:
+        """In place where the optimizer has state already, unless it `is_new`. New tensors have the layout of the
+        parameter. `name`: in the checkpoint."""
         path = f"{self.prefix}.state.{name}"
 
         def new(stored_name: str, device: str) -> torch.Tensor:
@@ -164,8 +245,8 @@ class _NamedOptimizer:
                 return plan.read_new(stored_name, self._step_device(parameter))
             return plan.read_new(stored_name, plan.device(device, parameter.device), like=parameter)
 
-        live = live_tensors(self.optimizer.state.get(parameter, {}), path)
-        return plan.decode(saved, live=live, is_strict=True, new=new)
+        live = {} if is_new else live_tensors(self.optimizer.state.get(parameter, {}), path)
+        return plan.decode(saved, live=live, is_strict=plan.filter.strict, new=new)
 
     def _step_device(self, parameter: torch.Tensor) -> torch.device:
         """torch keeps step counts on the CPU unless the optimizer must read them on the device."""
@@ -179,3 +260,23 @@ class _NamedOptimizer:
             live.update(saved)
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
+
+    def _install_entries(
+        self,
+        options: Sequence[dict[str, Any]],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        cast: Mapping[torch.Tensor, torch.dtype],
+    ) -> None:
+        for live, saved in zip(self.optimizer.param_groups, options, strict=False):
+            live.update(saved)
+        for parameter, entries in state.items():
+            dtype = cast.get(parameter)
+            self.optimizer.state[parameter] = {
+                # As Optimizer.load_state_dict casts: moments to the parameter's dtype, never the step count.
+                key: value.to(dtype) if dtype and key != "step" and _is_float(value) else value
+                for key, value in entries.items()
+            }
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -19,6 +19,7 @@ import torch
 from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.encoding import Json
+from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_plan import Available, ReadTensors, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
 from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
@@ -43,12 +44,13 @@ class RankLocal:
     def difference(self) -> str:
         return f"it differs between the {len(self.rank_trees)} ranks that saved the checkpoint"
 
-    def plan(self, name: str, section: Section, plan: RestorePlan, *, is_required: bool) -> None:
-        """Plans the restore of the section `name`. Adds a difference when that is impossible.
+    def plan(self, name: str, section: Section, plan: RestorePlan, *, source: str, is_required: bool) -> None:
+        """Plans the restore of the section `name` from the stored section `source`. Adds a difference when that is
+        impossible.
 
         `is_required`: the live state has this section. Otherwise it is skipped instead.
         """
-        saved = [tree[name] for tree in self.rank_trees if name in tree and tree[name].kind == section.kind]
+        saved = [tree[source] for tree in self.rank_trees if source in tree and tree[source].kind == section.kind]
         if len(saved) == len(self.rank_trees):
             values = [tree.value for tree in saved]
             if isinstance(section, StatefulSection) and section.plan_from_all_ranks(values, plan):
@@ -56,20 +58,18 @@ class RankLocal:
             if isinstance(section, RngSection):
                 self._plan_rng(values, section, plan)
                 return
-            if self._are_equal(name, saved):
+            if self._are_equal(source, saved):
                 section.plan(saved[0].value, saved[0].suffix, plan)
                 return
-        difference = f"{name}: {self.difference}"
         if is_required:
-            plan.differences.append(
-                f"{difference}: give it load_state_dicts(states), or restore without it in the state"
-            )
+            why = f"{self.difference}: give it load_state_dicts(states), or restore without it in the state"
+            plan.mismatch(name, why)
         elif self.rank == 0:
-            log.warning("restore: %s, and this state lacks it: skipped", difference)
+            log.warning("restore: %s: %s, and this state lacks it: skipped", name, self.difference)
 
-    def plan_entries(self, sections: Sequence[str], plan: RestorePlan) -> None:
-        """Plans the restore of the tensors that `TrainingState(per_rank=…)` named in these sections. Adds a difference
-        for the first that is not the same on all ranks."""
+    def own_names(self, sections: Sequence[str], filter: RestoreFilter) -> tuple[dict[str, str], list[str]]:
+        """(the stored names of the tensors that `TrainingState(per_rank=…)` named in these sections, by their names in
+        the state tree; a sentence for the first that is not the same on all ranks)."""
         by_rank: list[dict[str, str]] = []
         for tree in self.rank_trees:
             entries = [tree[name].per_rank for name in sections if name in tree]
@@ -81,12 +81,13 @@ class RankLocal:
             stored = next(stored_names[name] for stored_names in by_rank if name in stored_names)
             return sum(entry.size_bytes for entry in self.available.get(stored, ()))
 
+        own: dict[str, str] = {}
         for name in sorted(names, key=lambda name: (size_bytes(name), name)):  # those that cost the least to compare
             stored = [stored_names.get(name, "") for stored_names in by_rank]
-            if not self._are_equal_tensors(stored):
-                plan.differences.append(f"{name}: {self.difference}: what per_rank names is restored on as many ranks")
-                return
-            plan.stored_names[name] = stored[0]
+            if filter.takes(name) and not self._are_equal_tensors(stored):
+                return own, [f"{name}: {self.difference}: what per_rank names is restored on as many ranks"]
+            own[name] = next(known for known in stored if known)
+        return own, []
 
     def _are_equal_tensors(self, names: Sequence[str]) -> bool:
         entries = [self.available.get(name, ()) for name in names]

@@ -8,7 +8,9 @@ half old and half new: after an error the restore must be repeated from another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +20,10 @@ from tierd.errors import Mismatch, TierdError
 from tierd.format.shard import TensorEntry
 from tierd.format.tagged import Parts, Place, Rebuild
 from tierd_client.state import encoding
+from tierd_client.state.entry_selection import EntrySelection
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
 from tierd_client.state.objects import Objects, Rebuilder
+from tierd_client.state.restore_filter import EXACT, RestoreFilter, StoredEntries
 from tierd_client.state.tensors import (
     DTYPES,
     VIEWED,
@@ -44,7 +48,7 @@ class ReadTensors(Protocol):
     def __call__(self, requested: Iterable[CapturedTensor], /, *, is_verified: bool = True) -> object: ...
 
 
-class RestorePlan:
+class RestorePlan(EntrySelection):
     """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
     has one sentence for each."""
 
@@ -56,37 +60,106 @@ class RestorePlan:
         is_dry: bool = False,
         objects: Objects | None = None,
         rebuild: Rebuild | None = None,
+        filter: RestoreFilter = EXACT,
+        entries: StoredEntries | None = None,
+        own_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator. `objects`: how the state
-        stores values of the user's classes. `rebuild` makes them in `decode`, which otherwise refuses them."""
+        stores values of the user's classes. `rebuild` makes them in `decode`, which otherwise refuses them. `entries`:
+        those of the checkpoint, for sections that `take` them. `own_names`: of tensors that differ by rank, the name in
+        the shards by the name in the state tree."""
+        super().__init__(entries or StoredEntries(), filter)
         self.destinations: dict[str, CapturedTensor] = {}
         self.available = available
-        self.stored_names: dict[str, str] = {}
-        """Of tensors that differ by rank: the name in the shards by the name in the state tree."""
+        self._own_names = own_names
         self._accelerator = accelerator
         self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
-        self.differences: list[str] = []
         self.objects = objects or Objects(from_live=False)
         self._rebuilder = Rebuilder(self.objects, self.differences, accelerator)
         self._rebuild = rebuild or self._refuse_object
         self._installs: list[tuple[str, Callable[[], object]]] = []
+        self._cast_copies: dict[object, torch.Tensor] = {}
+        self._cast_memory = MemoryRanges()
+
+    # ── entries ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def read_entry(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which is the entry `name` of the state, will be filled."""
+        source = self.take(name)
+        if source is None:
+            return False
+        if not self._entries.tensors[source]:
+            self.mismatch(name, "no tensor in the checkpoint, now it is one")
+            return False
+        destination = self._destination(self._entries.tensors[source], tensor)
+        stored = self._find_stored(destination.name)
+        if stored is None:
+            return False
+        live = destination.dtype, destination.global_shape, destination.torch_dtype
+        if stored == live:
+            self.add_destination(name, destination)
+            return True
+        are_floats = (
+            DTYPES[stored[0]].is_floating_point and tensor.dtype.is_floating_point and stored[2] == live[2] == ""
+        )
+        if stored[1] != live[1] or not are_floats or not self.filter.casts(name):
+            self.mismatch(name, f"checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
+            return False
+        return self._read_cast(name, destination, stored[0])
+
+    def _read_cast(self, name: str, destination: CapturedTensor, stored_dtype: str) -> bool:
+        """As `read_entry`, for a tensor of another dtype: reads it into a copy, which is then converted."""
+        local, dtype = destination.tensor, DTYPES[stored_dtype]
+        # Tied tensors get one copy, so that different values for them are found before anything is written.
+        place = local.device, local.data_ptr(), destination.shape, local.stride(), dtype
+        copy = self._cast_copies.get(place)
+        if copy is None:
+            if self._memory.holds(local) or self._cast_memory.holds(local):
+                self.mismatch(name, "it shares memory with a tensor of another shape or dtype and cannot be cast")
+                return False
+            self._cast_memory.add(destination)
+            self._cast_copies[place] = torch.empty_like(local, dtype=dtype)
+            self.on_finish(name, partial(local.copy_, self._cast_copies[place]))
+        self.add_destination(
+            name, msgspec.structs.replace(destination, tensor=self._cast_copies[place], dtype=stored_dtype)
+        )
+        self.report.cast[name] = f"{stored_dtype} -> {destination.dtype}"
+        return True
+
+    def read_object(self, name: str, value: object = None) -> Callable[[], Any] | None:
+        """What makes the entry `name` of the state, which is not a tensor, when the tensors were read; those in the
+        live `value` are read in place. None: it stays as it is."""
+        source = self.take(name)
+        if source is None:
+            return None
+        if source not in self._entries.objects:
+            self.mismatch(name, "a tensor in the checkpoint, now it is none")
+            return None
+        live = encoding.live_tensors(value, source, objects=self.objects)
+        return self.decode_at(self._entries.objects[source], Place(name, None), live=live)
+
+    # ── tensors and values ────────────────────────────────────────────────────────────────────────────────
 
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
         """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
         it does not fit while it `must_fit`."""
-        stored_name = self.stored_names.get(name, name)
-        stored = self._find_stored(stored_name)
+        destination = self._destination(name, tensor)
+        stored = self._find_stored(destination.name)
         if stored is None:
             return False
-        destination = capture_tensor(stored_name, tensor if stored_name == name else local_part(tensor))
         live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
             self.add_destination(name, destination)
         elif must_fit:
             self.differences.append(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
         return stored == live
+
+    def _destination(self, name: str, tensor: torch.Tensor) -> CapturedTensor:
+        """`tensor`, or its local part if it differs by rank, by the stored name."""
+        is_own = name in self._own_names
+        return capture_tensor(self._own_names.get(name, name), local_part(tensor) if is_own else tensor)
 
     def add_destination(self, key: str, tensor: CapturedTensor) -> None:
         """Reads the stored bytes of `tensor.name` into it. `key` is unique among the destinations."""
@@ -96,19 +169,17 @@ class RestorePlan:
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
         """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
         equal."""
-        stored = self._find_stored(self.stored_names.get(name, name))
+        stored = self._find_stored(self._own_names.get(name, name))
         if stored is None:
             return torch.empty(0, device="cpu")
-        dtype, shape = DTYPES[stored[0]], stored[1]
-        if stored[2]:
-            if stored[2] not in VIEWED:
-                self.differences.append(f"{name}: of {stored[2]}, which this version of torch lacks")
-                return torch.empty(0, device="cpu")
-            dtype = VIEWED[stored[2]]
-            shape = shape[:-1] if dtype.is_complex else shape
+        form = _torch_form(*stored)
+        if form is None:
+            self.differences.append(f"{name}: of {stored[2]}, which this version of torch lacks")
+            return torch.empty(0, device="cpu")
+        dtype, shape = form
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
-        like_shape = () if like is None else (local_part(like) if name in self.stored_names else like).shape
+        like_shape = () if like is None else (local_part(like) if name in self._own_names else like).shape
         if like is not None and tuple(like_shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
@@ -185,21 +256,21 @@ class RestorePlan:
         """The device for "home", "cpu" or "accelerator", as encoded in the state tree."""
         return {"home": home, "cpu": torch.device("cpu")}.get(name, self._accelerator)
 
-    def check_all_used(self, prefix: str, suffix: str) -> None:
-        """Adds a difference for every stored tensor with this prefix and suffix that no section has used."""
-        for name in self.available:
-            base, _, rank = name.rpartition("@")
-            if base in self.stored_names and rank.isdecimal():
-                continue  # the tensor of another rank
-            if name.startswith(prefix) and name.endswith(suffix) and name not in self._used:
-                self.differences.append(f"{name}: in the checkpoint, not in the {prefix.split('.')[0]}")
-
     def on_finish(self, name: str, install: Callable[[], object]) -> None:
         """Calls `install` in `run`, after all bytes were read, in the order of these calls. `name`: of what it
         restores."""
         self._installs.append((name, install))
 
     # ── for the restore ───────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, strict_sections: Collection[str]) -> None:
+        """Completes the plan and its report. Stored entries of `strict_sections` must have a place. Raises Mismatch."""
+        self.complete_report(strict_sections)
+        tensors = {tensor.name: tensor for tensor in self.destinations.values()}.values()
+        self.report.size_bytes = sum(
+            math.prod(tensor.global_shape) * tensor.tensor.element_size() for tensor in tensors
+        )
+        self.check()
 
     def check(self) -> None:
         """Raises Mismatch, listing the differences, if there are any."""
@@ -211,7 +282,8 @@ class RestorePlan:
         more = f"\n  … and {count - DIFFERENCES_SHOWN} more" if count > DIFFERENCES_SHOWN else ""
         raise Mismatch(
             f"restore: the checkpoint differs from the state in {places}; nothing was changed\n  {shown}{more}",
-            hint="build the model and the optimizer as they were when the checkpoint was taken",
+            hint="build the model and the optimizer as they were when the checkpoint was taken; "
+            "to restore only a part of it: docs/guides/fine-tune.md",
         )
 
     def run(self, read: ReadTensors) -> None:
@@ -246,6 +318,12 @@ class RestorePlan:
                 self.differences.append(f"{names} share memory, but the checkpoint has different values for them")
         self.check()
 
+    def stored_form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """(dtype, global shape) of a stored tensor, or None if there is none of that name that torch can hold."""
+        stored_name = self._own_names.get(name, name)
+        stored = self._find_stored(stored_name) if stored_name in self.available else None
+        return None if stored is None else _torch_form(*stored)
+
     def _find_stored(self, name: str) -> tuple[str, tuple[int, ...], str] | None:
         """(dtype, global shape, torch dtype) of a stored tensor. None, with a difference, unless all its parts are
         stored."""
@@ -270,6 +348,14 @@ class RestorePlan:
                 self.differences.append(f"{name}: the checkpoint holds {stored} of its {expected} elements")
             return None
         return entries[0].dtype, shape, entries[0].torch_dtype
+
+
+def _torch_form(dtype: str, shape: tuple[int, ...], torch_dtype: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """(dtype, shape) in torch of what a shard stores, or None if this version of torch has no such dtype."""
+    if not torch_dtype:
+        return DTYPES[dtype], shape
+    viewed = VIEWED.get(torch_dtype)
+    return None if viewed is None else (viewed, shape[:-1] if viewed.is_complex else shape)
 
 
 def _on_cpu(tensor: CapturedTensor) -> CapturedTensor:

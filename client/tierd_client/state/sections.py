@@ -93,20 +93,13 @@ class ModuleSection:
         objects: dict[str, Callable[[], Any]] = {}
         for raw_name, value in state.items():
             name = f"{self.prefix}.{names[raw_name]}"
-            if name + suffix in plan.available:  # parts of DTensors have no suffix
-                name += suffix
             if _is_object(raw_name, value):
-                if names[raw_name] in saved:
-                    objects[raw_name] = plan.decode_at(saved[names[raw_name]], Place(name, None))
-                else:
-                    plan.differences.append(f"{name}: not in the checkpoint")
+                if (make_value := plan.read_object(name)) is not None:
+                    objects[raw_name] = make_value
             elif _storage(value) in storages:
-                plan.read_into(name, value)
-            else:
-                to_load[raw_name] = plan.new_like(value)
-                plan.read_into(name, to_load[raw_name])
-        for name in set(saved) - set(names.values()):
-            plan.differences.append(f"{self.prefix}.{name}: in the checkpoint, not in the {self.prefix}")
+                plan.read_entry(name, value)
+            elif plan.read_entry(name, new := plan.new_like(value)):
+                to_load[raw_name] = new
         for raw_name in _ignored_entries(self.module, [*to_load, *objects]):
             plan.differences.append(
                 f"{self.prefix}.{raw_name}: state_dict returns it, load_state_dict does not take it"
@@ -174,6 +167,9 @@ class StatefulSection:
         return into.encode(self.owner.state_dict(), self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
+        if (why := _other_groups(self.owner, saved)) is not None:
+            plan.mismatch(self.prefix, why)
+            return
         make_state = plan.decode_at(saved, Place(self.prefix, None))
         is_empty = saved in ({}, {"$ordered": []})
         if is_empty and self.owner.state_dict():  # for example a GradScaler that was disabled
@@ -198,6 +194,16 @@ class StatefulSection:
         states = [plan.decode_at(state, Place(self.prefix, None)) for state in saved]
         plan.on_finish(self.prefix, lambda: load_state_dicts([make_state() for make_state in states]))
         return True
+
+
+def _other_groups(owner: Stateful, saved: Json) -> str | None:
+    """Why a scheduler cannot take the state of one whose optimizer had another number of parameter groups."""
+    if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
+        return None
+    stored, live = saved.get("base_lrs"), getattr(owner, "base_lrs", None)
+    if not isinstance(stored, list) or not isinstance(live, list) or len(stored) == len(live):
+        return None
+    return f"checkpoint {len(stored)} parameter groups, now {len(live)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +237,10 @@ class TensorsSection:
         return into.encode(self.tensors, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
+        if not plan.filter.is_exact:
+            self._plan_entries(plan)
+            return
+        plan.take_section(self.prefix)
         live = live_tensors(self.tensors, self.prefix, suffix, plan.objects)
         value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
         for key in self.tensors.keys() - value.keys():
@@ -238,6 +248,17 @@ class TensorsSection:
         for key in value.keys() - self.tensors.keys():
             plan.differences.append(f"{self.prefix}.{key}: in the checkpoint, not in the {self.prefix}")
         plan.on_finish(self.prefix, partial(self.tensors.update, value))
+
+    def _plan_entries(self, plan: RestorePlan) -> None:
+        for key, value in self.tensors.items():
+            name = f"{self.prefix}.{key}"
+            if isinstance(value, torch.Tensor):
+                plan.read_entry(name, value)
+            elif (make_value := plan.read_object(name, value)) is not None:
+                plan.on_finish(name, partial(self._set, key, make_value))
+
+    def _set(self, key: str, make_value: Callable[[], Any]) -> None:
+        self.tensors[key] = make_value()
 
 
 @dataclass(frozen=True, slots=True)

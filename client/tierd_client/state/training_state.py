@@ -24,6 +24,7 @@ from tierd_client.state.optimizers import OptimizersSection
 from tierd_client.state.ownership import HeldTensor
 from tierd_client.state.per_rank import PerRankEntries
 from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_filter import EXACT, RestoreFilter
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import (
     ModuleSection,
@@ -36,6 +37,7 @@ from tierd_client.state.sections import (
     ValueSection,
     is_stateful,
 )
+from tierd_client.state.stored_entries import stored_entries
 from tierd_client.state.tensors import CapturedTensor, sample_of
 
 PER_RANK = ("dataloader", "extra.", "rng")
@@ -95,7 +97,13 @@ class State(Capturable, Protocol):
     @property
     def is_stepped(self) -> bool: ...
     def plan_restore(
-        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+        self,
+        tree: Json,
+        available: Available,
+        rank_local: RankLocal | None = None,
+        *,
+        is_dry: bool = False,
+        filter: RestoreFilter = EXACT,
     ) -> RestorePlan: ...
 
 
@@ -211,51 +219,57 @@ class TrainingState:
         return capture_sections(sections, per_rank, rank, world_size, self._objects, self.per_rank)
 
     def plan_restore(
-        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+        self,
+        tree: Json,
+        available: Available,
+        rank_local: RankLocal | None = None,
+        *,
+        is_dry: bool = False,
+        filter: RestoreFilter = EXACT,
     ) -> RestorePlan:
         """How a checkpoint with the state tree `tree` and the tensors `available` is restored into the live objects.
 
         `tree` is this rank's. When another number of ranks saved the checkpoint, it is any rank's and `rank_local` is
-        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. Raises Mismatch, listing the
-        differences, and Corrupt when `tree` is not a state tree.
+        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. `filter` selects what is
+        restored. Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
         """
         saved = parse_tree(tree)
         devices = {parameter.device for parameter in self._model.parameters() if not parameter.is_cpu}
         # For tensors that were saved from an accelerator and belong to no live object.
         accelerator = min(devices, key=str, default=torch.device("cpu"))
-        plan = RestorePlan(available, accelerator, is_dry=is_dry, objects=self._objects)
         live = self._sections()
-        sections = live | self._values_only_in(saved)
-        is_part = "model" in saved and saved["model"].is_part
-        if rank_local is not None:
-            rank_local.plan_entries([name for name in sections if name in saved], plan)
-        else:
-            for tree in saved.values():
-                if tree.per_rank is not None:
-                    plan.stored_names |= tree.per_rank.stored_names()
+        own_names, difference = _own_names(saved, rank_local, [name for name in live if name in saved], filter)
+        entries = stored_entries(saved, available, own_names)
+        plan = RestorePlan(
+            available,
+            accelerator,
+            is_dry=is_dry,
+            filter=filter,
+            entries=entries,
+            objects=self._objects,
+            own_names=own_names,
+        )
+        plan.differences += difference
+        sections = live | self._values_only_in(saved, plan.sources)
         # Modules first: a value that shares their memory then gets a tensor of its own.
         modules = {name: section for name, section in sections.items() if isinstance(section, ModuleSection)}
         for name, section in (modules | sections).items():
-            if name not in saved:
-                log.warning("restore: the checkpoint has no %s, it stays as it is", name)
-            elif saved[name].kind != section.kind:
-                plan.differences.append(f"{name}: checkpoint holds a {saved[name].kind}, now it is a {section.kind}")
-            elif rank_local is not None and name.startswith(PER_RANK):
-                rank_local.plan(name, section, plan, is_required=name in live)
-            elif rank_local is not None and not is_part and not rank_local.is_shared(name):
-                plan.differences.append(f"{name}: {rank_local.difference}: restore without it in the state")
-            else:
-                section.plan(saved[name].value, saved[name].suffix, plan)
-        for name in modules.keys() & saved.keys():
-            if not saved[name].is_part:
-                plan.check_all_used(f"{name}.", saved[name].suffix)
-        if not saved.keys() & sections.keys():
+            _plan_section(name, section, saved, plan, rank_local, is_live=name in live)
+        if filter.is_exact and not saved.keys() & sections.keys():
             plan.differences.append(
                 f"the checkpoint holds {', '.join(saved)}, the state {', '.join(sections)}: nothing in common"
             )
         for name in saved.keys() - sections.keys():
-            log.warning("restore: the checkpoint has %s, which this state lacks: ignored", name)
-        plan.check()
+            if plan.has_source(name):
+                log.warning("restore: the checkpoint has %s, which this state lacks: ignored", name)
+        if rank_local is not None:
+            for name, entry in plan.sources.items():
+                if name != entry and entry.startswith(PER_RANK):
+                    plan.differences.append(f"{entry}: {rank_local.difference}, so it cannot be renamed")
+        kept = plan.report.kept
+        if "scheduler" in plan.sources and "scheduler" not in kept and any(name.endswith(".lr") for name in kept):
+            log.warning("restore: lr is kept and the scheduler is not: its next step may set the checkpoint's rate")
+        plan.finish([name for name, section in sections.items() if isinstance(section, EntrySection)])
         return plan
 
     def _sections(self) -> dict[str, Section]:
@@ -280,17 +294,68 @@ class TrainingState:
             sections["rng"] = RngSection(self._model)
         return sections
 
-    def _values_only_in(self, saved: dict[str, SectionTree]) -> dict[str, Section]:
+    def _values_only_in(self, saved: Mapping[str, SectionTree], sources: Mapping[str, str]) -> dict[str, Section]:
         """Sections for plain values that only the checkpoint has: they are added to `extra`."""
         if self._extra is None:
             return {}
         return {
             name: ValueSection(self._extra, key, name)
-            for name, section in saved.items()
+            for name, entry in sources.items()
             if (key := name.removeprefix("extra.")) != name
             and key not in self._extra
-            and section.kind == ValueSection.kind
+            and entry in saved
+            and saved[entry].kind == ValueSection.kind
         }
+
+
+def _own_names(
+    saved: Mapping[str, SectionTree], rank_local: RankLocal | None, sections: Sequence[str], filter: RestoreFilter
+) -> tuple[dict[str, str], list[str]]:
+    """(the stored names of the tensors of this rank that `per_rank` named, by their names in the state tree; why they
+    cannot be restored)."""
+    if rank_local is not None:
+        return rank_local.own_names(sections, filter)
+    trees = [tree.per_rank for tree in saved.values() if tree.per_rank is not None]
+    return {name: stored for tree in trees for name, stored in tree.stored_names().items()}, []
+
+
+EntrySection = ModuleSection | TensorsSection | OptimizersSection
+"""Sections that are restored entry by entry. Others are restored whole, or not at all."""
+
+
+def _plan_section(
+    name: str,
+    section: Section,
+    saved: Mapping[str, SectionTree],
+    plan: RestorePlan,
+    rank_local: RankLocal | None,
+    *,
+    is_live: bool,
+) -> None:
+    """Plans the restore of one section. `is_live`: the state has it, else only the checkpoint."""
+    source: str | None = name
+    is_whole = not isinstance(section, EntrySection)
+    if is_whole and (name in plan.sources or plan.filter.keeps(name)):
+        source = plan.take(name)
+    elif not plan.has_source(name) and not plan.filter.takes(name):
+        source = None
+    if source is None:
+        return
+    stored = saved.get(source)
+    is_part = "model" in saved and saved["model"].is_part
+    if stored is None and (is_whole or isinstance(section, OptimizersSection) or not plan.has_source(name)):
+        log.warning("restore: the checkpoint has no %s, it stays as it is", name)
+        plan.report.missing.append(name)
+    elif stored is not None and stored.kind != section.kind and (is_whole or plan.filter.is_exact):
+        plan.mismatch(name, f"checkpoint holds a {stored.kind}, now it is a {section.kind}")
+    elif rank_local is not None and name.startswith(PER_RANK):
+        rank_local.plan(name, section, plan, source=source, is_required=is_live)
+    elif rank_local is not None and stored is not None and not is_part and not rank_local.is_shared(source):
+        plan.mismatch(name, f"{rank_local.difference}: restore without it in the state")
+    elif stored is not None:
+        section.plan(stored.value, stored.suffix, plan)
+    else:
+        section.plan({}, "", plan)  # its entries have other names in the checkpoint
 
 
 def _list_optimizers(

@@ -119,3 +119,22 @@ def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_p
         refused = forks.run("foreign", socket=daemon.socket, output=str(tmp_path / "output"))
     assert refused.codes == [1]
     assert "resume a Trainer: the checkpoint was not taken from one" in refused.stderr
+
+
+@pytest.mark.long
+def test_hugging_face_training_begins_at_another_run_whole_and_goes_on_with_its_own(
+    forks: Forks, tmp_path: Path
+) -> None:
+    with Daemon(tmp_path) as daemon:
+        command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
+        source = forks.run("source", **command, signals=[(13, "SIGTERM", 0)])
+        command |= {"own_run": "fork", "which": {"resume": "run:hf@9"}}
+        killed = forks.run("fork", **command, seed=2, signals=[(13, "SIGKILL", 0)])
+        assert killed.resumed == 9
+        assert killed.steps(10, 13) == source.steps(10, 13)
+        again = forks.run("fork", **command, seed=3, signals=[(13, "SIGTERM", 0)])
+        assert again.resumed == 12
+        assert again.steps(13, 13) == source.steps(13, 13)
+        refused = forks.run("part", **command | {"own_run": "part", "which": {"resume": "run:hf", "only": ["model"]}})
+    assert refused.codes == [1]
+    assert "resume a Trainer with only, rename, strict, cast or keep" in refused.stderr

@@ -1,0 +1,109 @@
+"""Which stored entry each entry of the state gets, and the report of what was loaded, left over or missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tierd_client.state.restore_filter import RestoreFilter, StoredEntries
+from tierd_client.state.restore_report import RestoreReport
+
+
+class EntrySelection:
+    """`sources`: the stored entries that are asked for, by their names in the state. `differences` has one sentence for
+    each reason to refuse."""
+
+    def __init__(self, entries: StoredEntries, filter: RestoreFilter) -> None:
+        self.differences: list[str] = []
+        self.filter = filter
+        self.report = RestoreReport()
+        self._entries = entries
+        self.sources = self._select()
+        self._taken: set[str] = set()
+        self._kept: set[str] = set()
+
+    def _select(self) -> dict[str, str]:
+        """The stored entries that are asked for, by their names in the state."""
+        entries = self._entries.tensors
+        if self.filter.is_exact:
+            return dict(zip(entries, entries, strict=True))
+        sources: dict[str, str] = {}
+        for entry in entries:
+            if not self.filter.takes(entry):
+                self.report.not_asked.append(entry)
+                continue
+            other = sources.setdefault(self.filter.destination(entry), entry)
+            if other != entry:
+                self.differences.append(f"rename: {other} and {entry} both become {self.filter.destination(entry)}")
+        return sources
+
+    def take(self, name: str) -> str | None:
+        """The stored entry for the entry `name` of the state. None: that one stays as it is, as is reported."""
+        if self.keep(name, name):
+            return None
+        if name in self.sources:
+            self._taken.add(name)
+            return self.sources[name]
+        if self.filter.takes(name):
+            self.miss(name)
+        return None
+
+    def keep(self, name: str, entry: str) -> bool:
+        """Whether the entry `name` of the state stays as it is by request; `entry` is the one that it would get."""
+        if not self.filter.keeps(name):
+            return False
+        self.report.kept.append(name)
+        self._kept.add(entry)
+        return True
+
+    def keep_section(self, section: str) -> bool:
+        """Whether all entries of a section stay as they are by request."""
+        names = [name for name in self.sources if name.startswith(f"{section}.")]
+        if not names or not all(map(self.filter.keeps, names)):
+            return False
+        return all(self.keep(name, name) for name in names)
+
+    def use(self, name: str) -> None:
+        """Marks an entry as restored by other means than `take`."""
+        self._taken.add(name)
+
+    def take_section(self, section: str) -> None:
+        """All entries of a section that is restored as a whole."""
+        self._taken.update(name for name in self.sources if name == section or name.startswith(f"{section}."))
+
+    def has_source(self, section: str) -> bool:
+        """Whether an entry of this section of the state is asked for and stored."""
+        return section in self.sources or any(name.startswith(f"{section}.") for name in self.sources)
+
+    def miss(self, name: str) -> None:
+        """The checkpoint has no such entry."""
+        if self.filter.strict:
+            self.differences.append(f"{name}: not in the checkpoint")
+        else:
+            self.report.missing.append(name)
+
+    def mismatch(self, name: str, why: str) -> None:
+        """The stored entry does not fit."""
+        if self.filter.strict:
+            self.differences.append(f"{name}: {why}")
+        else:
+            self.report.mismatched[name] = why
+
+    def complete_report(self, strict_sections: Collection[str]) -> None:
+        """Adds the differences of entries without a place in `strict_sections`, and reports the others."""
+        report, optional = self.report, self._entries.optional
+        for name, entry in self.sources.items():
+            if name in self._taken and name not in report.mismatched:
+                report.loaded.append(name)
+                if name != entry:
+                    report.renamed[entry] = name
+            elif name not in self._taken and name not in self._kept and entry not in optional:
+                section = next((section for section in strict_sections if name.startswith(f"{section}.")), "")
+                if self.filter.strict and section:
+                    self.differences.append(f"{name}: in the checkpoint, not in the {section.split('.')[0]}")
+                else:
+                    report.left_over.append(entry)
+        if not self.filter.is_exact:
+            # What another rank alone holds, as with pipeline stages, may be meant by a pattern.
+            self.differences += self.filter.unused(self._entries.tensors, self.filter.keep if optional else report.kept)
+            if not report.loaded and not self.differences and not optional:
+                self.differences.append("nothing of the checkpoint would be loaded")

@@ -1,0 +1,147 @@
+"""Which entries of a checkpoint a restore takes, under which names, and which entries of the state it leaves alone.
+
+An entry is what is restored as one: a tensor of a module (`model.head.weight`), the optimizer's state of one parameter
+(`optimizer.state.head.weight`), one option of a parameter group (`optimizer.param_groups.0.lr`), or a whole section
+(`scheduler`, `extra.best`, `rng`). The default filter takes all entries, under their names, or refuses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from tierd.errors import BadConfig
+from tierd_client.state.encoding import Json
+
+Patterns = str | Sequence[str]
+"""Names of entries, of what contains them (`model.body`), or patterns with `*`, which also stands for dots."""
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""Stored prefix → prefix in the state, for whole components of a name. Or a function: stored name → name."""
+
+_OPTIMIZER_STATE = re.compile(r"(optimizer(?:\.\d+)?\.state\.)(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntries:
+    """The entries of a checkpoint. `tensors`: by entry, the stored name of its tensor, or "" if it is not one tensor.
+    `objects`: by entry, the encoded value of what a module stores beside tensors. `optional`: entries that other ranks
+    hold, so that this rank's state may lack them."""
+
+    tensors: dict[str, str] = field(default_factory=dict[str, str])
+    objects: dict[str, Json] = field(default_factory=dict[str, Json])
+    optional: set[str] = field(default_factory=set[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFilter:
+    """The arguments of a partial restore. `only` and `renames` are about stored names, `keep` and `cast` about names in
+    the state. Not `strict`: entries that one side lacks, or that do not fit, are left as they are and reported."""
+
+    only: tuple[str, ...] | None = None
+    renames: Rename = field(default_factory=dict[str, str])
+    strict: bool = True
+    cast: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls, *, only: Patterns | None, rename: Rename | None, strict: bool, cast: bool | Patterns, keep: Patterns
+    ) -> RestoreFilter:
+        """The filter of these arguments of `Client.restore`. Raises BadConfig, naming the argument."""
+        renames = rename or {}
+        if not callable(renames):
+            renames = {
+                _text("rename", old).rstrip("."): _text("rename", new).rstrip(".") for old, new in renames.items()
+            }
+        return cls(
+            only=None if only is None else _patterns("only", only),
+            renames=renames,
+            strict=strict,
+            cast=("*",) if cast is True else () if cast is False else _patterns("cast", cast),
+            keep=_patterns("keep", keep),
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        return self == EXACT
+
+    def takes(self, entry: str) -> bool:
+        """Whether a stored entry is asked for, or one of the state that the checkpoint might have."""
+        return self.only is None or _matches_any(entry, self.only)
+
+    def keeps(self, name: str) -> bool:
+        return _matches_any(name, self.keep)
+
+    def casts(self, name: str) -> bool:
+        return _matches_any(name, self.cast)
+
+    def destination(self, entry: str) -> str:
+        """The name in the state of a stored entry. The state of an optimizer follows the name of its parameter."""
+        if not entry.startswith("optimizer."):
+            return self._renamed(entry)
+        match = _OPTIMIZER_STATE.fullmatch(entry)
+        return match[1] + self.parameter(match[2]) if match is not None else entry
+
+    def parameter(self, name: str) -> str:
+        """The name in the model, without `model.`, of a parameter that the checkpoint has under `name`."""
+        section, _, renamed = self._renamed(f"model.{name}").partition(".")
+        return renamed if section == "model" else name
+
+    def unused(self, entries: Iterable[str], kept: Iterable[str]) -> list[str]:
+        """A sentence for each pattern of `only`, `renames` and `keep` that stands for no entry: a typing error, most
+        likely. `entries`: all stored ones; `kept`: those of the state that were kept."""
+        entries, kept = list(entries), list(kept)  # iterated several times
+        renames = () if callable(self.renames) else self.renames
+        return [
+            f"{argument}: {pattern!r} is the name of nothing in the {where}{_nearest(pattern, names)}"
+            for argument, patterns, names, where in (
+                ("only", self.only or (), entries, "checkpoint"),
+                ("rename", renames, entries, "checkpoint"),
+                ("keep", self.keep, kept, "state"),
+            )
+            for pattern in patterns
+            if not any(_matches(name, pattern) for name in names)
+        ]
+
+    def _renamed(self, entry: str) -> str:
+        if callable(self.renames):
+            return _text("rename", self.renames(entry))
+        old = max((prefix for prefix in self.renames if _contains(prefix, entry)), key=len, default=None)
+        return entry if old is None else self.renames[old] + entry[len(old) :]
+
+
+EXACT = RestoreFilter()
+
+
+def _contains(prefix: str, name: str) -> bool:
+    return name.startswith(prefix) and name[len(prefix) : len(prefix) + 1] in ("", ".")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return _contains(pattern, name) or fnmatchcase(name, pattern)
+
+
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(_matches(name, pattern) for pattern in patterns)
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(pattern, names, n=2, cutoff=0.0)
+    return f"; the nearest are {' and '.join(nearest)}" if nearest else ""
+
+
+def _patterns(argument: str, patterns: Patterns) -> tuple[str, ...]:
+    return tuple(_text(argument, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
+
+
+def _text(argument: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadConfig(
+            f"restore with {argument}={value!r}: expected names of entries, such as 'model.head' or 'optimizer.*.lr'",
+            hint="docs/guides/fine-tune.md has the names of entries",
+        )
+    return value

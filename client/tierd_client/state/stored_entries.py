@@ -1,0 +1,101 @@
+"""Lists the entries of a checkpoint, by which a restore selects, renames and reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from tierd.errors import Corrupt
+from tierd_client.state.encoding import Json
+from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
+from tierd_client.state.restore_filter import StoredEntries
+from tierd_client.state.restore_plan import Available
+from tierd_client.state.sections import ModuleSection, SectionTree, TensorsSection
+
+_RANK = re.compile(r"@\d{5}(?:#\d+)?$")  # ends the names of tensors that differ between ranks
+
+
+def stored_entries(
+    saved: Mapping[str, SectionTree], available: Available, own_names: Mapping[str, str]
+) -> StoredEntries:
+    """The entries of a checkpoint with the sections `saved` and the tensors `available`. `own_names`: of tensors that
+    differ by rank, the name in the shards by the name in the state tree.
+
+    Raises Corrupt when a section is not what its kind says.
+    """
+    entries = StoredEntries()
+    values = [section.value for section in saved.values() if section.kind != OptimizersSection.kind]
+    in_values = {name for value in values for name in _tensor_names(value)}
+    for name, section in saved.items():
+        if section.kind in (ModuleSection.kind, TensorsSection.kind):
+            if not isinstance(section.value, dict):
+                raise Corrupt(f"read the state tree: {name} holds no {section.kind}")
+            if section.kind == ModuleSection.kind:
+                tensors = [tensor for tensor in available if tensor not in in_values]
+                _add_module(f"{name}.", section, tensors, own_names, entries)
+            else:
+                _add_values(f"{name}.", section, entries)
+        elif section.kind == OptimizersSection.kind:
+            entries.tensors.update(_optimizer_entries(name, section.value))
+        else:
+            entries.tensors.setdefault(name, "")  # a tensor of a module may have the name of another section
+    return entries
+
+
+def _add_module(
+    prefix: str, section: SectionTree, tensors: Iterable[str], own_names: Mapping[str, str], entries: StoredEntries
+) -> None:
+    for key, value in section.value.items():
+        entries.objects[prefix + key] = value
+        entries.tensors[prefix + key] = ""
+    for stored in tensors:
+        if (name := _RANK.sub("", stored)) in own_names and stored.startswith(prefix):
+            entries.tensors[name] = name
+        elif stored.startswith(prefix):
+            is_own = stored.endswith(section.suffix)
+            if not is_own and _RANK.search(stored):
+                continue  # another rank's
+            entry = stored.removesuffix(section.suffix) if is_own else stored
+            entries.tensors[entry] = stored
+            if section.is_part or not is_own:
+                entries.optional.add(entry)
+
+
+def _add_values(prefix: str, section: SectionTree, entries: StoredEntries) -> None:
+    for key, value in section.value.items():
+        is_tensor = isinstance(value, dict) and "$tensor" in value
+        entries.tensors[prefix + key] = next(_tensor_names(value), "") if is_tensor else ""
+        if not is_tensor:
+            entries.objects[prefix + key] = value
+
+
+def _tensor_names(value: Json) -> Iterator[str]:
+    """The stored names of the tensors and arrays in an encoded value."""
+    if isinstance(value, dict):
+        for tag, item in value.items():
+            if tag in ("$tensor", "$ndarray"):
+                yield str(item["name"] if isinstance(item, dict) else item)
+            else:
+                yield from _tensor_names(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tensor_names(item)
+
+
+def _optimizer_entries(section_name: str, value: Json) -> Iterator[tuple[str, str]]:
+    try:
+        trees = msgspec.convert(value, list[OptimizerTree])
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"read the optimizer in the state tree: {error}") from error
+    for prefix, tree in zip(prefixes_of(section_name, len(trees)), trees, strict=True):
+        for name in tree.foreign:
+            yield f"{prefix}.{name}", f"{prefix}.{name}"
+        for name in tree.state:
+            yield f"{prefix}.state.{name}", ""
+        for index, group in enumerate(tree.groups):
+            if not isinstance(group.options, dict):
+                raise Corrupt(f"read the optimizer in the state tree: the options of group {index} are not a dict")
+            for key in group.options:
+                yield f"{prefix}.param_groups.{index}.{key}", ""
