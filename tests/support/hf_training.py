@@ -6,6 +6,7 @@ loss of each step is a line in a file, written before the next step begins.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -25,10 +26,21 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
+from tests.support.contents import frozen
 from tests.support.forks import write
 
 TOKENS = 32
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # everything except durations
+DURATIONS = ("_runtime", "_per_second", "_time")  # how the names of logs that depend on the clock end
+
+
+def timeless(logs: dict[str, Any]) -> dict[str, Any]:
+    """What Trainer logs, without durations."""
+    return {name: value for name, value in logs.items() if not name.endswith(DURATIONS)}
+
+
+def digest(value: Any) -> str:
+    """Of a tensor or a state_dict, over all bits."""
+    return hashlib.sha256(repr(frozen(value)).encode()).hexdigest()
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -93,7 +105,7 @@ class Watching(TrainerCallback, ExportableState):
         write(self._lines, resumed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        write(self._lines, step=state.global_step, logs={name: logs[name] for name in KEPT if name in logs})
+        write(self._lines, step=state.global_step, logs=timeless(logs))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called in the middle of the step after `global_step`."""
@@ -116,14 +128,14 @@ def main(options: dict[str, Any]) -> object:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    more = {"save_strategy": "no"} | options.get("args", {})
-    args = TrainingArguments(
-        output_dir=options["output"], report_to=[], disable_tqdm=True, use_cpu=True, num_train_epochs=4,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=3, eval_strategy="steps",
-        eval_steps=4, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5, metric_for_best_model="eval_loss",
-        greater_is_better=False, **more,
-    )  # fmt: skip
-    early = EarlyStoppingCallback(early_stopping_patience=50)
+    args = TrainingArguments(**{
+        "output_dir": options["output"], "report_to": [], "disable_tqdm": True, "use_cpu": True, "num_train_epochs": 4,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 3,
+        "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 3e-3, "lr_scheduler_type": "cosine",
+        "warmup_steps": 5, "metric_for_best_model": "eval_loss", "greater_is_better": False, "save_strategy": "no",
+        **options.get("args", {}),
+    })  # fmt: skip
+    early = EarlyStoppingCallback(early_stopping_patience=options.get("patience", 50))
     notes = {"steps": 0}  # further state of the user
     callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
     ours = [callback] if options["socket"] else []
@@ -146,10 +158,13 @@ def main(options: dict[str, Any]) -> object:
         stopped=callback.stopped,
         end=trainer.state.global_step,
         train_loss=result.training_loss,
+        metrics=timeless(result.metrics),
+        weights=digest(trainer.model.state_dict()),
+        optimizer=digest(trainer.optimizer.state_dict()["state"]),
         best=trainer.state.best_metric,
         notes=notes,
         evaluations=watching.evaluations,
         patience=early.early_stopping_patience_counter,
-        history=[{name: entry[name] for name in KEPT if name in entry} for entry in trainer.state.log_history],
+        history=[timeless(entry) for entry in trainer.state.log_history],
     )
     return trainer

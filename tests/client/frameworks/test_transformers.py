@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,22 +41,50 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
     assert stopped.steps(7, 13) == alone.steps(7, 13)
     assert again.steps(15) == alone.steps(15)
     assert len([line for line in again.steps(15)[0] if "loss" in line]) == 2 * 26
-    # Trainer's results for the whole training, except the loss, which it averages over one call of train().
-    assert {**again.result, "train_loss": 0} == {**alone.result, "train_loss": 0}
+    assert again.result == alone.result
     assert again.result["evaluations"] == 10
     assert again.result["notes"] == {"steps": 40}
     assert list(output.glob("*")) == []
 
 
-def test_loss_returned_by_train_covers_only_its_own_steps(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"args": {"max_steps": 24}}, id="max_steps"),
+        pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping"),
+        pytest.param(
+            {"args": {"num_train_epochs": 2, "load_best_model_at_end": True, **dict.fromkeys(
+                ("eval_strategy", "save_strategy", "logging_strategy"), "epoch")}},
+            id="best model after the last epoch",
+        ),
+    ],
+)  # fmt: skip
+def test_finished_training_stays_finished(forks: Forks, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The loss that train() returns covers all steps, also those before a kill."""
+    name = tmp_path.name
+    alone = forks.run(f"alone-{name}", socket=None, output=str(tmp_path / "alone"), **settings)
     with Daemon(tmp_path) as daemon:
-        command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": {"every_steps": 10}}
-        whole = forks.run("loss", **command)
-        tail = forks.run("loss", **command, which={"resume": 20})  # between two logs, at 18 and 21
-    mean = sum(line["loss"] for line in tail.steps(21)[0] if "loss" in line) / 20
-    assert tail.resumed == 20
-    assert tail.result["train_loss"] == pytest.approx(mean, rel=1e-6)
-    assert tail.steps(21) == whole.steps(21)
+        command = {"socket": daemon.socket, "output": str(tmp_path / "run"), "connect": EVERY_3, **settings}
+        forks.run(name, **command, signals=[(8, "SIGKILL", 0)])
+        runs = [forks.run(name, **command) for _ in range(3)]
+        assert daemon.newest("hot") == alone.result["end"]
+    for run in runs:
+        assert run.result == alone.result
+    for again in runs[1:]:
+        assert again.resumed == alone.result["end"]
+        assert not [line for line in again.lines[0] if "loss" in line]
+
+
+def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, tmp_path: Path) -> None:
+    rate = {"lr_scheduler_type": "constant", "logging_steps": 1}
+    settings = {"output": str(tmp_path / "output")}
+    alone = forks.run("alone-raised", socket=None, args={**rate, "max_steps": 16}, **settings)
+    with Daemon(tmp_path) as daemon:
+        forks.run("raised", socket=daemon.socket, args={**rate, "max_steps": 13}, **settings)
+        again = forks.run("raised", socket=daemon.socket, args={**rate, "max_steps": 16}, **settings)
+    assert again.resumed == 13
+    assert again.steps(14) == alone.steps(14)
+    assert again.result["weights"] == alone.result["weights"]
 
 
 def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""The progress of a Hugging Face Trainer: its state besides the objects that a TrainingState takes.
+
+Trainer keeps part of it outside TrainerState: the sum of the losses, the position in the data, TRL's counters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState
+
+from tierd.errors import Mismatch
+from tierd.format.tagged import Json
+from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.state import rng
+from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.training_state import TrainingState
+
+KEY = "trainer"  # of Trainer's progress, in `extra`
+NUMBERS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",  # where train() begins to average the loss; later transformers only
+    "current_flos",
+    "_total_train_tokens",  # of TRL
+)
+METRICS = ("_metrics", "_stored_metrics")  # of TRL: {mode: {name: the values since the last log}}
+
+
+class TrainerProgress:
+    """`load_state_dict` restores all but TrainerState, which Trainer reads from a file.
+
+    What changes between the start of train() and the first step is restored later, by `restore_at_step`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.ahead = ReadAhead([trainer.args.device])
+        self.is_finished = False
+        """Whether train() came to its end, by its steps or because a callback stopped it."""
+        self.is_accumulating = False
+        """Whether there are gradients of batches that no optimizer step has used."""
+        self.earlier_s = 0.0
+        """The duration of earlier starts up to the snapshot."""
+        self._trainer = trainer
+        self._began = time.monotonic()
+        self._epoch = 0
+        self._batches = 0
+        self._epoch_generators: dict[str, Any] | None = None
+        self._callbacks: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        # A new TrainerState asks the callbacks for their current states.
+        state = dataclasses.replace(trainer.state, stateful_callbacks=[*self._exportable(), trainer.control])
+        saved = {
+            "state": {field.name: getattr(state, field.name) for field in dataclasses.fields(state)},
+            "loss": trainer._tr_loss.item(),
+            "numbers": {name: getattr(trainer, name) for name in NUMBERS if hasattr(trainer, name)},
+            "ahead": self.ahead.states(),
+            "position": (self._epoch, self._batches),
+            "epoch_generators": self._epoch_generators,
+            "finished": self.is_finished,
+            "seconds": self.earlier_s + time.monotonic() - self._began,
+        }
+        for attribute in METRICS:
+            by_mode = getattr(trainer, attribute, {})
+            saved[attribute] = {
+                mode: {name: list(values) for name, values in metrics.items()} for mode, metrics in by_mode.items()
+            }
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer = self._trainer
+        trainer._tr_loss.fill_(saved["loss"])
+        for name, number in saved["numbers"].items():
+            setattr(trainer, name, number)
+        for attribute in METRICS:
+            for mode, metrics in saved[attribute].items():
+                getattr(trainer, attribute)[mode].update(metrics)
+        self._callbacks = saved["state"]["stateful_callbacks"]
+        self._epoch, self._batches = saved["position"]
+        self._epoch_generators = saved["epoch_generators"]
+        self.earlier_s = saved["seconds"]
+        self.ahead.repeat(saved["ahead"])
+
+    def begin_epoch(self) -> None:
+        """A sampler and the workers of a loader take their seeds from the generators at the start of an epoch."""
+        devices = [self._trainer.args.device]
+        if self._epoch_generators is None:
+            self._epoch_generators = rng.capture(devices)
+        else:
+            rng.restore(self._epoch_generators, devices)  # the epoch that was interrupted
+        self.ahead.keep(0)
+
+    def trained(self, *, is_step: bool) -> None:
+        """A batch was trained on; with `is_step` the optimizer used the gradients."""
+        self._batches += 1
+        self.is_accumulating = not is_step
+        self.ahead.trained()
+
+    def end_epoch(self) -> None:
+        self._epoch, self._batches, self._epoch_generators = self._epoch + 1, 0, None
+
+    def restore_callbacks(self) -> None:
+        """Trainer itself does this only with restore_callback_states_from_checkpoint."""
+        saved = {name: states if isinstance(states, list) else [states] for name, states in self._callbacks.items()}
+        for callback in self._exportable():
+            states: list[Any] = saved.get(type(callback).__name__, [])
+            for name, value in (states.pop(0)["attributes"] if states else {}).items():
+                setattr(callback, name, value)
+
+    def _exportable(self) -> list[ExportableState]:
+        return [
+            callback for callback in self._trainer.callback_handler.callbacks if isinstance(callback, ExportableState)
+        ]
+
+
+class SavedProgress(TrainingState):
+    """Reads only Trainer's progress from a checkpoint: Trainer needs it before it builds the model's other state."""
+
+    def __init__(self) -> None:
+        super().__init__(model=torch.nn.Module(), rng=False)
+        self.saved: dict[str, Any] = {}
+
+    @property
+    def is_stepped(self) -> bool:
+        return False  # no snapshot is taken of this state
+
+    def plan_restore(
+        self, tree: Json, available: Available, rank_local: RankLocal | None = None, *, is_dry: bool = False
+    ) -> RestorePlan:
+        plan = RestorePlan(available, torch.device("cpu"))
+        section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
+        if not isinstance(section, dict) or "value" not in section:
+            raise Mismatch(
+                "resume a Trainer: the checkpoint was not taken from one", hint="give TierdCallback another run"
+            )
+        self.saved = plan.decode(section["value"])
+        return plan
