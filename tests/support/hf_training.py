@@ -72,6 +72,11 @@ def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
 
 
+def guessed(prediction: Any) -> dict[str, float]:
+    """The share of next tokens that the model guesses."""
+    return {"guessed": float((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).mean())}
+
+
 class Losses(Trainer):
     """Records the loss of each micro-batch."""
 
@@ -98,8 +103,15 @@ class Watching(TrainerCallback, ExportableState):
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.evaluations += 1
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._signal("step begins", state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._signal("gradients", state)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._notes["steps"] += 1
+        self._signal("step ends", state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         write(self._lines, resumed=state.global_step)
@@ -109,18 +121,19 @@ class Watching(TrainerCallback, ExportableState):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called in the middle of the step after `global_step`."""
-        for step, number, pid in self._options.get("signals", []):
-            if step == state.global_step:
+        self._signal("", state)
+
+    def _signal(self, instant: str, state: Any) -> None:
+        """`options["signals"]`: (step, signal, process or 0 for this one, instant or nothing for the middle)."""
+        for step, number, pid, *at in self._options.get("signals", []):
+            if step == state.global_step and instant == "".join(at):
                 os.kill(pid or os.getpid(), getattr(signal, number))
 
 
-def main(options: dict[str, Any]) -> object:
-    torch.use_deterministic_algorithms(True)
-    lines = options["lines"]
-    set_seed(options.get("seed", 1))
-    config = GPT2Config(
+def config() -> GPT2Config:
+    return GPT2Config(
         vocab_size=TOKENS,
-        n_positions=8,
+        n_positions=16,
         n_embd=16,
         n_layer=2,
         n_head=2,
@@ -128,6 +141,27 @@ def main(options: dict[str, Any]) -> object:
         eos_token_id=0,
         attn_implementation="eager",
     )
+
+
+def report(options: dict[str, Any], trainer: Trainer, result: Any, **more: object) -> None:
+    """Writes all that train() leaves behind, as the last line."""
+    write(
+        options["lines"],
+        end=trainer.state.global_step,
+        train_loss=result.training_loss,
+        metrics=timeless(result.metrics),
+        weights=digest(trainer.model.state_dict()),
+        optimizer=digest(trainer.optimizer.state_dict()["state"]),
+        best=trainer.state.best_metric,
+        history=[timeless(entry) for entry in trainer.state.log_history],
+        **more,
+    )
+
+
+def main(options: dict[str, Any]) -> object:
+    torch.use_deterministic_algorithms(True)
+    lines = options["lines"]
+    set_seed(options.get("seed", 1))
     args = TrainingArguments(**{
         "output_dir": options["output"], "report_to": [], "disable_tqdm": True, "use_cpu": True, "num_train_epochs": 4,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 3,
@@ -143,28 +177,24 @@ def main(options: dict[str, Any]) -> object:
     sentences = Sentences(options.get("samples", 77), 1)
     watching = Watching(lines, options, notes)
     trainer = Losses(
-        model=GPT2LMHeadModel(config),
+        model=GPT2LMHeadModel(config()),
         args=args,
         train_dataset=Stream(sentences) if streams else sentences,
         eval_dataset=Sentences(12, 2),
-        data_collator=default_data_collator if streams else masked,
+        data_collator=masked if options.get("masked", not streams) else default_data_collator,
+        compute_metrics=guessed if options.get("metrics") else None,
         callbacks=[early, *ours, watching],
     )
     trainer.lines = lines
     point = callback.resume_point(trainer, **options.get("which", {})) if ours and options.get("asks", True) else None
     result = trainer.train(resume_from_checkpoint=point if options.get("listens", True) else None)
-    write(
-        lines,
+    report(
+        options,
+        trainer,
+        result,
         stopped=callback.stopped,
-        end=trainer.state.global_step,
-        train_loss=result.training_loss,
-        metrics=timeless(result.metrics),
-        weights=digest(trainer.model.state_dict()),
-        optimizer=digest(trainer.optimizer.state_dict()["state"]),
-        best=trainer.state.best_metric,
         notes=notes,
         evaluations=watching.evaluations,
         patience=early.early_stopping_patience_counter,
-        history=[timeless(entry) for entry in trainer.state.log_history],
     )
     return trainer

@@ -34,7 +34,7 @@ METRICS = ("_metrics", "_stored_metrics")  # of TRL: {mode: {name: the values si
 class TrainerProgress:
     """`load_state_dict` restores all but TrainerState, which Trainer reads from a file.
 
-    What changes between the start of train() and the first step is restored later, by `restore_at_step`.
+    What changes between the start of train() and the first step is restored by `restore_last`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -50,7 +50,7 @@ class TrainerProgress:
         self._epoch = 0
         self._batches = 0
         self._epoch_generators: dict[str, Any] | None = None
-        self._callbacks: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -64,6 +64,7 @@ class TrainerProgress:
             "position": (self._epoch, self._batches),
             "epoch_generators": self._epoch_generators,
             "finished": self.is_finished,
+            "training": trainer.model.training,
             "seconds": self.earlier_s + time.monotonic() - self._began,
         }
         for attribute in METRICS:
@@ -81,7 +82,7 @@ class TrainerProgress:
         for attribute in METRICS:
             for mode, metrics in saved[attribute].items():
                 getattr(trainer, attribute)[mode].update(metrics)
-        self._callbacks = saved["state"]["stateful_callbacks"]
+        self._saved = saved
         self._epoch, self._batches = saved["position"]
         self._epoch_generators = saved["epoch_generators"]
         self.earlier_s = saved["seconds"]
@@ -105,9 +106,14 @@ class TrainerProgress:
     def end_epoch(self) -> None:
         self._epoch, self._batches, self._epoch_generators = self._epoch + 1, 0, None
 
-    def restore_callbacks(self) -> None:
-        """Trainer itself does this only with restore_callback_states_from_checkpoint."""
-        saved = {name: states if isinstance(states, list) else [states] for name, states in self._callbacks.items()}
+    def restore_last(self) -> None:
+        """What Trainer or a callback changes between the start of train() and the first step.
+
+        Trainer itself restores callbacks only with restore_callback_states_from_checkpoint.
+        """
+        self._trainer.model_wrapped.train(self._saved["training"])  # TRL's logs depend on it
+        callbacks = self._saved["state"]["stateful_callbacks"]
+        saved = {name: states if isinstance(states, list) else [states] for name, states in callbacks.items()}
         for callback in self._exportable():
             states: list[Any] = saved.get(type(callback).__name__, [])
             for name, value in (states.pop(0)["attributes"] if states else {}).items():

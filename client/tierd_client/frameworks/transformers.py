@@ -32,6 +32,7 @@ from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
 from tierd_client.state.training_state import TrainingState
 
+REFERENCE = "trainer.ref_model"  # key in `extra`
 STATE_FILE = "trainer_state.json"  # from which Trainer reads its progress
 LAST_WAIT_S = 60.0  # for the last snapshot to be durable
 
@@ -99,13 +100,16 @@ class TierdCallback(TrainerCallback):
                 hint="trainer.train(resume_from_checkpoint=callback.resume_point(trainer))",
             )
         self._progress = TrainerProgress(trainer)
+        ours: dict[str, Any] = {KEY: self._progress}
+        if getattr(args, "sync_ref_model", False):  # TRL: the reference model follows the model
+            ours[REFERENCE] = cast("Any", trainer).ref_model
         optimizer: Any = trainer.optimizer
         self._state = TrainingState(
             model=cast("torch.nn.Module", trainer.model),
             optimizer=getattr(optimizer, "optimizer", optimizer),  # without Accelerate's wrapper
             scheduler=cast("Any", trainer.lr_scheduler),
             scaler=trainer.accelerator.scaler,
-            extra=cast("dict[str, Any]", ChainMap(self._extra, {KEY: self._progress})),
+            extra=cast("dict[str, Any]", ChainMap(self._extra, ours)),
         )
         self._generators: dict[str, Any] | None = None
         self._last_step = 0  # that has a snapshot
@@ -179,7 +183,7 @@ class TierdCallback(TrainerCallback):
         if self._generators is not None:
             rng.restore(self._generators, [cast("Trainer", self._trainer).args.device])
             self._generators = None
-            self._progress.restore_callbacks()
+            self._progress.restore_last()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """In place of Trainer's method, which computes the mean loss and loads the best model."""
