@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,15 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Augmented(Sentences):
+    """Draws random numbers when a sample is read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        tokens = torch.where(torch.rand(tokens.shape) < 0.2, random.randrange(TOKENS), tokens)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
@@ -174,7 +184,7 @@ def main(options: dict[str, Any]) -> object:
     callback = TierdCallback(run="hf", socket=options["socket"], extra=notes, **options.get("connect", {}))
     ours = [callback] if options["socket"] else []
     streams = options.get("streams", False)
-    sentences = Sentences(options.get("samples", 77), 1)
+    sentences = (Augmented if options.get("draws") else Sentences)(options.get("samples", 77), 1)
     watching = Watching(lines, options, notes)
     trainer = Losses(
         model=GPT2LMHeadModel(config()),

@@ -10,11 +10,13 @@ import time
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from transformers.trainer_callback import ExportableState
 
 from tierd.errors import Mismatch
 from tierd.format.tagged import Json
 from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.frameworks.worker_generators import WorkerGenerators
 from tierd_client.state import rng
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_plan import Available, RestorePlan
@@ -38,7 +40,6 @@ class TrainerProgress:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.ahead = ReadAhead([trainer.args.device])
         self.is_finished = False
         """Whether train() came to its end, by its steps or because a callback stopped it."""
         self.is_accumulating = False
@@ -51,6 +52,38 @@ class TrainerProgress:
         self._batches = 0
         self._epoch_generators: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
+        self._ahead = ReadAhead([trainer.args.device])
+        self._workers: WorkerGenerators | None = None
+        self._draws = False  # whether workers draw random numbers
+        self._reads = 1  # of the loader, for one batch of this rank
+        self._skipped = 0  # batches of the current epoch that were trained on before this start
+
+    def watch(self, dataloader: Any) -> None:
+        """Prepares to save the generators that `dataloader` of Trainer draws from, and to continue the saved position.
+
+        Raises Mismatch when another number of workers would read other batches or draw other numbers.
+        """
+        args = self._trainer.args
+        loader = getattr(dataloader, "base_dataloader", dataloader)
+        is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        is_dispatched = isinstance(dataloader, DataLoaderDispatcher)
+        if is_dispatched and not dataloader.split_batches:
+            self._reads = args.world_size  # the first rank reads for all ranks
+        if self._saved and self._saved["num_workers"] != args.dataloader_num_workers:
+            if is_stream or self._saved["draws"] or any(self._saved["ahead"]):
+                raise Mismatch(
+                    f"resume with {args.dataloader_num_workers} workers of the loader: it had "
+                    f"{self._saved['num_workers']}, and would read or draw something else",
+                    hint=f"set dataloader_num_workers={self._saved['num_workers']}",
+                )
+        elif self._saved:
+            self._ahead.repeat(self._saved["ahead"], after=self._batches * self._reads if is_stream else 0)
+        if loader.num_workers == 0:
+            self._ahead.watch(loader, has_dataset=not is_stream)
+        elif not is_stream and not (is_dispatched and args.process_index > 0):
+            self._workers = WorkerGenerators(loader, read_ahead=args.gradient_accumulation_steps + 1)
+            if self._saved:
+                self._workers.repeat(self._saved["workers"])
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -60,7 +93,10 @@ class TrainerProgress:
             "state": {field.name: getattr(state, field.name) for field in dataclasses.fields(state)},
             "loss": trainer._tr_loss.item(),
             "numbers": {name: getattr(trainer, name) for name in NUMBERS if hasattr(trainer, name)},
-            "ahead": self.ahead.states(),
+            "ahead": self._ahead.states(),
+            "num_workers": trainer.args.dataloader_num_workers,
+            "workers": self._worker_states(),
+            "draws": self._draws,
             "position": (self._epoch, self._batches),
             "epoch_generators": self._epoch_generators,
             "finished": self.is_finished,
@@ -84,9 +120,10 @@ class TrainerProgress:
                 getattr(trainer, attribute)[mode].update(metrics)
         self._saved = saved
         self._epoch, self._batches = saved["position"]
+        self._skipped = self._batches
         self._epoch_generators = saved["epoch_generators"]
         self.earlier_s = saved["seconds"]
-        self.ahead.repeat(saved["ahead"])
+        self._draws = saved["draws"]
 
     def begin_epoch(self) -> None:
         """A sampler and the workers of a loader take their seeds from the generators at the start of an epoch."""
@@ -95,16 +132,26 @@ class TrainerProgress:
             self._epoch_generators = rng.capture(devices)
         else:
             rng.restore(self._epoch_generators, devices)  # the epoch that was interrupted
-        self.ahead.keep(0)
+        self._ahead.keep(0)
+        if self._workers is not None:
+            self._workers.begin_epoch()
 
     def trained(self, *, is_step: bool) -> None:
         """A batch was trained on; with `is_step` the optimizer used the gradients."""
         self._batches += 1
         self.is_accumulating = not is_step
-        self.ahead.trained()
+        self._ahead.trained(self._reads)
 
     def end_epoch(self) -> None:
         self._epoch, self._batches, self._epoch_generators = self._epoch + 1, 0, None
+        self._skipped = 0
+
+    def _worker_states(self) -> list[bytes]:
+        if self._workers is None:
+            return []
+        self._draws |= self._workers.draw()
+        # At the start of an epoch the generators of this process seed the workers.
+        return self._workers.states((self._batches - self._skipped) * self._reads) if self._batches else []
 
     def restore_last(self) -> None:
         """What Trainer or a callback changes between the start of train() and the first step.
@@ -112,6 +159,8 @@ class TrainerProgress:
         Trainer itself restores callbacks only with restore_callback_states_from_checkpoint.
         """
         self._trainer.model_wrapped.train(self._saved["training"])  # TRL's logs depend on it
+        if self._workers is not None:
+            self._workers.repeat([])  # those of the next epoch begin anew
         callbacks = self._saved["state"]["stateful_callbacks"]
         saved = {name: states if isinstance(states, list) else [states] for name, states in callbacks.items()}
         for callback in self._exportable():

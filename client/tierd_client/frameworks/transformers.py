@@ -128,8 +128,7 @@ class TierdCallback(TrainerCallback):
             if args.eval_on_start:  # an evaluation that was done before the first step
                 args.eval_on_start = False
                 self._undo.callback(setattr, args, "eval_on_start", True)
-        if not isinstance(train_dataloader.dataset, torch.utils.data.IterableDataset):  # Trainer repeats those itself
-            self._progress.ahead.watch(getattr(train_dataloader, "base_dataloader", train_dataloader))
+        self._progress.watch(train_dataloader)
         self._replace("_finalize_training", self._finalize_training)
         self.stopped = False
         client.start()  # catches SIGTERM from here on
@@ -243,13 +242,18 @@ def _check_supported(trainer: Any) -> None:
             "resume a Trainer with ignore_data_skip: it would read the data of the epoch from the start",
             hint="remove ignore_data_skip=True from the TrainingArguments",
         )
+    if trainer.args.dataloader_num_workers > 1 and not trainer.args.dataloader_in_order:
+        raise Unsupported(
+            "resume a Trainer with dataloader_in_order=False: the order of its batches depends on the workers' speed",
+            hint="remove dataloader_in_order=False from the TrainingArguments",
+        )
     if hasattr(trainer, "_buffered_inputs"):
         raise Unsupported(
             f"resume a {type(trainer).__name__}: the completions that it generates for several steps are not saved",
             hint="TRL's trainers that learn from a dataset, such as SFTTrainer and DPOTrainer, work",
         )
     if not hasattr(trainer, "_finalize_training"):
-        raise Unsupported("resume a Trainer: transformers is too old for tierd", hint="pip install -U transformers")
+        raise Unsupported("resume a Trainer: this transformers is too old", hint="install transformers 5.3 or later")
 
 
 def _init_training_state(
