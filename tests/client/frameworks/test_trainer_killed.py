@@ -11,7 +11,7 @@ import pytest
 from tests.support.forks import Forks
 from tests.support.killed_training import check_killed_training, random_kills
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,12 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 STREAM = {"streams": True, "args": {"max_steps": 24}}
-WORKERS = {"max_steps": 24, "eval_steps": 12, "dataloader_num_workers": 2}
+WORKERS = {
+    "max_steps": 24,
+    "eval_steps": 12,
+    "dataloader_num_workers": 2,
+    "dataloader_multiprocessing_context": "fork",  # as in a script; the processes of tests have another default
+}
 CASES: dict[str, dict[str, Any]] = {
     "masks and metrics": {"metrics": True, "args": {"max_steps": 24, "include_num_input_tokens_seen": "all"}},
     "evaluation at the start": {"args": {"max_steps": 24, "eval_on_start": True, "neftune_noise_alpha": 5}},
