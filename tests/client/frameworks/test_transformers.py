@@ -138,6 +138,30 @@ def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -
     assert "from step 0: its resume point is step 6" in ignored.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"ignore_data_skip": True}, "with ignore_data_skip: it would read the data of the epoch from the start"),
+        ({"dataloader_num_workers": 2, "dataloader_in_order": False}, "the order of its batches depends on"),
+    ],
+)
+def test_trainer_that_cannot_be_resumed_exactly_is_refused(
+    forks: Forks, tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
+    refused = forks.run(f"refused-{tmp_path.name}", socket="unused", output=str(tmp_path / "output"), args=setting)
+    assert refused.codes == [1]
+    assert message in refused.stderr
+
+
+def test_another_number_of_workers_is_refused_when_batches_draw_numbers(forks: Forks, tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
+        forks.run("workers", **command, signals=[(7, "SIGKILL", 0)])
+        refused = forks.run("workers", **command, args={"dataloader_num_workers": 1})
+    assert refused.codes == [1]
+    assert "resume with 1 workers of the loader: it had 0" in refused.stderr
+
+
 def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, Trainer() as other:
         other.connect(daemon.socket, "hf")
