@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,8 @@ class Watching(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._notes["steps"] += 1
+        if state.global_step % self._options.get("epoch_steps", sys.maxsize) == 0:
+            control.should_epoch_stop = True
         self._signal("step ends", state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

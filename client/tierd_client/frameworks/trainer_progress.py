@@ -82,7 +82,7 @@ class TrainerProgress:
             self._ahead.watch(loader, has_dataset=not is_stream)
         elif not is_stream and not (is_dispatched and args.process_index > 0):
             self._workers = WorkerGenerators(loader, read_ahead=args.gradient_accumulation_steps + 1)
-            if self._saved:
+            if len(self._saved.get("workers", [])) == loader.num_workers:  # with another number they draw nothing
                 self._workers.repeat(self._saved["workers"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "args": {"num_train_epochs": 5, "logging_strategy": "epoch", "eval_strategy": "epoch"},
     },
     "samples of similar length": {"args": {"max_steps": 24, "train_sampling_strategy": "group_by_length"}},
+    "epochs that a callback ends": {"epoch_steps": 7, "args": {"max_steps": 24}},
     "stream": STREAM,
     "stream in several passes": {**STREAM, "samples": 50},
     "stream with masks": {**STREAM, "samples": 90, "masked": True},

@@ -96,10 +96,13 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
         assert -signal.SIGKILL in killed.codes
         again = forks.run("run-2", ranks=2, **command)
         assert daemon.newest("hot") == 40
+        fewer = forks.run("run-2", **{**command, "args": {**own, "ddp_backend": None}})
     assert again.resumed == 6
     assert again.steps(7) == alone.steps(7)
     assert again.result["best"] == alone.result["best"]
     assert (tmp_path / "run/checkpoint-40/optimizer.pt").exists()
+    assert fewer.codes == [1]
+    assert "it differs between the 2 ranks that saved the checkpoint" in fewer.stderr
 
 
 def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
