@@ -6,8 +6,11 @@ loss of each step is a line in a file, written before the next step begins.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +28,21 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
+from tests.support.contents import frozen
 from tests.support.forks import write
 
 TOKENS = 32
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")  # everything except durations
+DURATIONS = ("_runtime", "_per_second", "_time")  # how the names of logs that depend on the clock end
+
+
+def timeless(logs: dict[str, Any]) -> dict[str, Any]:
+    """What Trainer logs, without durations."""
+    return {name: value for name, value in logs.items() if not name.endswith(DURATIONS)}
+
+
+def digest(value: Any) -> str:
+    """Of a tensor or a state_dict, over all bits."""
+    return hashlib.sha256(repr(frozen(value)).encode()).hexdigest()
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -41,6 +55,15 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Augmented(Sentences):
+    """Draws random numbers when a sample is read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        tokens = torch.where(torch.rand(tokens.shape) < 0.2, random.randrange(TOKENS), tokens)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
@@ -58,6 +81,11 @@ def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     hidden = torch.rand(batch["input_ids"].shape) < 0.2
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
+
+
+def guessed(prediction: Any) -> dict[str, float]:
+    """The share of next tokens that the model guesses."""
+    return {"guessed": float((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).mean())}
 
 
 class Losses(Trainer):
@@ -86,29 +114,39 @@ class Watching(TrainerCallback, ExportableState):
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.evaluations += 1
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._signal("step begins", state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._signal("gradients", state)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._notes["steps"] += 1
+        if state.global_step % self._options.get("epoch_steps", sys.maxsize) == 0:
+            control.should_epoch_stop = True
+        self._signal("step ends", state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         write(self._lines, resumed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        write(self._lines, step=state.global_step, logs={name: logs[name] for name in KEPT if name in logs})
+        write(self._lines, step=state.global_step, logs=timeless(logs))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called in the middle of the step after `global_step`."""
-        for step, number, pid in self._options.get("signals", []):
-            if step == state.global_step:
+        self._signal("", state)
+
+    def _signal(self, instant: str, state: Any) -> None:
+        """`options["signals"]`: (step, signal, process or 0 for this one, instant or nothing for the middle)."""
+        for step, number, pid, *at in self._options.get("signals", []):
+            if step == state.global_step and instant == "".join(at):
                 os.kill(pid or os.getpid(), getattr(signal, number))
 
 
-def main(options: dict[str, Any]) -> object:
-    torch.use_deterministic_algorithms(True)
-    lines = options["lines"]
-    set_seed(options.get("seed", 1))
-    config = GPT2Config(
+def config() -> GPT2Config:
+    return GPT2Config(
         vocab_size=TOKENS,
-        n_positions=8,
+        n_positions=16,
         n_embd=16,
         n_layer=2,
         n_head=2,
@@ -116,42 +154,62 @@ def main(options: dict[str, Any]) -> object:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    more = {"save_strategy": "no"} | options.get("args", {})
-    args = TrainingArguments(
-        output_dir=options["output"], report_to=[], disable_tqdm=True, use_cpu=True, num_train_epochs=4,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=3, eval_strategy="steps",
-        eval_steps=4, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=5, metric_for_best_model="eval_loss",
-        greater_is_better=False, **more,
-    )  # fmt: skip
-    early = EarlyStoppingCallback(early_stopping_patience=50)
+
+
+def report(options: dict[str, Any], trainer: Trainer, result: Any, **more: object) -> None:
+    """Writes all that train() leaves behind, as the last line."""
+    write(
+        options["lines"],
+        end=trainer.state.global_step,
+        train_loss=result.training_loss,
+        metrics=timeless(result.metrics),
+        weights=digest(trainer.model.state_dict()),
+        optimizer=digest(trainer.optimizer.state_dict()["state"]),
+        best=trainer.state.best_metric,
+        history=[timeless(entry) for entry in trainer.state.log_history],
+        **more,
+    )
+
+
+def main(options: dict[str, Any]) -> object:
+    torch.use_deterministic_algorithms(True)
+    lines = options["lines"]
+    set_seed(options.get("seed", 1))
+    args = TrainingArguments(**{
+        "output_dir": options["output"], "report_to": [], "disable_tqdm": True, "use_cpu": True, "num_train_epochs": 4,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 3,
+        "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 3e-3, "lr_scheduler_type": "cosine",
+        "warmup_steps": 5, "metric_for_best_model": "eval_loss", "greater_is_better": False, "save_strategy": "no",
+        **options.get("args", {}),
+    })  # fmt: skip
+    early = EarlyStoppingCallback(early_stopping_patience=options.get("patience", 50))
     notes = {"steps": 0}  # further state of the user
     callback = TierdCallback(
         run=options.get("own_run", "hf"), socket=options["socket"], extra=notes, **options.get("connect", {})
     )
     ours = [callback] if options["socket"] else []
     streams = options.get("streams", False)
-    sentences = Sentences(options.get("samples", 77), 1)
+    sentences = (Augmented if options.get("draws") else Sentences)(options.get("samples", 77), 1)
     watching = Watching(lines, options, notes)
     trainer = Losses(
-        model=GPT2LMHeadModel(config),
+        model=GPT2LMHeadModel(config()),
         args=args,
         train_dataset=Stream(sentences) if streams else sentences,
         eval_dataset=Sentences(12, 2),
-        data_collator=default_data_collator if streams else masked,
+        data_collator=masked if options.get("masked", not streams) else default_data_collator,
+        compute_metrics=guessed if options.get("metrics") else None,
         callbacks=[early, *ours, watching],
     )
     trainer.lines = lines
     point = callback.resume_point(trainer, **options.get("which", {})) if ours and options.get("asks", True) else None
     result = trainer.train(resume_from_checkpoint=point if options.get("listens", True) else None)
-    write(
-        lines,
+    report(
+        options,
+        trainer,
+        result,
         stopped=callback.stopped,
-        end=trainer.state.global_step,
-        train_loss=result.training_loss,
-        best=trainer.state.best_metric,
         notes=notes,
         evaluations=watching.evaluations,
         patience=early.early_stopping_patience_counter,
-        history=[{name: entry[name] for name in KEPT if name in entry} for entry in trainer.state.log_history],
     )
     return trainer

@@ -5,39 +5,35 @@ trainer = Trainer(..., callbacks=[callback])
 trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
 
 The snapshot of step k is taken when step k+1 begins: by then all logs and evaluations of step k are done. Trainer has
-then read the batches of step k+1, so a resumed one reads them too before the generators are restored.
-Needs transformers 5. Trainer's own checkpoints are not needed: save_strategy="no" is enough.
+then read the batches of step k+1, so a resumed one reads them too before the generators are restored. The last one is
+taken after the last step; a finished training that is started again repeats only what train() does after that.
+Trainer's own checkpoints are not needed: save_strategy="no" is enough.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import tempfile
 from collections import ChainMap
+from functools import partial
 from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
-from tierd.errors import BadConfig, BadRequest, Mismatch, TierdError, Transient, Unsupported
-from tierd.format.tagged import Json
+from tierd.errors import BadRequest, TierdError, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
-from tierd_client.frameworks.read_ahead import ReadAhead
+from tierd_client.frameworks.trainer_progress import KEY, SavedProgress, TrainerProgress
 from tierd_client.log import log
 from tierd_client.restore.resume import Resume, parse_resume
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
-from tierd_client.state.rank_local import RankLocal
-from tierd_client.state.restore_filter import EXACT, RestoreFilter
-from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.training_state import TrainingState
 
+REFERENCE = "trainer.ref_model"  # key in `extra`
 STATE_FILE = "trainer_state.json"  # from which Trainer reads its progress
-KEY = "trainer"  # of Trainer's progress, in `extra`
 LAST_WAIT_S = 60.0  # for the last snapshot to be durable
 
 
@@ -60,23 +56,20 @@ class TierdCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._found: Found | None = None
         self._selection: dict[str, Any] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._undo = contextlib.ExitStack()  # of what was changed for the time of train()
 
     def resume_point(self, trainer: Trainer, *, resume: Resume | None = None, **selection: Any) -> str | None:
         """The argument for trainer.train(resume_from_checkpoint=…): None when the run has no checkpoint yet.
 
-        The arguments are those of Client.restore, and it raises as that does; Unsupported for DeepSpeed and FSDP.
-        The returned folder holds only Trainer's progress. Everything else is restored when training begins.
+        The arguments are those of Client.restore, and it raises as that does; Unsupported for a Trainer that cannot
+        be resumed exactly. The returned folder holds only Trainer's progress. Everything else is restored when training
+        begins. When the training is finished, train() returns its result again and trains no more.
         """
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise Unsupported(
-                "resume a Trainer that shards its state by DeepSpeed or FSDP",
-                hint="DDP works; for FSDP2 write the loop with tierd_client.TrainingState",
-            )
+        _check_supported(trainer)
         self._leave()
         self._trainer = trainer
         self._client = connect(self._run, **self._options)
-        position = _SavedProgress()
+        position = SavedProgress()
         self._found = self._client.restore(position, resume=resume, **selection)
         if self._found is None:
             return None
@@ -88,11 +81,12 @@ class TierdCallback(TrainerCallback):
             if path
             else {"resume": step if run == self._run else f"run:{run}@{step}", "generation": self._found.generation}
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="tierd-")
-        TrainerState(**position.saved["state"]).save_to_json(os.path.join(self._folder.name, STATE_FILE))
+        folder = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tierd-"))
+        TrainerState(**position.saved["state"]).save_to_json(os.path.join(folder, STATE_FILE))
         # Trainer would look for the model's weights in the folder; on_train_begin restores them.
-        vars(trainer)["_load_from_checkpoint"] = lambda *_, **__: None
-        return self._folder.name
+        self._replace("_load_from_checkpoint", lambda *_, **__: None)
+        self._replace("_init_training_state", partial(_init_training_state, trainer, position.saved))
+        return folder
 
     def on_train_begin(
         self,
@@ -108,15 +102,17 @@ class TierdCallback(TrainerCallback):
                 f"train {self._run}: callback.resume_point was not called",
                 hint="trainer.train(resume_from_checkpoint=callback.resume_point(trainer))",
             )
-        vars(trainer).pop("_load_from_checkpoint", None)
-        self._progress = _Progress(trainer)
+        self._progress = TrainerProgress(trainer)
+        ours: dict[str, Any] = {KEY: self._progress}
+        if getattr(args, "sync_ref_model", False):  # TRL: the reference model follows the model
+            ours[REFERENCE] = cast("Any", trainer).ref_model
         optimizer: Any = trainer.optimizer
         self._state = TrainingState(
             model=cast("torch.nn.Module", trainer.model),
             optimizer=getattr(optimizer, "optimizer", optimizer),  # without Accelerate's wrapper
             scheduler=cast("Any", trainer.lr_scheduler),
             scaler=trainer.accelerator.scaler,
-            extra=cast("dict[str, Any]", ChainMap(self._extra, {KEY: self._progress})),
+            extra=cast("dict[str, Any]", ChainMap(self._extra, ours)),
         )
         self._generators: dict[str, Any] | None = None
         self._last_step = 0  # that has a snapshot
@@ -131,21 +127,23 @@ class TierdCallback(TrainerCallback):
                 )
             self._found = client.restore(self._state, **self._selection, allow_unhealthy=True)
             self._last_step = state.global_step
-            self._generators = rng.capture([trainer.args.device])
-        if not isinstance(train_dataloader.dataset, torch.utils.data.IterableDataset):  # Trainer repeats those itself
-            self._progress.ahead.watch(getattr(train_dataloader, "base_dataloader", train_dataloader))
+            self._generators = rng.capture([args.device])
+            if args.eval_on_start:  # an evaluation that was done before the first step
+                args.eval_on_start = False
+                self._undo.callback(setattr, args, "eval_on_start", True)
+        self._progress.watch(train_dataloader)
+        self._replace("_finalize_training", self._finalize_training)
         self.stopped = False
         client.start()  # catches SIGTERM from here on
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._progress.ahead.keep(0)
+        self._progress.begin_epoch()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The previous step is done and logged, and the batches of this one were read, but nothing was computed."""
-        if self._generators is not None:
-            rng.restore(self._generators, [args.device])
-            self._generators = None
-            self._progress.restore_callbacks()
+        self._restore_last()
+        if self._progress.is_accumulating:
+            return  # gradients are not saved: wait for the next step
         client = self._connected()
         if self._is_due or client.stopping:
             self._snapshot(state.global_step, is_last=client.stopping)
@@ -154,19 +152,19 @@ class TierdCallback(TrainerCallback):
             self.stopped = control.should_training_stop = True
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._progress.ahead.trained()
+        self._progress.trained(is_step=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._progress.ahead.trained()
-        self._is_due = self._connected().due(state.global_step)
+        self._progress.trained(is_step=True)
+        self._is_due |= self._connected().due(state.global_step)
         if self.stopped:
             control.should_evaluate = False  # there may be only seconds left
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.stopped:
             control.should_evaluate = False
-        elif control.should_training_stop and args.load_best_model_at_end:
-            self._snapshot(state.global_step, is_last=True)  # before Trainer loads the best model
+        if not control.should_training_stop or float(state.epoch).is_integer():
+            self._progress.end_epoch()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
@@ -175,14 +173,36 @@ class TierdCallback(TrainerCallback):
         self._metrics.update(numbers)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self.stopped and not args.load_best_model_at_end:
-            self._snapshot(state.global_step, is_last=True)
         try:
             if self._shot is not None:
                 self._shot.wait_persisted(LAST_WAIT_S)
         except TierdError as error:  # train() must still return: the caller wants the model that is in memory
             log.error("tierd: the last snapshot of %s: %s", self._run, error)
         self._leave()
+
+    def _restore_last(self) -> None:
+        """What changes between the start of train() and the first step."""
+        if self._generators is not None:
+            rng.restore(self._generators, [cast("Trainer", self._trainer).args.device])
+            self._generators = None
+            self._progress.restore_last()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """In place of Trainer's method, which computes the mean loss and loads the best model."""
+        trainer: Any = self._trainer
+        self._restore_last()
+        if not self.stopped:
+            self._progress.is_finished = True
+            self._snapshot(trainer.state.global_step, is_last=True)
+        # Trainer divides the steps of all starts by this duration.
+        start_time -= self._progress.earlier_s
+        return type(trainer)._finalize_training(trainer, trial, num_train_samples, start_time)
+
+    def _replace(self, name: str, method: Any) -> None:
+        """Replaces a method of this one Trainer until the end of train()."""
+        attributes = vars(self._trainer)
+        attributes[name] = method
+        self._undo.callback(attributes.pop, name, None)
 
     def _snapshot(self, step: int, *, is_last: bool = False) -> None:
         self._is_due = False
@@ -209,85 +229,46 @@ class TierdCallback(TrainerCallback):
     def _leave(self) -> None:
         if self._client is not None:
             self._client.stop()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._client = self._trainer = self._folder = self._found = None
+        self._undo.close()
+        self._client = self._trainer = self._found = None
 
 
-class _Progress:
-    """Trainer's progress: its state besides the objects that a TrainingState takes."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.ahead = ReadAhead([trainer.args.device])
-        self._trainer = trainer
-        self._callbacks: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        # A new TrainerState asks the callbacks for their current states.
-        state = dataclasses.replace(trainer.state, stateful_callbacks=[*self._exportable(), trainer.control])
-        return {
-            "state": {field.name: getattr(state, field.name) for field in dataclasses.fields(state)},
-            "loss": trainer._tr_loss.item(),
-            "last_logged": trainer._globalstep_last_logged,
-            "flos": trainer.current_flos,
-            "ahead": self.ahead.states(),
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Everything but "state", which Trainer has read from its file."""
-        trainer = self._trainer
-        trainer._tr_loss.fill_(saved["loss"])
-        trainer._total_loss_scalar = -saved["loss"]  # train() returns the mean loss of the steps of this call only
-        trainer._globalstep_last_logged = saved["last_logged"]
-        trainer.current_flos = saved["flos"]
-        self._callbacks = saved["state"]["stateful_callbacks"]
-        self.ahead.repeat(saved["ahead"])
-
-    def restore_callbacks(self) -> None:
-        """Trainer itself does this only with restore_callback_states_from_checkpoint."""
-        saved = {name: states if isinstance(states, list) else [states] for name, states in self._callbacks.items()}
-        for callback in self._exportable():
-            states: list[Any] = saved.get(type(callback).__name__, [])
-            for name, value in (states.pop(0)["attributes"] if states else {}).items():
-                setattr(callback, name, value)
-
-    def _exportable(self) -> list[ExportableState]:
-        return [
-            callback for callback in self._trainer.callback_handler.callbacks if isinstance(callback, ExportableState)
-        ]
+def _check_supported(trainer: Any) -> None:
+    """Raises Unsupported for a Trainer that cannot be resumed exactly."""
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise Unsupported(
+            "resume a Trainer that shards its state by DeepSpeed or FSDP",
+            hint="DDP works; for FSDP2 write the loop with tierd_client.TrainingState",
+        )
+    if trainer.args.ignore_data_skip:
+        raise Unsupported(
+            "resume a Trainer with ignore_data_skip: it would read the data of the epoch from the start",
+            hint="remove ignore_data_skip=True from the TrainingArguments",
+        )
+    if trainer.args.dataloader_num_workers > 1 and not trainer.args.dataloader_in_order:
+        raise Unsupported(
+            "resume a Trainer with dataloader_in_order=False: the order of its batches depends on the workers' speed",
+            hint="remove dataloader_in_order=False from the TrainingArguments",
+        )
+    if hasattr(trainer, "_buffered_inputs"):
+        raise Unsupported(
+            f"resume a {type(trainer).__name__}: the completions that it generates for several steps are not saved",
+            hint="TRL's trainers that learn from a dataset, such as SFTTrainer and DPOTrainer, work",
+        )
+    if not hasattr(trainer, "_finalize_training"):
+        raise Unsupported("resume a Trainer: this transformers is too old", hint="install transformers 5.3 or later")
 
 
-class _SavedProgress(TrainingState):
-    """Reads only Trainer's progress from a checkpoint: Trainer needs it before it builds the model's other state."""
+def _init_training_state(
+    trainer: Any, saved: dict[str, Any], max_steps: int, steps_per_epoch: int, epochs: int, *others: Any
+) -> tuple[int, int]:
+    """In place of Trainer's method: the epoch to begin at and the number of its batches that were trained on.
 
-    def __init__(self) -> None:
-        super().__init__(model=torch.nn.Module(), rng=False)
-        self.saved: dict[str, Any] = {}
-
-    @property
-    def is_stepped(self) -> bool:
-        return False  # no snapshot is taken of this state
-
-    def plan_restore(
-        self,
-        tree: Json,
-        available: Available,
-        rank_local: RankLocal | None = None,
-        *,
-        is_dry: bool = False,
-        filter: RestoreFilter = EXACT,
-    ) -> RestorePlan:
-        if not filter.is_exact:
-            raise BadConfig(
-                "resume a Trainer with only, rename, strict, cast or keep: it is resumed whole",
-                hint="load weights into the model before the Trainer is made: `tierd export` writes them",
-            )
-        plan = RestorePlan(available, torch.device("cpu"))
-        section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
-        if not isinstance(section, dict) or "value" not in section:
-            raise Mismatch(
-                "resume a Trainer: the checkpoint was not taken from one", hint="give TierdCallback another run"
-            )
-        self.saved = plan.decode(section["value"])
-        return plan
+    Trainer would compute them from the step, as if every epoch had the same length.
+    """
+    type(trainer)._init_training_state(trainer, max_steps, steps_per_epoch, epochs, *others)
+    stays_finished = saved["finished"] and max_steps <= saved["state"]["max_steps"]
+    if stays_finished or trainer.state.global_step >= max_steps:
+        return epochs, 0  # train no more: there is no such epoch
+    epoch, batches = saved["position"]
+    return epoch, batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,22 +41,48 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
     assert stopped.steps(7, 13) == alone.steps(7, 13)
     assert again.steps(15) == alone.steps(15)
     assert len([line for line in again.steps(15)[0] if "loss" in line]) == 2 * 26
-    # Trainer's results for the whole training, except the loss, which it averages over one call of train().
-    assert {**again.result, "train_loss": 0} == {**alone.result, "train_loss": 0}
+    assert again.result == alone.result
     assert again.result["evaluations"] == 10
     assert again.result["notes"] == {"steps": 40}
     assert list(output.glob("*")) == []
 
 
-def test_loss_returned_by_train_covers_only_its_own_steps(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"args": {"max_steps": 24}}, id="max_steps"),
+        pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping"),
+        pytest.param(
+            {"args": {"num_train_epochs": 2, "load_best_model_at_end": True, **dict.fromkeys(
+                ("eval_strategy", "save_strategy", "logging_strategy"), "epoch")}},
+            id="best model after the last epoch",
+        ),
+    ],
+)  # fmt: skip
+def test_finished_training_stays_finished(forks: Forks, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The loss that train() returns covers all steps, also those before a kill."""
+    name = tmp_path.name
+    alone = forks.run(f"alone-{name}", socket=None, output=str(tmp_path / "alone"), **settings)
     with Daemon(tmp_path) as daemon:
-        command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": {"every_steps": 10}}
-        whole = forks.run("loss", **command)
-        tail = forks.run("loss", **command, which={"resume": 20})  # between two logs, at 18 and 21
-    mean = sum(line["loss"] for line in tail.steps(21)[0] if "loss" in line) / 20
-    assert tail.resumed == 20
-    assert tail.result["train_loss"] == pytest.approx(mean, rel=1e-6)
-    assert tail.steps(21) == whole.steps(21)
+        command = {"socket": daemon.socket, "output": str(tmp_path / "run"), "connect": EVERY_3, **settings}
+        forks.run(name, **command, signals=[(8, "SIGKILL", 0)])
+        runs = [forks.run(name, **command) for _ in range(3)]
+        assert daemon.newest("hot") == alone.result["end"]
+    for run in runs:
+        assert run.result == alone.result
+    for again in runs[1:]:
+        assert again.resumed == alone.result["end"]
+        assert not [line for line in again.lines[0] if "loss" in line]
+
+
+def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, tmp_path: Path) -> None:
+    settings = {"output": str(tmp_path / "output")}
+    with Daemon(tmp_path) as daemon:
+        forks.run("raised", socket=daemon.socket, args={"max_steps": 13}, **settings)
+        again = forks.run("raised", socket=daemon.socket, args={"max_steps": 16}, **settings)
+    assert again.resumed == 13
+    assert again.result["end"] == 16
+    assert [line["step"] for line in again.lines[0] if "loss" in line] == [14, 14, 15, 15, 16, 16]
 
 
 def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
@@ -69,10 +96,13 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
         assert -signal.SIGKILL in killed.codes
         again = forks.run("run-2", ranks=2, **command)
         assert daemon.newest("hot") == 40
+        fewer = forks.run("run-2", **{**command, "args": {**own, "ddp_backend": None}})
     assert again.resumed == 6
     assert again.steps(7) == alone.steps(7)
     assert again.result["best"] == alone.result["best"]
     assert (tmp_path / "run/checkpoint-40/optimizer.pt").exists()
+    assert fewer.codes == [1]
+    assert "it differs between the 2 ranks that saved the checkpoint" in fewer.stderr
 
 
 def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
@@ -109,6 +139,30 @@ def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -
         ignored = forks.run("deaf", **command, listens=False)
     assert ignored.codes == [1]
     assert "from step 0: its resume point is step 6" in ignored.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"ignore_data_skip": True}, "with ignore_data_skip: it would read the data of the epoch from the start"),
+        ({"dataloader_num_workers": 2, "dataloader_in_order": False}, "the order of its batches depends on"),
+    ],
+)
+def test_trainer_that_cannot_be_resumed_exactly_is_refused(
+    forks: Forks, tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
+    refused = forks.run(f"refused-{tmp_path.name}", socket="unused", output=str(tmp_path / "output"), args=setting)
+    assert refused.codes == [1]
+    assert message in refused.stderr
+
+
+def test_another_number_of_workers_is_refused_when_batches_draw_numbers(forks: Forks, tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
+        forks.run("workers", **command, signals=[(7, "SIGKILL", 0)])
+        refused = forks.run("workers", **command, args={"dataloader_num_workers": 1})
+    assert refused.codes == [1]
+    assert "resume with 1 workers of the loader: it had 0" in refused.stderr
 
 
 def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_path: Path) -> None:
