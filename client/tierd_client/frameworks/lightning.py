@@ -3,18 +3,20 @@
 trainer = Trainer(callbacks=[TierdCallback("gpt-124m", every_steps=50)])
 trainer.fit(model, data)
 
-Snapshots hold what Lightning's own checkpoint holds, the generators, and the position in the data: the loader's own
-state where it has one (torchdata's StatefulDataLoader); a plain DataLoader repeats the batches of its epoch. Snapshots
-are taken between two batches, just before the next one is fetched, when all work on the last one is done.
+Snapshots hold what Lightning's own checkpoint holds, the epoch's metrics, the generators, and the position in the data:
+the loader's own state where it has one (torchdata's StatefulDataLoader); a plain DataLoader repeats the batches of its
+epoch. Snapshots are taken between two batches, just before the next one is fetched, when all work on the last one is
+done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import msgspec
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
 from lightning.pytorch.utilities import CombinedLoader
@@ -24,12 +26,14 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from tierd.errors import Mismatch, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
+from tierd_client.frameworks import logged_metrics
 from tierd_client.log import log
 from tierd_client.state import rng
 from tierd_client.state.dict_state import DictState
 from tierd_client.state.sections import is_stateful
+from tierd_client.state.training_state import Captured
 
-PER_RANK = ("loops", "place")
+PER_RANK = ("loops", "place", "metrics", "gradients")
 
 
 class Randomness(msgspec.Struct):
@@ -42,14 +46,34 @@ class Randomness(msgspec.Struct):
 class Place(msgspec.Struct):
     """The position in the data: training has used `given` batches of this epoch, which were all if `is_over`.
 
-    `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched.
+    `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched. `at_ahead`: when
+    a batch was fetched that training has not used yet. `should_stop`: training ends here, for example early.
     """
 
+    world_size: int
     given: int
     is_over: bool
+    should_stop: bool
     at_iter: Randomness
     at_first: Randomness | None
+    at_ahead: Randomness | None
     now: Randomness
+
+
+class LightningState(DictState):
+    """A snapshot's values. `broadcast`: the tensors for which rank 0's values count, as for the buffers under DDP."""
+
+    def __init__(self, values: dict[str, Any], broadcast: Collection[str] = ()) -> None:
+        super().__init__(values, per_rank=PER_RANK)
+        self._broadcast = frozenset(broadcast)
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        captured = super().capture(rank, world_size)
+        tensors = [
+            msgspec.structs.replace(tensor, is_buffer=True) if tensor.name in self._broadcast else tensor
+            for tensor in captured.tensors
+        ]
+        return Captured(tensors, captured.tree)
 
 
 class TierdCallback(Callback):
@@ -71,10 +95,10 @@ class TierdCallback(Callback):
         self._trainer: Any = None
         self._values: dict[str, Any] = {}
         self._resumed: Place | None = None
+        self._metrics: dict[str, Any] | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
         self._last_step: int | None = None
         self._asked_step: int | None = None
-        self._is_due = False
-        self._was_delayed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -90,11 +114,20 @@ class TierdCallback(Callback):
         source = trainer.fit_loop._data_source
         make_loaders = source.dataloader
         source.dataloader = lambda: self._watch(make_loaders())
+        loop = trainer.fit_loop.epoch_loop
+        begin = loop.on_run_start
+
+        def on_run_start(data_fetcher: Any) -> None:
+            begin(data_fetcher)
+            if vars(loop).pop("on_run_start", None) is not None:
+                self._resume()
+
+        loop.on_run_start = on_run_start
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.found is not None and checkpoint.get("loops") is not self._values["loops"]:
             log.warning("tierd: ckpt_path is given: training begins there, not at step %d of tierd", self.found.step)
-            self.found = self._resumed = None
+            self.found = self._resumed = self._metrics = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -120,28 +153,59 @@ class TierdCallback(Callback):
 
     def _restore(self, client: Client) -> None:
         """Gives the newest snapshot to Lightning as if it had just read a checkpoint file."""
-        self.found = client.restore(DictState(self._values, per_rank=PER_RANK))
+        self.found = client.restore(LightningState(self._values))
+        self._resumed = self._metrics = None
         if self.found is None:
             return
         try:
             self._resumed = msgspec.convert(self._values["place"], Place)
             checkpoint = {**self._values["checkpoint"], "state_dict": self._values["model"]}
             checkpoint["loops"] = self._values["loops"]
+            self._metrics = self._values["metrics"]
+            self._gradients = self._values.get("gradients", {})
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Mismatch(
                 f"resume {self._run} at step {self.found.step}: not a snapshot of a Lightning training: {error!r}",
                 hint="use another run name for this training",
             ) from error
+        if self._resumed.world_size != self._trainer.world_size:
+            raise Mismatch(
+                f"resume {self._run} at step {self.found.step} on {self._trainer.world_size} ranks: "
+                f"{self._resumed.world_size} ranks trained it, and the batches of an epoch are distributed otherwise now",
+                hint="resume on the same number of ranks",
+            )
         # Without a ckpt_path, fit restores this.
         self._trainer._checkpoint_connector._loaded_checkpoint, _ = migrate_checkpoint(checkpoint)
 
     def _watch(self, loaders: Any) -> WatchedLoader:
         """The training's loaders, at the position of the resumed snapshot if there is one."""
         resumed, self._resumed = self._resumed, None
+        if resumed is not None:  # a training that is finished goes no further than this
+            self._trainer.should_stop = resumed.should_stop
+            self._restore_metrics()
         mode = "max_size_cycle"
         if isinstance(loaders, CombinedLoader):
             loaders, mode = loaders.iterables, loaders._mode  # pyright: ignore[reportPrivateUsage]
         return WatchedLoader(loaders, mode, self.before_batch, self._trainer.strategy.root_device, resumed)
+
+    def _resume(self) -> None:
+        """Called just before the first batch, after all hooks that Lightning calls at the start of training."""
+        trainer = self._trainer
+        if self._metrics is None:
+            return
+        # Lightning expects a checkpoint from within a step. From one between two batches, it would validate again, log
+        # another step number, and not step a plateau scheduler at the end of the epoch.
+        trainer.fit_loop.epoch_loop.restarting = False
+        trainer.fit_loop._restarting = False
+        self._restore_metrics()  # again: the hooks have logged, as at the start of a training
+        for name, parameter in trainer.lightning_module.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device)
+        self._metrics, self._gradients = None, {}
+
+    def _restore_metrics(self) -> None:
+        if self._metrics is not None:
+            logged_metrics.restore(self._trainer, self._metrics)
 
     def before_batch(self) -> None:
         """Called between two batches. Takes a snapshot when one is due. Raises SIGTERMException to stop."""
@@ -149,14 +213,8 @@ class TierdCallback(Callback):
         if client is None or self._asked_step in (None, trainer.global_step):
             return  # before the first step, or while gradients are accumulated
         self._asked_step = trainer.global_step
-        self._is_due = client.due(trainer.global_step) or self._is_due
-        loop = trainer.fit_loop.epoch_loop
-        # At the end of an epoch or before a validation, a resumed Lightning would log another step number and step a
-        # plateau scheduler twice. So the snapshot is delayed by a step, unless the last step was of that kind too.
-        is_delayed = loop.batch_progress.current.ready == 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        if client.stopping or (self._is_due and (self._was_delayed or not is_delayed)):
+        if client.due(trainer.global_step) or client.stopping:
             self._snapshot()
-        self._was_delayed = is_delayed
         if client.stopping:
             raise SIGTERMException
 
@@ -166,10 +224,10 @@ class TierdCallback(Callback):
         if client is None or trainer.global_step == self._last_step:
             return
         self._fill_values()
-        self._last_step, self._is_due = trainer.global_step, False
+        self._last_step = trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         try:
-            client.snapshot(trainer.global_step, DictState(self._values, per_rank=PER_RANK), metrics=metrics)
+            client.snapshot(trainer.global_step, self._state(), metrics=metrics)
         except Transient as error:
             log.warning("tierd: no snapshot of step %d: %s", trainer.global_step, error)
 
@@ -182,17 +240,42 @@ class TierdCallback(Callback):
                 for name in ("NAME", "KEY", "TYPE"):
                     checkpoint.pop(getattr(owner, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
         loop = trainer.fit_loop.epoch_loop
-        place = trainer.fit_loop._combined_loader.place(
-            loop.batch_progress.current.ready, is_over=loop._num_ready_batches_reached()
+        loader: WatchedLoader = trainer.fit_loop._combined_loader
+        given = loop.batch_progress.current.ready
+        at_iter, at_first, at_ahead, now = loader.randomness(given)
+        place = Place(
+            trainer.world_size,
+            given,
+            loop._num_ready_batches_reached(),
+            trainer.should_stop,
+            at_iter,
+            at_first,
+            at_ahead,
+            now,
         )
+        if at_ahead is not None and loader.states_ahead:
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader.states_ahead
         self._values["model"] = checkpoint.pop("state_dict")
         self._values["loops"] = checkpoint.pop("loops")
         self._values["checkpoint"] = checkpoint
         self._values["place"] = msgspec.to_builtins(place, builtin_types=(bytes,))
+        self._values["metrics"] = logged_metrics.capture(trainer)
+        module = trainer.lightning_module
+        if not module.automatic_optimization:  # the module decides how many batches it accumulates gradients over
+            gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+            self._values["gradients"] = {name: grad for name, grad in gradients.items() if grad is not None}
+
+    def _state(self) -> LightningState:
+        trainer = self._trainer
+        if not getattr(trainer.strategy.model, "broadcast_buffers", False):
+            return LightningState(self._values)
+        parameters = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        return LightningState(self._values, [f"model.{name}" for name in self._values["model"].keys() - parameters])
 
     def _leave(self) -> None:
         if self._trainer is not None:
             vars(self._trainer.fit_loop._data_source).pop("dataloader", None)
+            vars(self._trainer.fit_loop.epoch_loop).pop("on_run_start", None)
         client, self.client, self._trainer, self._values = self.client, None, None, {}
         if client is not None:
             client.stop()
@@ -218,18 +301,25 @@ class WatchedLoader(CombinedLoader):
         self._resumed = resumed
         self._at_iter: Randomness | None = None
         self._at_first: Randomness | None = None
-        self._at_next: Randomness | None = None
+        self._at_last: Randomness | None = None
+        self._at_next: list[Randomness] = []
+        self._fetched = 0
+        self._fetches_ahead = False
+        self.states_ahead: list[dict[str, Any]] = []
+        """The states of the loaders before the last batch was fetched, where Lightning fetches one ahead."""
 
-    def place(self, given: int, *, is_over: bool) -> Place:
+    def randomness(self, given: int) -> tuple[Randomness, Randomness | None, Randomness | None, Randomness]:
+        """`at_iter`, `at_first`, `at_ahead` and `now` of the Place after `given` batches."""
         now = self._randomness()
-        return Place(given, is_over, self._at_iter or now, self._at_first, now)
+        return self._at_iter or now, self._at_first, self._at_last if self._fetched > given else None, now
 
     def __iter__(self) -> WatchedLoader:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             self._set(resumed.now if resumed.is_over else resumed.at_iter)
-        self._at_iter, self._at_first = self._randomness(), None
+        self._at_iter, self._at_first, self._fetched = self._randomness(), None, 0
         super().__iter__()
+        self._fetches_ahead = sized_len(self) is None  # Lightning then fetches ahead, to know which batch is the last
         if resumed is None:
             return self
         if not resumed.is_over:
@@ -239,18 +329,26 @@ class WatchedLoader(CombinedLoader):
                 self._set(self._at_first)
                 for _ in range(resumed.given):
                     super().__next__()
-        # The next batch must not depend on numbers that the hooks at the start of training draw.
-        self._at_next = self._randomness() if resumed.is_over else resumed.now
+            self._fetched = resumed.given
+        # The next batches must not depend on numbers that the hooks at the start of training draw.
+        now = self._randomness() if resumed.is_over else resumed.now
+        self._at_next = [now] if resumed.at_ahead is None else [resumed.at_ahead, now]
         return self
 
     def __next__(self) -> Any:
         self._before_batch()
-        if self._at_next is not None:
-            self._set(self._at_next)
-            self._at_next = None
+        is_resumed = bool(self._at_next)
+        if is_resumed:
+            self._set(self._at_next.pop(0))
         if self._at_first is None:
             self._at_first = self._randomness()
-        return super().__next__()
+        if self._fetches_ahead:
+            self._at_last, self.states_ahead = self._randomness(), self._state_dicts()
+        batch = super().__next__()
+        self._fetched += 1
+        if is_resumed and not self._at_next and self._fetches_ahead:
+            self._at_next = [self._randomness()]
+        return batch
 
     def _randomness(self) -> Randomness:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
