@@ -52,9 +52,7 @@ def _result(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in lines[-1].items() if name != "resumed"}
 
 
-def _end(
-    lines: list[dict[str, Any]], expected: list[dict[str, Any]], reached: int, *, at_end: bool = False
-) -> int:
+def _end(lines: list[dict[str, Any]], expected: list[dict[str, Any]], reached: int, *, at_end: bool = False) -> int:
     """The index in `expected` after the stretch `lines`, which begins at or before `reached`."""
     starts = [len(expected) - len(lines)] if at_end else range(min(reached, len(expected) - len(lines)), -1, -1)
     for start in starts:
@@ -62,5 +60,6 @@ def _end(
             return start + len(lines)
     # For a readable failure: compare from where the first line stands.
     start = next((index for index, line in enumerate(expected) if lines and line == lines[0]), reached)
-    assert lines == expected[start : start + len(lines)], f"begins at line {start}, reached {reached}"
+    for index, line in enumerate(lines):
+        assert line == expected[start + index], f"line {start + index}, {index} after the start, {reached} reached"
     raise AssertionError(f"a gap: lines {start} to {start + len(lines)}, reached {reached}")

@@ -124,7 +124,7 @@ class Net(lightning.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss, probabilities, target = self.answer(batch)
-        sync = self.options.get("ranks", 1) > 1
+        sync = ranks() > 1
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=sync)
         self.log("highest", loss, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=sync)
         self.log("total", loss, reduce_fx=torch.sum, on_step=False, on_epoch=True, sync_dist=sync)
@@ -148,7 +148,7 @@ class Net(lightning.LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         loss, probabilities, target = self.answer(batch)
         self.val_auroc.update(probabilities, target)
-        sync = self.options.get("ranks", 1) > 1
+        sync = ranks() > 1
         self.log("val_loss", loss, on_step=True, on_epoch=True, sync_dist=sync)
         if not self.trainer.sanity_checking:
             self.lines(validated=loss.item(), step=self.global_step)
@@ -192,7 +192,7 @@ class ManualNet(Net):
         self.untoggle_optimizer(second)
         self.auroc(probabilities, target)
         self.log("auroc", self.auroc, on_step=False, on_epoch=True)
-        self.log_dict({"made": loss, "judged": judged}, on_step=True, on_epoch=True)
+        self.log_dict({"made": loss, "judged": judged}, on_step=True, on_epoch=True, sync_dist=ranks() > 1)
         self.range.update(judged.detach())
         self.by_hand.update(judged.detach())
         rates = [group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
@@ -210,6 +210,10 @@ class ManualNet(Net):
         ]
         plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
         return optimizers, [plateau(optimizer, factor=0.5, patience=0) for optimizer in optimizers]
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def loader(kind: str) -> Any:
@@ -238,19 +242,18 @@ def main(options: dict[str, Any]) -> object:
         callbacks.append(GradientAccumulationScheduler({0: 1, 1: options["accumulate"]}))
     if options.get("folder"):
         callbacks.append(ModelCheckpoint(options["folder"], monitor="val_loss"))
-    ranks = options.get("ranks", 1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         callbacks=callbacks,
         logger=LinesLogger(lines),
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
+        devices=ranks(),
+        strategy=options.get("strategy", "ddp") if ranks() > 1 else "auto",
         log_every_n_steps=2,
         **dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False),
         **{
             "max_epochs": 4,
             "enable_checkpointing": bool(options.get("folder")),
-            "use_distributed_sampler": ranks > 1,
+            "use_distributed_sampler": ranks() > 1,
             **options.get("trainer", {}),
         },
     )

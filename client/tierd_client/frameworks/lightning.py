@@ -11,13 +11,12 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,50 +26,25 @@ from tierd.errors import Mismatch, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
 from tierd_client.frameworks import logged_metrics
+from tierd_client.frameworks.watched_loader import Place, WatchedLoader
 from tierd_client.log import log
-from tierd_client.state import rng
 from tierd_client.state.dict_state import DictState
-from tierd_client.state.sections import is_stateful
 from tierd_client.state.training_state import Captured
 
-PER_RANK = ("loops", "place", "metrics", "gradients")
-
-
-class Randomness(msgspec.Struct):
-    """All generators at one instant: `everyone` as `rng.capture` returns them, `own` those that loaders were given."""
-
-    everyone: dict[str, Any]
-    own: list[bytes]
-
-
-class Place(msgspec.Struct):
-    """The position in the data: training has used `given` batches of this epoch, which were all if `is_over`.
-
-    `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched. `at_ahead`: when
-    a batch was fetched that training has not used yet. `should_stop`: training ends here, for example early.
-    """
-
-    world_size: int
-    given: int
-    is_over: bool
-    should_stop: bool
-    at_iter: Randomness
-    at_first: Randomness | None
-    at_ahead: Randomness | None
-    now: Randomness
+PER_RANK = ("loops", "place", "metrics", "buffers", "gradients")
 
 
 class LightningState(DictState):
-    """A snapshot's values. `broadcast`: the tensors for which rank 0's values count, as for the buffers under DDP."""
+    """A snapshot's values. `broadcast`: the tensors of which rank 0's values count, such as the buffers under DDP."""
 
-    def __init__(self, values: dict[str, Any], broadcast: Collection[str] = ()) -> None:
+    def __init__(self, values: dict[str, Any], broadcast: Collection[torch.Tensor] = ()) -> None:
         super().__init__(values, per_rank=PER_RANK)
-        self._broadcast = frozenset(broadcast)
+        self._broadcast = {id(tensor) for tensor in broadcast}
 
     def capture(self, rank: int, world_size: int) -> Captured:
         captured = super().capture(rank, world_size)
         tensors = [
-            msgspec.structs.replace(tensor, is_buffer=True) if tensor.name in self._broadcast else tensor
+            msgspec.structs.replace(tensor, is_buffer=True) if id(tensor.tensor) in self._broadcast else tensor
             for tensor in captured.tensors
         ]
         return Captured(tensors, captured.tree)
@@ -96,6 +70,7 @@ class TierdCallback(Callback):
         self._values: dict[str, Any] = {}
         self._resumed: Place | None = None
         self._metrics: dict[str, Any] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._last_step: int | None = None
         self._asked_step: int | None = None
@@ -159,10 +134,13 @@ class TierdCallback(Callback):
             return
         try:
             self._resumed = msgspec.convert(self._values["place"], Place)
-            checkpoint = {**self._values["checkpoint"], "state_dict": self._values["model"]}
+            checkpoint = {
+                **self._values["checkpoint"],
+                "state_dict": {**self._values["model"], **self._values["buffers"]},
+            }
             checkpoint["loops"] = self._values["loops"]
             self._metrics = self._values["metrics"]
-            self._gradients = self._values.get("gradients", {})
+            self._buffers, self._gradients = self._values["buffers"], self._values["gradients"]
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Mismatch(
                 f"resume {self._run} at step {self.found.step}: not a snapshot of a Lightning training: {error!r}",
@@ -170,8 +148,8 @@ class TierdCallback(Callback):
             ) from error
         if self._resumed.world_size != self._trainer.world_size:
             raise Mismatch(
-                f"resume {self._run} at step {self.found.step} on {self._trainer.world_size} ranks: "
-                f"{self._resumed.world_size} ranks trained it, and the batches of an epoch are distributed otherwise now",
+                f"resume {self._run} at step {self.found.step} on {self._trainer.world_size} ranks: it is a snapshot "
+                f"of {self._resumed.world_size} ranks, and Lightning distributes the batches of an epoch otherwise now",
                 hint="resume on the same number of ranks",
             )
         # Without a ckpt_path, fit restores this.
@@ -183,6 +161,12 @@ class TierdCallback(Callback):
         if resumed is not None:  # a training that is finished goes no further than this
             self._trainer.should_stop = resumed.should_stop
             self._restore_metrics()
+            for name, value in self._trainer.lightning_module.state_dict().items():
+                if name in self._buffers:
+                    value.copy_(self._buffers[name])  # again: DDP has given rank 0's to all ranks
+            self._buffers = {}
+            if hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
+                self._trainer.strategy.model.require_forward_param_sync = resumed.broadcasts_next
         mode = "max_size_cycle"
         if isinstance(loaders, CombinedLoader):
             loaders, mode = loaders.iterables, loaders._mode  # pyright: ignore[reportPrivateUsage]
@@ -198,6 +182,9 @@ class TierdCallback(Callback):
         trainer.fit_loop.epoch_loop.restarting = False
         trainer.fit_loop._restarting = False
         self._restore_metrics()  # again: the hooks have logged, as at the start of a training
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer)  # Lightning calls it only where an epoch begins
         for name, parameter in trainer.lightning_module.named_parameters():
             if name in self._gradients:
                 parameter.grad = self._gradients[name].to(parameter.device)
@@ -245,9 +232,11 @@ class TierdCallback(Callback):
         at_iter, at_first, at_ahead, now = loader.randomness(given)
         place = Place(
             trainer.world_size,
+            trainer.fit_loop.epoch_progress.current.processed,
             given,
             loop._num_ready_batches_reached(),
             trainer.should_stop,
+            getattr(trainer.strategy.model, "require_forward_param_sync", False),
             at_iter,
             at_first,
             at_ahead,
@@ -255,22 +244,32 @@ class TierdCallback(Callback):
         )
         if at_ahead is not None and loader.states_ahead:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader.states_ahead
-        self._values["model"] = checkpoint.pop("state_dict")
+        module = trainer.lightning_module
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        model = checkpoint.pop("state_dict")
+        is_apart = trainer.world_size > 1 and not self._broadcasts_buffers
+        self._values["model"] = {name: value for name, value in model.items() if name in names or not is_apart}
+        self._values["buffers"] = {name: value for name, value in model.items() if name not in names and is_apart}
         self._values["loops"] = checkpoint.pop("loops")
         self._values["checkpoint"] = checkpoint
         self._values["place"] = msgspec.to_builtins(place, builtin_types=(bytes,))
         self._values["metrics"] = logged_metrics.capture(trainer)
-        module = trainer.lightning_module
-        if not module.automatic_optimization:  # the module decides how many batches it accumulates gradients over
-            gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-            self._values["gradients"] = {name: grad for name, grad in gradients.items() if grad is not None}
+        # With manual optimization, the module decides over how many batches it accumulates gradients.
+        gradients = {
+            name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
+        }
+        self._values["gradients"] = {} if module.automatic_optimization else gradients
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        """Whether DDP gives rank 0's buffers to all ranks before each step. Lightning prevents it when manual."""
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        return is_automatic and getattr(self._trainer.strategy.model, "broadcast_buffers", False)
 
     def _state(self) -> LightningState:
-        trainer = self._trainer
-        if not getattr(trainer.strategy.model, "broadcast_buffers", False):
-            return LightningState(self._values)
-        parameters = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
-        return LightningState(self._values, [f"model.{name}" for name in self._values["model"].keys() - parameters])
+        names = {name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        model: dict[str, Any] = self._values["model"]
+        return LightningState(self._values, [value for name, value in model.items() if name not in names])
 
     def _leave(self) -> None:
         if self._trainer is not None:
@@ -279,92 +278,3 @@ class TierdCallback(Callback):
         client, self.client, self._trainer, self._values = self.client, None, None, {}
         if client is not None:
             client.stop()
-
-
-class WatchedLoader(CombinedLoader):
-    """Lightning's combined loader. Calls `before_batch` before each fetch, and resumes at a Place.
-
-    Lightning restores loaders that have a state. The others repeat the batches of their epoch.
-    """
-
-    def __init__(
-        self,
-        iterables: Any,
-        mode: Any,
-        before_batch: Callable[[], None],
-        device: torch.device,
-        resumed: Place | None = None,
-    ) -> None:
-        super().__init__(iterables, mode)
-        self._before_batch = before_batch
-        self._device = device
-        self._resumed = resumed
-        self._at_iter: Randomness | None = None
-        self._at_first: Randomness | None = None
-        self._at_last: Randomness | None = None
-        self._at_next: list[Randomness] = []
-        self._fetched = 0
-        self._fetches_ahead = False
-        self.states_ahead: list[dict[str, Any]] = []
-        """The states of the loaders before the last batch was fetched, where Lightning fetches one ahead."""
-
-    def randomness(self, given: int) -> tuple[Randomness, Randomness | None, Randomness | None, Randomness]:
-        """`at_iter`, `at_first`, `at_ahead` and `now` of the Place after `given` batches."""
-        now = self._randomness()
-        return self._at_iter or now, self._at_first, self._at_last if self._fetched > given else None, now
-
-    def __iter__(self) -> WatchedLoader:
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._set(resumed.now if resumed.is_over else resumed.at_iter)
-        self._at_iter, self._at_first, self._fetched = self._randomness(), None, 0
-        super().__iter__()
-        self._fetches_ahead = sized_len(self) is None  # Lightning then fetches ahead, to know which batch is the last
-        if resumed is None:
-            return self
-        if not resumed.is_over:
-            self._at_first = resumed.at_first
-            have_states = all(is_stateful(loader) for loader in self.flattened)
-            if self._at_first is not None and not have_states:
-                self._set(self._at_first)
-                for _ in range(resumed.given):
-                    super().__next__()
-            self._fetched = resumed.given
-        # The next batches must not depend on numbers that the hooks at the start of training draw.
-        now = self._randomness() if resumed.is_over else resumed.now
-        self._at_next = [now] if resumed.at_ahead is None else [resumed.at_ahead, now]
-        return self
-
-    def __next__(self) -> Any:
-        self._before_batch()
-        is_resumed = bool(self._at_next)
-        if is_resumed:
-            self._set(self._at_next.pop(0))
-        if self._at_first is None:
-            self._at_first = self._randomness()
-        if self._fetches_ahead:
-            self._at_last, self.states_ahead = self._randomness(), self._state_dicts()
-        batch = super().__next__()
-        self._fetched += 1
-        if is_resumed and not self._at_next and self._fetches_ahead:
-            self._at_next = [self._randomness()]
-        return batch
-
-    def _randomness(self) -> Randomness:
-        own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
-        return Randomness(rng.capture([self._device]), own)
-
-    def _set(self, randomness: Randomness) -> None:
-        rng.restore(randomness.everyone, [self._device])
-        for generator, state in zip(self._generators(), randomness.own, strict=False):
-            generator.set_state(rng.state_tensor(state))
-
-    def _generators(self) -> Iterator[torch.Generator]:
-        """The generators that a loader or its sampler was given, each once."""
-        seen: set[int] = set()
-        for loader in self.flattened:
-            for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                generator = getattr(owner, "generator", None)
-                if isinstance(generator, torch.Generator) and id(generator) not in seen:
-                    seen.add(id(generator))
-                    yield generator

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,  # pyright: ignore[reportPrivateUsage]
-    _ResultCollection,  # pyright: ignore[reportPrivateUsage]
     _ResultMetric,  # pyright: ignore[reportPrivateUsage]
     _Sync,  # pyright: ignore[reportPrivateUsage]
 )
