@@ -7,9 +7,7 @@ file. The training kills itself after `kill_at` lines.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +23,7 @@ from torchmetrics import MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision
 
 from tests.support.forks import write
+from tests.support.killed_runs import Lines, digest
 
 BATCHES = 7
 
@@ -71,19 +70,6 @@ class StatefulStream(IterableDataset[torch.Tensor]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order, self.given = list(state["order"]), state["given"]
-
-
-class Lines:
-    """Writes what happens, and kills the process after `kill_at` lines."""
-
-    def __init__(self, lines: str, kill_at: int | None) -> None:
-        self.lines, self.left = lines, kill_at or 0
-
-    def __call__(self, **fields: Any) -> None:
-        write(self.lines, **fields)
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LinesLogger(Logger):
@@ -223,6 +209,8 @@ def loader(kind: str) -> Any:
         return DataLoader(Stream(), batch_size=4)
     if kind == "stateful-stream":
         return StatefulDataLoader(StatefulStream(), batch_size=4)
+    if kind == "torchdata-stream":
+        return StatefulDataLoader(Stream(), batch_size=4)
     return DataLoader(Rows(), batch_size=4, shuffle=True)
 
 
@@ -258,14 +246,8 @@ def main(options: dict[str, Any]) -> object:
         },
     )
     trainer.fit(net, loader(options.get("data", "plain")), DataLoader(Rows(8), batch_size=4))
-    digest = hashlib.sha256()
-    for value in net.state_dict().values():
-        digest.update(value.numpy().tobytes())
-    write(
-        options["lines"],
-        resumed=callback.found.step if callback and callback.found else 0,
-        weights=digest.hexdigest(),
-        steps=trainer.global_step,
-        metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
-    )
+    if callback:
+        write(options["lines"], resumed=callback.found.step if callback.found else 0)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    write(options["lines"], weights=digest(net), step=trainer.global_step, metrics=metrics)
     return net, trainer

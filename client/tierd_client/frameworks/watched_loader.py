@@ -9,7 +9,7 @@ import msgspec
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len  # pyright: ignore[reportPrivateUsage]
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler  # pyright: ignore[reportPrivateUsage]
 
 from tierd_client.state import rng
@@ -160,11 +160,15 @@ class WatchedLoader(CombinedLoader):
 
 
 def _keeps_position(loader: Any) -> bool:
-    """Whether the loader's state is its whole position. torchdata's loader draws an order anew if the sampler has none.
+    """Whether the loader's state is its whole position.
 
-    Under DDP, Lightning wraps the sampler of a shuffled loader in one without a state.
+    torchdata's loader draws an order anew if the sampler has no state: under DDP, Lightning wraps the sampler of a
+    shuffled loader in such a one. It counts twice what it has read again of a stream without a state.
     """
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
     has_state = is_stateful(sampler) or type(sampler).__module__.startswith("torchdata.")
     is_fixed = sampler is None or type(sampler) in (SequentialSampler, DistributedSampler, _InfiniteConstantSampler)
-    return is_stateful(loader) and (has_state or is_fixed)
+    is_bare_stream = isinstance(dataset := getattr(loader, "dataset", None), IterableDataset) and not is_stateful(
+        dataset
+    )
+    return is_stateful(loader) and (has_state or is_fixed) and not is_bare_stream
