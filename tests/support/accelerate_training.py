@@ -98,7 +98,7 @@ def main(options: dict[str, Any]) -> object:
     loader: Any = DataLoader(TensorDataset(rows), batch_size=4, shuffle=True, collate_fn=masked)
     if data := options.get("data"):
         stream = Stream(rows) if data == "stream" else StatefulStream(rows)
-        loader = DataLoader(stream, batch_size=4, collate_fn=masked)
+        loader = DataLoader(stream, batch_size=4, collate_fn=masked, num_workers=options.get("workers", 0))
     unseen: Any = DataLoader(TensorDataset(rows[:8]), batch_size=4, collate_fn=masked)
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(first, 100)
     encoder, decoder, first, second, loader, unseen, scheduler = accelerator.prepare(

@@ -54,8 +54,10 @@ def run_killed(
         # A later start: the generators of the process differ, and all of them are restored.
         options_now = {**command, "seed": 1 if not runs else seed + len(runs)}
         if len(runs) < kills:
-            left = len(expected[0]) - reached[0]
-            options_now["kill_at"] = numbers.randint(1, max(1, min(left, 2 * len(expected[0]) // kills)))
+            # The first kill comes after the first snapshot: before it, only the same seed begins the same training.
+            least = 1 if runs else len(expected[0]) // 3
+            most = min(len(expected[0]) - reached[0], 2 * len(expected[0]) // kills)
+            options_now["kill_at"] = numbers.randint(least, max(least, most))
         run = forks.run(name, **options_now)
         run.lines = [[line for line in lines if "resumed" not in line] for lines in run.lines]
         runs.append(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import tierd_client
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -27,6 +28,7 @@ def main(options: dict[str, Any]) -> object:
     lines = Lines(options["lines"], options.get("kill_at"))
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    torch._inductor.config.compile_threads = 1  # no further processes: this one is forked
     compiled: Any = torch.compile(model) if options["compiles"] else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40)

@@ -148,9 +148,9 @@ class TierdCallback(Callback):
             ) from error
         if self._resumed.world_size != self._trainer.world_size:
             raise Mismatch(
-                f"resume {self._run} at step {self.found.step} on {self._trainer.world_size} ranks: it is a snapshot "
-                f"of {self._resumed.world_size} ranks, and Lightning distributes the batches of an epoch otherwise now",
-                hint="resume on the same number of ranks",
+                f"resume {self._run} at step {self.found.step}: the snapshot is of {self._resumed.world_size} ranks, "
+                f"this training has {self._trainer.world_size}",
+                hint="resume on the same number of ranks: Lightning distributes the batches of an epoch among them",
             )
         # Without a ckpt_path, fit restores this.
         self._trainer._checkpoint_connector._loaded_checkpoint, _ = migrate_checkpoint(checkpoint)

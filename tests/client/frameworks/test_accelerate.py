@@ -62,6 +62,8 @@ def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(fork
         ({"seedable": False}, "a prepared loader shuffles in an order that cannot be reproduced"),
         ({"names": ["registered_0"]}, "registered_0 is taken"),
         ({"every_batch": True}, "batches are being accumulated, and are not stored"),
+        ({"data": "stream", "dispatch": None}, "a DataLoaderDispatcher does not keep its position exactly"),
+        ({"data": "stream", "workers": 1}, "workers read Stream, a stream without a state"),
     ],
 )
 def test_accelerate_setup_that_cannot_resume_exactly_is_refused(

@@ -42,6 +42,16 @@ def test_loop_with_scaler_average_and_accumulation_resumes_identically(tmp_path:
     check("raw_training", tmp_path, kills=3, seed=3, every=2, compiles=False)
 
 
+def test_lightning_snapshot_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
+    with Forks("lightning_training", tmp_path) as forks, Daemon(tmp_path / "daemon") as daemon:
+        command = {"socket": daemon.socket, "every": 1, "trainer": {"max_epochs": 1}}
+        assert forks.run("run", ranks=2, **command).codes == [0, 0]
+        refused = forks.run("run", **command)
+    assert refused.codes == [1]
+    assert "2 ranks" in refused.stderr
+    print(refused.stderr[-400:])
+
+
 LIGHTNING: dict[str, dict[str, Any]] = {
     "plain": {"every": 1},
     "stateful": {"every": 3, "data": "stateful"},
