@@ -58,7 +58,8 @@ class TierdCallback(Callback):
     ends `fit` before the next batch with SystemExit, after a snapshot.
 
     `fit` raises Unsupported for strategies whose checkpoints are directories and for steps that take a dataloader_iter,
-    Mismatch for a run of another kind of training, and the errors of connect and Client.restore.
+    Mismatch for a run of another kind of training or on another number of ranks, and the errors of connect and
+    Client.restore.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
