@@ -48,8 +48,7 @@ def test_lightning_snapshot_of_two_ranks_is_refused_on_one(tmp_path: Path) -> No
         assert forks.run("run", ranks=2, **command).codes == [0, 0]
         refused = forks.run("run", **command)
     assert refused.codes == [1]
-    assert "2 ranks" in refused.stderr
-    print(refused.stderr[-400:])
+    assert "metrics: it differs between the 2 ranks that saved the checkpoint" in refused.stderr
 
 
 LIGHTNING: dict[str, dict[str, Any]] = {
