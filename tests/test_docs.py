@@ -146,6 +146,8 @@ OUTSIDE = {
     "StatefulDataLoader",  # torchdata
     *("train", "TrainerState", "save_state", "IterableDataset"),  # Hugging Face, torch
     *("register_for_checkpointing", "fit"),  # Accelerate, Lightning
+    *("EarlyStopping", "GradientAccumulationScheduler", "MetricCollection", "ModelCheckpoint", "Timer"),  # Lightning
+    "train_dataloader",  # Lightning
     *("Enum", "NewType", "Protocol"),  # Python
     *("StringLike", "StringLikeIfExists"),  # IAM
 }

@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_s
 from tierd.errors import BadConfig, BadRequest, Unsupported
 from tierd_client.frameworks.read_ahead import ReadAhead
 from tierd_client.state import rng
-from tierd_client.state.sections import Stateful
+from tierd_client.state.sections import Stateful, is_stateful
 from tierd_client.state.training_state import TrainingState
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -106,6 +106,12 @@ class _Position:
                 "training_state(accelerator): a prepared loader does not keep its position",
                 hint=hint % "use_seedable_sampler=True" + ", or give dataloader=… that does",
             )
+        is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        if is_stream and loader.num_workers > 0 and not is_stateful(loader.dataset):
+            raise BadConfig(
+                f"training_state(accelerator): workers read {type(loader.dataset).__name__}, a stream without a state",
+                hint="use num_workers=0, or give dataloader=… that keeps its position",
+            )
         self._sampler: Any = get_sampler(loader)
         self._is_seeded = isinstance(self._sampler, SeedableRandomSampler)
         if isinstance(self._sampler, torch.utils.data.RandomSampler) and not self._is_seeded:
@@ -141,7 +147,13 @@ class _Position:
         loader.iteration = state["iteration"]
         if self._is_seeded:
             self._sampler.initial_seed = state["seed"]
+        loader.set_epoch(state["iteration"])  # a stream may be read again to its position, in the order of this epoch
         loader.load_state_dict(state["loader"])
-        loader.base_dataloader.state_dict()  # draws the numbers of a new iterator now, before the RNG is restored
+        try:
+            loader.base_dataloader.state_dict()  # draws the numbers of a new iterator now, before the RNG is restored
+            # torchdata counts twice what it has read again of a stream without a state.
+            loader.base_dataloader._iterator._num_yielded = state["loader"].get("_num_yielded", 0)
+        except StopIteration:  # such a stream, which was read to its end
+            loader.base_dataloader.next_iter_state = None
         loader.dl_state_dict = state["loader"]
         self._ahead.repeat(state["ahead"])

@@ -3,19 +3,20 @@
 trainer = Trainer(callbacks=[TierdCallback("gpt-124m", every_steps=50)])
 trainer.fit(model, data)
 
-Snapshots hold what Lightning's own checkpoint holds, the generators, and the position in the data: the loader's own
-state where it has one (torchdata's StatefulDataLoader); a plain DataLoader repeats the batches of its epoch. Snapshots
-are taken between two batches, just before the next one is fetched, when all work on the last one is done.
+Snapshots hold what Lightning's own checkpoint holds, the epoch's metrics, the generators, and the position in the data:
+the loader's own state where it has one (torchdata's StatefulDataLoader); a plain DataLoader repeats the batches of its
+epoch. Snapshots are taken between two batches, just before the next one is fetched, when all work on the last one is
+done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -24,32 +25,29 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from tierd.errors import Mismatch, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
+from tierd_client.frameworks import logged_metrics
+from tierd_client.frameworks.watched_loader import Place, WatchedLoader
 from tierd_client.log import log
-from tierd_client.state import rng
 from tierd_client.state.dict_state import DictState
-from tierd_client.state.sections import is_stateful
+from tierd_client.state.training_state import Captured
 
-PER_RANK = ("loops", "place")
-
-
-class Randomness(msgspec.Struct):
-    """All generators at one instant: `everyone` as `rng.capture` returns them, `own` those that loaders were given."""
-
-    everyone: dict[str, Any]
-    own: list[bytes]
+PER_RANK = ("loops", "place", "metrics", "buffers", "gradients")
 
 
-class Place(msgspec.Struct):
-    """The position in the data: training has used `given` batches of this epoch, which were all if `is_over`.
+class LightningState(DictState):
+    """A snapshot's values. `broadcast`: the tensors of which rank 0's values count, such as the buffers under DDP."""
 
-    `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched.
-    """
+    def __init__(self, values: dict[str, Any], broadcast: Collection[torch.Tensor] = ()) -> None:
+        super().__init__(values, per_rank=PER_RANK)
+        self._broadcast = {id(tensor) for tensor in broadcast}
 
-    given: int
-    is_over: bool
-    at_iter: Randomness
-    at_first: Randomness | None
-    now: Randomness
+    def capture(self, rank: int, world_size: int) -> Captured:
+        captured = super().capture(rank, world_size)
+        tensors = [
+            msgspec.structs.replace(tensor, is_buffer=True) if id(tensor.tensor) in self._broadcast else tensor
+            for tensor in captured.tensors
+        ]
+        return Captured(tensors, captured.tree)
 
 
 class TierdCallback(Callback):
@@ -60,7 +58,8 @@ class TierdCallback(Callback):
     ends `fit` before the next batch with SystemExit, after a snapshot.
 
     `fit` raises Unsupported for strategies whose checkpoints are directories and for steps that take a dataloader_iter,
-    Mismatch for a run of another kind of training, and the errors of connect and Client.restore.
+    Mismatch for a run of another kind of training or on another number of ranks, and the errors of connect and
+    Client.restore.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -71,10 +70,11 @@ class TierdCallback(Callback):
         self._trainer: Any = None
         self._values: dict[str, Any] = {}
         self._resumed: Place | None = None
+        self._metrics: dict[str, Any] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
         self._last_step: int | None = None
         self._asked_step: int | None = None
-        self._is_due = False
-        self._was_delayed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -90,11 +90,20 @@ class TierdCallback(Callback):
         source = trainer.fit_loop._data_source
         make_loaders = source.dataloader
         source.dataloader = lambda: self._watch(make_loaders())
+        loop = trainer.fit_loop.epoch_loop
+        begin = loop.on_run_start
+
+        def on_run_start(data_fetcher: Any) -> None:
+            begin(data_fetcher)
+            if vars(loop).pop("on_run_start", None) is not None:
+                self._resume()
+
+        loop.on_run_start = on_run_start
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.found is not None and checkpoint.get("loops") is not self._values["loops"]:
             log.warning("tierd: ckpt_path is given: training begins there, not at step %d of tierd", self.found.step)
-            self.found = self._resumed = None
+            self.found = self._resumed = self._metrics = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -120,28 +129,71 @@ class TierdCallback(Callback):
 
     def _restore(self, client: Client) -> None:
         """Gives the newest snapshot to Lightning as if it had just read a checkpoint file."""
-        self.found = client.restore(DictState(self._values, per_rank=PER_RANK))
+        self.found = client.restore(LightningState(self._values))
+        self._resumed = self._metrics = None
         if self.found is None:
             return
         try:
             self._resumed = msgspec.convert(self._values["place"], Place)
-            checkpoint = {**self._values["checkpoint"], "state_dict": self._values["model"]}
+            checkpoint = {
+                **self._values["checkpoint"],
+                "state_dict": {**self._values["model"], **self._values["buffers"]},
+            }
             checkpoint["loops"] = self._values["loops"]
+            self._metrics = self._values["metrics"]
+            self._buffers, self._gradients = self._values["buffers"], self._values["gradients"]
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Mismatch(
                 f"resume {self._run} at step {self.found.step}: not a snapshot of a Lightning training: {error!r}",
                 hint="use another run name for this training",
             ) from error
+        if self._resumed.world_size != self._trainer.world_size:
+            raise Mismatch(
+                f"resume {self._run} at step {self.found.step}: the snapshot is of {self._resumed.world_size} ranks, "
+                f"this training has {self._trainer.world_size}",
+                hint="resume on the same number of ranks: Lightning distributes the batches of an epoch among them",
+            )
         # Without a ckpt_path, fit restores this.
         self._trainer._checkpoint_connector._loaded_checkpoint, _ = migrate_checkpoint(checkpoint)
 
     def _watch(self, loaders: Any) -> WatchedLoader:
         """The training's loaders, at the position of the resumed snapshot if there is one."""
         resumed, self._resumed = self._resumed, None
+        if resumed is not None:  # a training that is finished goes no further than this
+            self._trainer.should_stop = resumed.should_stop
+            self._restore_metrics()
+            for name, value in self._trainer.lightning_module.state_dict().items():
+                if name in self._buffers:
+                    value.copy_(self._buffers[name])  # again: DDP has given rank 0's to all ranks
+            self._buffers = {}
+            if hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
+                self._trainer.strategy.model.require_forward_param_sync = resumed.broadcasts_next
         mode = "max_size_cycle"
         if isinstance(loaders, CombinedLoader):
             loaders, mode = loaders.iterables, loaders._mode  # pyright: ignore[reportPrivateUsage]
         return WatchedLoader(loaders, mode, self.before_batch, self._trainer.strategy.root_device, resumed)
+
+    def _resume(self) -> None:
+        """Called just before the first batch, after all hooks that Lightning calls at the start of training."""
+        trainer = self._trainer
+        if self._metrics is None:
+            return
+        # Lightning expects a checkpoint from within a step. From one between two batches, it would validate again, log
+        # another step number, and not step a plateau scheduler at the end of the epoch.
+        trainer.fit_loop.epoch_loop.restarting = False
+        trainer.fit_loop._restarting = False
+        self._restore_metrics()  # again: the hooks have logged, as at the start of a training
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer)  # Lightning calls it only where an epoch begins
+        for name, parameter in trainer.lightning_module.named_parameters():
+            if name in self._gradients:
+                parameter.grad = self._gradients[name].to(parameter.device)
+        self._metrics, self._gradients = None, {}
+
+    def _restore_metrics(self) -> None:
+        if self._metrics is not None:
+            logged_metrics.restore(self._trainer, self._metrics)
 
     def before_batch(self) -> None:
         """Called between two batches. Takes a snapshot when one is due. Raises SIGTERMException to stop."""
@@ -149,14 +201,8 @@ class TierdCallback(Callback):
         if client is None or self._asked_step in (None, trainer.global_step):
             return  # before the first step, or while gradients are accumulated
         self._asked_step = trainer.global_step
-        self._is_due = client.due(trainer.global_step) or self._is_due
-        loop = trainer.fit_loop.epoch_loop
-        # At the end of an epoch or before a validation, a resumed Lightning would log another step number and step a
-        # plateau scheduler twice. So the snapshot is delayed by a step, unless the last step was of that kind too.
-        is_delayed = loop.batch_progress.current.ready == 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        if client.stopping or (self._is_due and (self._was_delayed or not is_delayed)):
+        if client.due(trainer.global_step) or client.stopping:
             self._snapshot()
-        self._was_delayed = is_delayed
         if client.stopping:
             raise SIGTERMException
 
@@ -166,10 +212,10 @@ class TierdCallback(Callback):
         if client is None or trainer.global_step == self._last_step:
             return
         self._fill_values()
-        self._last_step, self._is_due = trainer.global_step, False
+        self._last_step = trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         try:
-            client.snapshot(trainer.global_step, DictState(self._values, per_rank=PER_RANK), metrics=metrics)
+            client.snapshot(trainer.global_step, self._state(), metrics=metrics)
         except Transient as error:
             log.warning("tierd: no snapshot of step %d: %s", trainer.global_step, error)
 
@@ -182,91 +228,54 @@ class TierdCallback(Callback):
                 for name in ("NAME", "KEY", "TYPE"):
                     checkpoint.pop(getattr(owner, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
         loop = trainer.fit_loop.epoch_loop
-        place = trainer.fit_loop._combined_loader.place(
-            loop.batch_progress.current.ready, is_over=loop._num_ready_batches_reached()
+        loader: WatchedLoader = trainer.fit_loop._combined_loader
+        given = loop.batch_progress.current.ready
+        at_iter, at_first, at_ahead, now = loader.randomness(given)
+        place = Place(
+            trainer.world_size,
+            trainer.fit_loop.epoch_progress.current.processed,
+            given,
+            loop._num_ready_batches_reached(),
+            trainer.should_stop,
+            getattr(trainer.strategy.model, "require_forward_param_sync", False),
+            at_iter,
+            at_first,
+            at_ahead,
+            now,
         )
-        self._values["model"] = checkpoint.pop("state_dict")
+        if at_ahead is not None and loader.states_ahead:
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader.states_ahead
+        module = trainer.lightning_module
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        model = checkpoint.pop("state_dict")
+        is_apart = trainer.world_size > 1 and not self._broadcasts_buffers
+        self._values["model"] = {name: value for name, value in model.items() if name in names or not is_apart}
+        self._values["buffers"] = {name: value for name, value in model.items() if name not in names and is_apart}
         self._values["loops"] = checkpoint.pop("loops")
         self._values["checkpoint"] = checkpoint
         self._values["place"] = msgspec.to_builtins(place, builtin_types=(bytes,))
+        self._values["metrics"] = logged_metrics.capture(trainer)
+        # With manual optimization, the module decides over how many batches it accumulates gradients.
+        gradients = {
+            name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
+        }
+        self._values["gradients"] = {} if module.automatic_optimization else gradients
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        """Whether DDP gives rank 0's buffers to all ranks before each step. Lightning prevents it when manual."""
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        return is_automatic and getattr(self._trainer.strategy.model, "broadcast_buffers", False)
+
+    def _state(self) -> LightningState:
+        names = {name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        model: dict[str, Any] = self._values["model"]
+        return LightningState(self._values, [value for name, value in model.items() if name not in names])
 
     def _leave(self) -> None:
         if self._trainer is not None:
             vars(self._trainer.fit_loop._data_source).pop("dataloader", None)
+            vars(self._trainer.fit_loop.epoch_loop).pop("on_run_start", None)
         client, self.client, self._trainer, self._values = self.client, None, None, {}
         if client is not None:
             client.stop()
-
-
-class WatchedLoader(CombinedLoader):
-    """Lightning's combined loader. Calls `before_batch` before each fetch, and resumes at a Place.
-
-    Lightning restores loaders that have a state. The others repeat the batches of their epoch.
-    """
-
-    def __init__(
-        self,
-        iterables: Any,
-        mode: Any,
-        before_batch: Callable[[], None],
-        device: torch.device,
-        resumed: Place | None = None,
-    ) -> None:
-        super().__init__(iterables, mode)
-        self._before_batch = before_batch
-        self._device = device
-        self._resumed = resumed
-        self._at_iter: Randomness | None = None
-        self._at_first: Randomness | None = None
-        self._at_next: Randomness | None = None
-
-    def place(self, given: int, *, is_over: bool) -> Place:
-        now = self._randomness()
-        return Place(given, is_over, self._at_iter or now, self._at_first, now)
-
-    def __iter__(self) -> WatchedLoader:
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._set(resumed.now if resumed.is_over else resumed.at_iter)
-        self._at_iter, self._at_first = self._randomness(), None
-        super().__iter__()
-        if resumed is None:
-            return self
-        if not resumed.is_over:
-            self._at_first = resumed.at_first
-            have_states = all(is_stateful(loader) for loader in self.flattened)
-            if self._at_first is not None and not have_states:
-                self._set(self._at_first)
-                for _ in range(resumed.given):
-                    super().__next__()
-        # The next batch must not depend on numbers that the hooks at the start of training draw.
-        self._at_next = self._randomness() if resumed.is_over else resumed.now
-        return self
-
-    def __next__(self) -> Any:
-        self._before_batch()
-        if self._at_next is not None:
-            self._set(self._at_next)
-            self._at_next = None
-        if self._at_first is None:
-            self._at_first = self._randomness()
-        return super().__next__()
-
-    def _randomness(self) -> Randomness:
-        own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
-        return Randomness(rng.capture([self._device]), own)
-
-    def _set(self, randomness: Randomness) -> None:
-        rng.restore(randomness.everyone, [self._device])
-        for generator, state in zip(self._generators(), randomness.own, strict=False):
-            generator.set_state(rng.state_tensor(state))
-
-    def _generators(self) -> Iterator[torch.Generator]:
-        """The generators that a loader or its sampler was given, each once."""
-        seen: set[int] = set()
-        for loader in self.flattened:
-            for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                generator = getattr(owner, "generator", None)
-                if isinstance(generator, torch.Generator) and id(generator) not in seen:
-                    seen.add(id(generator))
-                    yield generator

@@ -31,7 +31,7 @@ def test_accelerate_training_killed_within_or_between_epochs_resumes_identically
     """7 steps an epoch of 14 batches, two to a step. The order of the data and the masks in it are random."""
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "every": resumed}
-        killed = forks.run(f"run-{resumed}", **command, kill_at=resumed + 2)
+        killed = forks.run(f"run-{resumed}", **command, kill_step=resumed + 2)
         assert killed.codes == [-signal.SIGKILL]
         again = forks.run(
             f"run-{resumed}", **command, seed=2
@@ -47,7 +47,7 @@ def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(fork
     alone = forks.run("alone-ranks", ranks=2, socket=None, epochs=6)
     with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "every": 5, "epochs": 6}
-        killed = forks.run("ranks", ranks=2, **command, kill_at=7)
+        killed = forks.run("ranks", ranks=2, **command, kill_step=7)
         assert -signal.SIGKILL in killed.codes
         again = forks.run("ranks", ranks=2, **command)
     assert again.resumed == 5
@@ -62,6 +62,8 @@ def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(fork
         ({"seedable": False}, "a prepared loader shuffles in an order that cannot be reproduced"),
         ({"names": ["registered_0"]}, "registered_0 is taken"),
         ({"every_batch": True}, "batches are being accumulated, and are not stored"),
+        ({"data": "stream", "dispatch": None}, "a DataLoaderDispatcher does not keep its position exactly"),
+        ({"data": "stream", "workers": 1}, "workers read Stream, a stream without a state"),
     ],
 )
 def test_accelerate_setup_that_cannot_resume_exactly_is_refused(

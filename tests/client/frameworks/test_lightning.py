@@ -14,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from tierd_client import DictState, Mismatch, Unsupported, connect
-from tierd_client.frameworks.lightning import TierdCallback, WatchedLoader
+from tierd_client.frameworks.lightning import TierdCallback
+from tierd_client.frameworks.watched_loader import WatchedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -155,8 +156,8 @@ def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, da
         killed.begin("apply", fit_in_process, kind, tmp_path / "killed", daemon.socket, 1, {"killed_at": 34})
         assert exit_code(killed) == -signal.SIGKILL
     assert facts_of(tmp_path / "killed")[-1]["step"] == 33
-    # Step 20 was the last of an epoch and was validated, so its snapshot was delayed by a step.
-    assert daemon.json("show", kind, "21")["manifest"]["metrics"].keys() == {"loss"}
+    # Step 20 was the last of an epoch and was validated.
+    assert daemon.json("show", kind, "20")["manifest"]["metrics"].keys() == {"loss"}
 
     with Trainer() as stopped:
         stopped.begin("apply", fit_in_process, kind, tmp_path / "stopped", daemon.socket, 2, {"stopped_at": 57})
