@@ -263,7 +263,8 @@ class Client:
     def close(self) -> None:
         """Leave the run as finished. Waits up to 10 s until the daemon has accepted the last snapshot; otherwise logs
         an error."""
-        self._close(wire.Goodbye(state="finished", reason=""))
+        if not self._generation.is_closed:  # `__del__` may call this after Python has cleared the modules
+            self._close(wire.Goodbye(state="finished", reason=""))
 
     def _close(self, outcome: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
         if not self._generation.is_open:

@@ -22,9 +22,9 @@ import torch
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
-REFUSED_DTYPES = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
+REFUSED_DTYPES = (torch.complex128, torch.complex32, torch.float8_e8m0fnu)
 SHAPES = ((), (1,), (3,), (0,), (2, 0, 3), (4, 3), (2, 3, 2, 2), (70, 2), (1, 1))
 KEYS = (
     "a", "b", "a.b", "a.b#2", "a#2", "b@00001", "@00000", "@00001#2", "$tensor", "$", "__metadata__", "", ".", "[0]",

@@ -144,6 +144,11 @@ def _e4m3(block: memoryview) -> tuple[int, int]:
     return int(((np.frombuffer(block, "u1") & 0x7F) == 0x7F).sum()), 0
 
 
+def _fnuz(block: memoryview) -> tuple[int, int]:
+    """The fnuz float8s have one NaN, at the bits of a negative zero, and no Inf. https://arxiv.org/abs/2206.02915"""
+    return int((np.frombuffer(block, "u1") == 0x80).sum()), 0
+
+
 COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "F64": _floats("<f8"),
     "F32": _floats("<f4"),
@@ -152,6 +157,8 @@ COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "BF16": _bits("<u2", 0x7F80, 0x007F),
     "F8_E5M2": _bits("u1", 0x7C, 0x03),
     "F8_E4M3": _e4m3,
+    "F8_E4M3FNUZ": _fnuz,
+    "F8_E5M2FNUZ": _fnuz,
 }
 """By safetensors dtype: a function that returns (NaN, Inf) counts of a block of whole elements."""
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -91,6 +93,12 @@ class _OnAllRanks:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # DCP must not select a class of ours by a path
 
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            f"{self._action} tierd from another process: only the trainer's process is connected to the daemon",
+            hint="with async_save, leave async_checkpointer_type as it is (THREAD); dcp.save returns as early",
+        )
+
 
 class TierdWriter(_OnAllRanks, StorageWriter):
     """For `dcp.save(…, storage_writer=)`: a snapshot of `step`, or of the number that `checkpoint_id` ends with.
@@ -101,7 +109,8 @@ class TierdWriter(_OnAllRanks, StorageWriter):
     `metrics`, `milestone`: as in Client.snapshot. `shot` is the handle of the last snapshot, on every rank.
 
     `dcp.save` raises its CheckpointException around BadConfig when there is no step, Unsupported for an object that has
-    no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot.
+    no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot. The future
+    of `dcp.async_save` with AsyncCheckpointerType.PROCESS raises Unsupported.
     """
 
     _action = "dcp.save to"
@@ -121,12 +130,22 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         self._metrics = metrics
         self._milestone = milestone
         self._wait_persisted = wait_persisted
+        self._save_id = str(uuid.uuid4())
         self._thread = threading.get_ident()
         client.allow_thread()  # async_save writes from another thread
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._save_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self._step = step_of(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """For the planner, and in the Metadata that `dcp.save` returns. `checkpoint_id` is the step, as a string."""
+        return StorageMeta(checkpoint_id=f"{self._step}", save_id=self._save_id)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _check_names([item for plan in plans for item in plan.items])
+        return super().prepare_global_plan(plans)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
@@ -148,6 +167,7 @@ class TierdWriter(_OnAllRanks, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0. `metadata` is not stored: the headers of the shards have the same content."""
+        metadata.storage_meta = self.storage_meta()
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
 
@@ -161,7 +181,7 @@ def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            objects[name] = into.encode(_object(item, planner), name)
+            objects[name] = _encode(item, planner, into)
         elif name in tensors:
             raise Unsupported(
                 f"capture {name}: this rank holds several parts of it",
@@ -184,14 +204,51 @@ def _capture_item(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
     return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
-def _object(item: WriteItem, planner: SavePlanner) -> object:
-    """The object itself: `resolve_data` would return it pickled."""
+def _check_names(items: list[WriteItem]) -> None:
+    """Raises Unsupported when a tensor has the name under which a tensor inside an object may be stored."""
+    objects = {item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO}
+    for item in items:
+        path, is_marked, _ = item.index.fqn.rpartition(OBJECT)
+        if is_marked and item.index.fqn not in objects:
+            owner = next((name for name in objects if path == name or path.startswith((f"{name}.", f"{name}["))), None)
+            if owner is not None:
+                raise Unsupported(
+                    f"capture {item.index.fqn}: a tensor inside the object {owner} would have the same name",
+                    hint=f"give the tensor a name that does not end in {OBJECT}",
+                )
+
+
+def _encode(item: WriteItem, planner: SavePlanner, into: Collector) -> Json:
+    """An object as JSON. It is looked up, because `resolve_data` would return it pickled."""
     if not isinstance(planner, DefaultSavePlanner):
         raise Unsupported(
             f"capture {item.index.fqn}: a {type(planner).__qualname__} gives objects only pickled",
             hint="derive the planner from DefaultSavePlanner, or keep only tensors in the state dict",
         )
-    return planner.lookup_object(item.index)
+    first = len(into.tensors)
+    encoded = into.encode(planner.lookup_object(item.index), item.index.fqn)
+    for tensor in into.tensors[first:]:
+        if tensor.is_distributed:  # DCP has one rank write each object, and that rank holds one part
+            raise Unsupported(
+                f"capture {tensor.name}: a DTensor inside an object",
+                hint="leave the planner's flatten_state_dict as it is (True), or give the tensor a key of its own",
+            )
+    return encoded
+
+
+def _references(value: Json) -> Iterator[str]:
+    """The stored names of the tensors inside an encoded object."""
+    match value:
+        case {"$tensor": str(name)} | {"$tensor": {"name": str(name)}} | {"$ndarray": {"name": str(name)}}:
+            yield name
+        case dict():
+            for item in value.values():
+                yield from _references(item)
+        case list():
+            for item in value:
+                yield from _references(item)
+        case _:
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +263,9 @@ class Contents:
     def metadata(self) -> Metadata:
         """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
+        inside = {name for value in self.objects.values() for name in _references(value)}
         for name, stored in self.tensors.items():
-            if name.endswith(OBJECT):
+            if name in inside:
                 continue
             parts = {part.saved_offsets: part.shape for part in stored}.items()
             entries[name] = TensorStorageMetadata(
@@ -215,7 +273,8 @@ class Contents:
                 size=torch.Size(spanned_shape(parts)),
                 chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
             )
-        return Metadata(state_dict_metadata=entries, planner_data=self.paths)
+        meta = StorageMeta(checkpoint_id=f"{self.id.step}", load_id=str(uuid.uuid4()))
+        return Metadata(state_dict_metadata=entries, planner_data=self.paths, storage_meta=meta)
 
 
 def contents_of(replica: Replica) -> Contents:

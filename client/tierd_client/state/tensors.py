@@ -41,6 +41,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 """safetensors' names of torch dtypes, see https://github.com/huggingface/safetensors#format."""
 

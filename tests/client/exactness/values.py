@@ -200,9 +200,9 @@ ROWS = [
     Row("tensor of complex128", "safetensors has no dtype for torch.complex128", lambda: of(torch.complex128)),
     Row("tensor of complex32", "safetensors has no dtype for torch.complex32", lambda: of(torch.complex32)),
     Row(
-        "tensor of float8_e4m3fnuz",
-        "safetensors has no dtype for torch.float8_e4m3fnuz",
-        lambda: of(torch.float8_e4m3fnuz),
+        "tensor of float8_e4m3fnuz or float8_e5m2fnuz",
+        EXACT,
+        lambda: [of(torch.float8_e4m3fnuz), of(torch.float8_e5m2fnuz)],
     ),
     Row(
         "tensor of float8_e8m0fnu",
