@@ -75,6 +75,11 @@ class Client:
         """The number of ranks that train together."""
         return self._ranks.world_size
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last snapshot in this generation."""
+        return self._snapshotter.last_step
+
     def allow_thread(self) -> None:
         """All ranks: from now on one thread beside the training thread may take snapshots. For integrations."""
         self._ranks.allow_thread()

@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -48,8 +49,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, Unsupported
-from tierd.format.ids import CheckpointId
+from tierd.errors import BadConfig, BadRequest, Corrupt, Mismatch, NotFound, Unsupported
+from tierd.format.ids import CheckpointId, Generation, Run, Step
 from tierd_client.client import Client, Found
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica, RestoreRequest
@@ -130,18 +131,17 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         self._metrics = metrics
         self._milestone = milestone
         self._wait_persisted = wait_persisted
-        self._save_id = str(uuid.uuid4())
+        self.save_id: str | None = None
         self._thread = threading.get_ident()
         client.allow_thread()  # async_save writes from another thread
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._save_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self._step = step_of(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """For the planner, and in the Metadata that `dcp.save` returns. `checkpoint_id` is the step, as a string."""
-        return StorageMeta(checkpoint_id=f"{self._step}", save_id=self._save_id)
+        return StorageMeta(checkpoint_id=f"{self._step}", save_id=self.save_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         _check_names([item for plan in plans for item in plan.items])
@@ -150,6 +150,11 @@ class TierdWriter(_OnAllRanks, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
             raise BadConfig("dcp.save to tierd: no step is given", hint="TierdWriter(client, step), or checkpoint_id=")
+        if self._step == self._client.last_step:
+            raise BadRequest(
+                f"dcp.save to tierd: step {self._step} was taken before", hint="a checkpoint is not overwritten"
+            )
+        self.save_id = _name(self._step, self._client.generation)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._step is not None
@@ -260,7 +265,7 @@ class Contents:
     objects: dict[str, Json] = field(default_factory=dict[str, Json])
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict[str, tuple[str | int, ...]])
 
-    def metadata(self) -> Metadata:
+    def metadata(self, load_id: str) -> Metadata:
         """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
         inside = {name for value in self.objects.values() for name in _references(value)}
@@ -273,8 +278,8 @@ class Contents:
                 size=torch.Size(spanned_shape(parts)),
                 chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
             )
-        meta = StorageMeta(checkpoint_id=f"{self.id.step}", load_id=str(uuid.uuid4()))
-        return Metadata(state_dict_metadata=entries, planner_data=self.paths, storage_meta=meta)
+        meta = StorageMeta(f"{self.id.step}", save_id=_name(self.id.step, self.id.generation), load_id=load_id)
+        return Metadata(entries, planner_data=self.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
 
 
 def contents_of(replica: Replica) -> Contents:
@@ -319,6 +324,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         self._client = client
         self._request = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
         self._contents: Contents | None = None
+        self.load_id = str(uuid.uuid4())
 
     def find(self) -> int | None:
         """On all ranks: the step of the checkpoint that `dcp.load` will load, or None to start fresh.
@@ -347,7 +353,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         self._contents = None
         self._client.inspect(self._request, read)
         assert self._contents is not None
-        return self._contents.metadata()
+        return self._contents.metadata(self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         return
@@ -413,6 +419,11 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     if number is None:
         raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="end it with the step")
     return int(number[0])
+
+
+def _name(step: int, generation: int) -> str:
+    """As `tierd ls` names a checkpoint."""
+    return CheckpointId(Run(""), Step(step), Generation(generation)).name
 
 
 def _accelerator() -> torch.device:
