@@ -1,7 +1,7 @@
 """A training by torchtitan's own Trainer, for tests: a small Llama 3 on random tokens.
 
 `python -m tests.support.titan_training FOLDER STEPS CHECKPOINT`: the last argument is JSON, the options of
-TierdCheckpointManager.Config, or of torchtitan's own manager where they have no `run`. The environment says which rank
+TierdCheckpointer.Config, or of torchtitan's own manager where they have no `run`. The environment says which rank
 this is, as torchrun would.
 
 Each rank appends the loss of each step to FOLDER/losses-RANK.jsonl, and at the end a hash of its weights.
@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.support import cpu_as_gpu  # noqa: F401
-from tierd_client.frameworks.torchtitan import TierdCheckpointManager
+from tierd_client.frameworks.torchtitan import TierdCheckpointer
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -110,7 +110,7 @@ def write(path: str, **facts: Any) -> None:
 
 def main(folder: str, steps: str, checkpoint: str) -> None:
     options = json.loads(checkpoint)
-    manager = TierdCheckpointManager if "run" in options else CheckpointManager
+    manager = TierdCheckpointer if "run" in options else CheckpointManager
     spec: Any = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:

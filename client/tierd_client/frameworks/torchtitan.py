@@ -1,6 +1,6 @@
 """torchtitan over tierd: a checkpoint manager for its Trainer, so that the same command continues a killed run exactly.
 
-config.checkpoint = TierdCheckpointManager.Config(enable=True, run="llama3-8b", interval=500)
+config.checkpoint = TierdCheckpointer.Config(enable=True, run="llama3-8b", interval=500)
 
 Snapshots hold what torchtitan's own checkpoints hold, and the random number generators of each rank. They are taken at
 the interval, when `Client.due` says so, at a stop request, and at the last step. tierd's lifecycle deletes them.
@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager
 
 from tierd.errors import BadConfig, Transient
@@ -31,7 +33,7 @@ from tierd_client.state import rng
 RANDOMNESS = "rng"
 
 
-class TierdCheckpointManager(CheckpointManager):
+class TierdCheckpointer(CheckpointManager):
     """torchtitan's checkpoint manager, with tierd in place of the checkpoint folder.
 
     `load` continues at the newest checkpoint of the run. Where tierd has none, torchtitan's own rules apply: a
@@ -99,7 +101,7 @@ class TierdCheckpointManager(CheckpointManager):
             states[RANDOMNESS] = randomness
         elif newest:
             log.warning("tierd: step %d has no generators of rank %d: they keep their seed", newest, randomness.rank)
-        dcp.load(states, storage_reader=reader)
+        load(states, storage_reader=reader)
         self.states[MODEL].load_state_dict(states)
         if DATALOADER in states and states[DATALOADER] is not None:
             # torchdata's loader draws a seed from the global generator when it makes its iterator. state_dict() makes
@@ -130,8 +132,8 @@ class TierdCheckpointManager(CheckpointManager):
         """Whether a snapshot was taken. `must_last`: raise where none can be taken, and wait until it is durable."""
         states = {**self._flattened_model_states_sd(), RANDOMNESS: Randomness()}
         try:
-            dcp.save(states, storage_writer=TierdWriter(self.client, step, wait_persisted=must_last))
-        except dcp.api.CheckpointException as error:
+            save(states, storage_writer=TierdWriter(self.client, step, wait_persisted=must_last))
+        except CheckpointException as error:
             causes = [cause for cause, *_ in error.failures.values()]
             if must_last or not all(isinstance(cause, Transient) for cause in causes):
                 raise

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer with TierdCheckpointManager: killed runs end bit for bit as undisturbed ones."""
+"""torchtitan's own Trainer with TierdCheckpointer: killed runs end bit for bit as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_training_of_the_stock_manager_is_continued_not_begun_anew(daemon: Daemo
 
 @pytest.mark.filterwarnings("ignore")  # importing torchtitan warns
 def test_options_that_tierd_cannot_honour_are_refused() -> None:
-    from tierd_client.frameworks.torchtitan import TierdCheckpointManager
+    from tierd_client.frameworks.torchtitan import TierdCheckpointer
 
     with pytest.raises(BadConfig, match="keep_latest_k=5: tierd's lifecycle deletes checkpoints"):
-        TierdCheckpointManager.Config(enable=True, run="run", keep_latest_k=5)
+        TierdCheckpointer.Config(enable=True, run="run", keep_latest_k=5)
     options: list[Any] = [{"export_dtype": "bfloat16"}, {"last_save_model_only": True}]
     for option in options:
         with pytest.raises(BadConfig, match="without last_save_in_hf"):
-            TierdCheckpointManager.Config(enable=True, run="run", **option)
-    TierdCheckpointManager.Config(enable=True, last_save_in_hf=True, last_save_model_only=True, export_dtype="bfloat16")
+            TierdCheckpointer.Config(enable=True, run="run", **option)
+    TierdCheckpointer.Config(enable=True, last_save_in_hf=True, last_save_model_only=True, export_dtype="bfloat16")
