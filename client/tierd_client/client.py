@@ -143,8 +143,14 @@ class Client:
 
     def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
         """As `read`, for a callback that changes no state: the generation is kept. For integrations."""
-        self._ranks.run_on_all(self._generation.check_open)
+        self._ranks.run_on_all(self._wait_accepted)
         restore_replica(self._generation.session, self._ranks, request, read)
+
+    def _wait_accepted(self) -> None:
+        """Waits until the daemon has this rank's part of the last snapshot: rank 0 may then ask for it."""
+        self._generation.check_open()
+        self._snapshotter.overlap.finish()
+        self._generation.pool.wait_safe(CLOSE_TIMEOUT_S)
 
     def _begin_restore(self) -> float:
         """Prepares for a restore. Returns the monotonic time at its start, in seconds."""

@@ -13,11 +13,11 @@ SOURCE = ROOT / "tests/client/frameworks/upstream.py"
 INTRODUCTION = """\
 # PyTorch's tests of DCP
 
-This page is generated from `tests/client/frameworks/upstream.py`. PyTorch tests `torch.distributed.checkpoint` in
-[test/distributed/checkpoint](https://github.com/pytorch/pytorch/tree/main/test/distributed/checkpoint) with its own file
-storage. The tests that apply are written again with `TierdWriter` and `TierdReader` in the place of `FileSystemWriter`
-and `FileSystemReader`, on CPUs with 1, 2 and 4 ranks. They pass with torch {release}: `make test` and `make test-long`
-run them. A test applies when it saves or loads through a storage that tierd can replace.
+This page is generated from `tests/client/frameworks/upstream.py`. PyTorch tests DCP with its own file storage, in
+[test/distributed/checkpoint](https://github.com/pytorch/pytorch/tree/main/test/distributed/checkpoint). The tests that
+apply are written again with `TierdWriter` and `TierdReader` in the place of `FileSystemWriter` and `FileSystemReader`,
+on CPUs with 1, 2 and 4 ranks. They pass with torch {release}: `make test` and `make test-long` run them. A test applies
+when it saves or loads through a storage that tierd can replace.
 
 **{covered} tests of PyTorch apply, and pass.**
 

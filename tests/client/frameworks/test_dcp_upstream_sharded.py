@@ -99,6 +99,7 @@ def test_sharded_tensors_are_read_in_the_same_parts(two: Call) -> None:
     two(reshard, WHOLE_PARTS[0], WHOLE_PARTS[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saved_spec", WHOLE_PARTS)
 def test_sharded_tensors_are_read_in_other_parts(two: Call, saved_spec: Any) -> None:
     for loaded_spec in (*WHOLE_PARTS, *SEVERAL_PARTS):
@@ -146,6 +147,7 @@ def exchange_kinds(training: Training, spec: Any, loaded_spec: Any) -> None:
         assert torch.equal(actual, saved["whole"])
 
 
+@pytest.mark.long
 def test_sharded_tensor_is_read_as_a_whole_one_and_the_reverse(two: Call) -> None:
     specs = (chunked(0, 0, 1), placed(([0], [8], 1), ([8], [24], 0)))
     for spec, loaded_spec in itertools.product(specs, (*specs, chunked(0, 0, 1, 1, 0))):
@@ -242,6 +244,7 @@ def change_placement(training: Training, saved: list[Any], rows: int, loads: lis
         assert torch.equal(loaded["tensor"].full_tensor(), whole), (saved, placements)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [4, 3, 7])
 def test_dtensor_is_read_with_another_placement_or_mesh(four: Call, rows: int) -> None:
     """With 3 rows on 4 ranks one part is empty, with 7 the last is smaller."""
@@ -305,6 +308,7 @@ def test_fsdp_model_is_read_by_the_same_ranks(two: Call) -> None:
     two(fsdp_model, False)
 
 
+@pytest.mark.long
 def test_fsdp_model_is_read_with_another_sharding(four: Call) -> None:
     four(fsdp_model, True)
 
@@ -335,6 +339,7 @@ def fsdp_optimizer(training: Training, has_planner: bool) -> None:
         assert differences(dict(values), dict(after["state"][name])) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_planner", [True, False])
 def test_sharded_state_of_an_fsdp_optimizer_is_read(two: Call, has_planner: bool) -> None:
     two(fsdp_optimizer, has_planner)
@@ -358,6 +363,7 @@ def hsdp_model(training: Training, sizes: tuple[int, ...]) -> None:
     assert differences(model.state_dict(), expected) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN])
 def test_hsdp_model_is_read(four: Call, sizes: tuple[int, ...]) -> None:
     four(hsdp_model, sizes)
@@ -374,6 +380,7 @@ def hsdp_to_fsdp(training: Training, sizes: tuple[int, ...]) -> None:
         assert torch.equal(tensor.full_tensor(), saved[name].full_tensor()), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN])
 def test_hsdp_model_is_read_by_fsdp(four: Call, sizes: tuple[int, ...]) -> None:
     four(hsdp_to_fsdp, sizes)
@@ -409,6 +416,7 @@ def tp_model_on_meta(training: Training) -> None:
     assert differences(model.state_dict(), expected) == []
 
 
+@pytest.mark.long
 def test_tensor_parallel_model_is_read_into_meta_tensors(two: Call) -> None:
     two(tp_model_on_meta)
 
@@ -490,7 +498,7 @@ def train_and_continue(training: Training, kind: str) -> None:
         assert differences(dict(actual["optimizer"]["state"][name]), dict(values)) == []
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hsdp", "ddp"))])
 def test_training_continues_equal_after_a_load(four: Call, kind: str) -> None:
     four(train_and_continue, kind)
 
@@ -505,6 +513,7 @@ def load_the_model_alone(training: Training) -> None:
     assert differences(loaded["model"], app.state_dict()["model"]) == []
 
 
+@pytest.mark.long
 def test_model_alone_is_read_from_a_checkpoint_with_optimizer(four: Call) -> None:
     four(load_the_model_alone)
 
@@ -563,5 +572,6 @@ def fine_tune(training: Training) -> None:
     assert any(tensor.full_tensor().any() for tensor in saved.values())
 
 
+@pytest.mark.long
 def test_fine_tuned_part_is_saved_and_read_alone(four: Call) -> None:
     four(fine_tune)

@@ -80,15 +80,15 @@ FILES = (
     ),
     TestFile(
         name="test_dtensor_resharding.py",
-        covered={
-            name: ("test_dtensor_is_read_with_another_placement_or_mesh",)
-            for name in (
+        covered=dict.fromkeys(
+            (
                 "test_1d_to_1d_reshard_placement_change",
                 "test_2d_to_2d_reshard_placement_change",
                 "test_1d_to_2d_reshard_mesh_change",
                 "test_2d_to_1d_reshard_mesh_change",
-            )
-        },
+            ),
+            ("test_dtensor_is_read_with_another_placement_or_mesh",),
+        ),
     ),
     TestFile(
         name="test_fsdp_model_state.py",
