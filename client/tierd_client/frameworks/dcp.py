@@ -164,8 +164,8 @@ class TierdWriter(_OnAllRanks, StorageWriter):
                 f"dcp.async_save to tierd with torch {torch.__version__}",
                 hint="call dcp.save, which returns as early, or use torch 2.7 or later",
             )
-        captured = capture_plan(plan, planner)
-        self.shot = self._client.snapshot(self._step, captured, metrics=self._metrics, milestone=self._milestone)
+        state = PlannedState(plan, planner)
+        self.shot = self._client.snapshot(self._step, state, metrics=self._metrics, milestone=self._milestone)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
@@ -175,6 +175,17 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedState:
+    """What DCP plans for this rank to write. The client captures it, so that an error of one rank is raised on all."""
+
+    plan: SavePlan
+    planner: SavePlanner
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        return capture_plan(self.plan, self.planner)
 
 
 def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:

@@ -186,6 +186,20 @@ def test_failure_of_one_rank_in_a_save_is_raised_on_all(two: Call, stage: str, r
     two(fail_and_save, stage, rank)
 
 
+def save_an_object_of_one_rank(training: Training) -> str:
+    """DCP has only one rank write an object, so only that one finds that it has no safe form."""
+    with pytest.raises(CheckpointException) as caught:
+        save(training, {"hook": print, "tensor": torch.ones(3)})
+    save(training, {"tensor": torch.ones(3)})
+    return str([failure[0] for failure in caught.value.failures.values()])
+
+
+def test_object_that_one_rank_cannot_write_is_refused_on_all(two: Call) -> None:
+    for text in two(save_an_object_of_one_rank):
+        assert "Unsupported(" in text
+        assert "encode hook" in text
+
+
 def fail_and_load(training: Training, stage: str, rank: int) -> None:
     save(training, {"replicated": torch.ones(10), "bytes": [1, 2]})
     loaded = {"replicated": torch.zeros(10), "bytes": [0]}

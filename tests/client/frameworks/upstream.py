@@ -15,6 +15,10 @@ PURE = "uses no storage"
 OWN_STORAGE = "tests another storage, not the API of storages"
 
 
+FURTHER_TESTS = ("test_second_save_of_a_step_is_refused", "test_object_that_one_rank_cannot_write_is_refused_on_all")
+"""Tests here of what PyTorch's own storage does otherwise."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TestFile:
     """`covered`: by test of PyTorch, the tests here. `excluded`: by test of PyTorch, or "all", why none is here."""
@@ -39,7 +43,11 @@ FILES = (
                 "test_failure_at_a_stage_of_a_load_is_raised_and_the_next_load_succeeds",
             ),
         },
-        excluded={"test_tensor_metadata_with_missing_rank_spec": PURE, "test_default_metadata": PURE},
+        excluded={
+            "write_data and read_data that raise on one rank": "all ranks write and read together, and tierd raises the error of one on all",
+            "test_tensor_metadata_with_missing_rank_spec": PURE,
+            "test_default_metadata": PURE,
+        },
     ),
     TestFile(
         name="test_file_system_checkpoint_cpu.py",
@@ -162,13 +170,12 @@ FILES = (
                 "test_keys_alone_load_a_part_of_the_checkpoint",
             ),
             "test_different_ordered_state_dict_keys": ("test_keys_may_have_another_order_on_each_rank",),
-            "test_overwrite": ("test_second_save_of_a_step_is_refused",),
             "test_init_state_dict": ("test_state_dicts_of_model_and_optimizer_are_loaded_in_place",),
         },
         excluded={
             "test_e2e_async_cached with PROCESS": "refused by name: that process has no connection to the daemon",
             "test_e2e with torch.compile": "the same state under other names: see the exactness table",
-            "test_overwrite with overwrite=True": "refused by name: tierd never overwrites a checkpoint",
+            "test_overwrite": "a second save of a step is refused by name: tierd never overwrites a checkpoint",
             "io.BytesIO as a value": "refused by name: bytes are stored",
             "test_no_cpu": PURE,
         },
