@@ -17,8 +17,8 @@ This page is generated from `tests/client/frameworks/upstream.py`. PyTorch tests
 [test/distributed/checkpoint](https://github.com/pytorch/pytorch/tree/main/test/distributed/checkpoint). The tests that
 apply are written again with `TierdWriter` and `TierdReader` in the place of `FileSystemWriter` and `FileSystemReader`,
 on CPUs with 1, 2 and 4 ranks. They pass with torch {release}: `make test` and `make test-long` run them. A test applies
-when it saves or loads through a storage that tierd can replace. Of some tests only a part applies: the last column names
-what is left out.
+when it saves or loads through a storage that tierd can replace. Of some tests only a part applies: the last column
+names what is left out.
 
 **{covered} tests of PyTorch apply, and pass.**
 

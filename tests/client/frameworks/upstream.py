@@ -44,7 +44,7 @@ FILES = (
             ),
         },
         excluded={
-            "write_data and read_data that raise on one rank": "all ranks write and read together, and tierd raises the error of one on all",
+            "write_data or read_data that raises on one rank": "in tierd these calls exchange with the other ranks",
             "test_tensor_metadata_with_missing_rank_spec": PURE,
             "test_default_metadata": PURE,
         },
