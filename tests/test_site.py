@@ -229,7 +229,7 @@ def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path: Path) -> Non
     copy.mkdir()
     for name in ("mkdocs.yml", "README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, copy / name)
-    for name in ("docs", "deploy", "bench", "grafana", "tierd", "client", "tests/client/exactness"):
+    for name in ("docs", "deploy", "bench", "grafana", "tierd", "client", "tests/client"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "docs/where.md").open("a", encoding="utf-8") as page:
         page.write("\n[no page](nowhere.md) [no section](tutorial.md#nowhere)\n")

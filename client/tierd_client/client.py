@@ -80,6 +80,11 @@ class Client:
         """The number of ranks that train together."""
         return self._ranks.world_size
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last snapshot in this generation."""
+        return self._snapshotter.last_step
+
     def allow_thread(self) -> None:
         """All ranks: from now on one thread beside the training thread may take snapshots. For integrations."""
         self._ranks.allow_thread()
@@ -166,8 +171,14 @@ class Client:
 
     def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
         """As `read`, for a callback that changes no state: the generation is kept. For integrations."""
-        self._ranks.run_on_all(self._generation.check_open)
+        self._ranks.run_on_all(self._wait_accepted)
         restore_replica(self._generation.session, self._ranks, request, read)
+
+    def _wait_accepted(self) -> None:
+        """Waits until the daemon has this rank's part of the last snapshot: rank 0 may then ask for it."""
+        self._generation.check_open()
+        self._snapshotter.overlap.finish()
+        self._generation.pool.wait_safe(CLOSE_TIMEOUT_S)
 
     def _begin_restore(self) -> float:
         """Prepares for a restore. Returns the monotonic time at its start, in seconds."""
@@ -294,7 +305,8 @@ class Client:
     def close(self) -> None:
         """Leave the run as finished. Waits up to 10 s until the daemon has accepted the last snapshot; otherwise logs
         an error."""
-        self._close(wire.Goodbye(state="finished", reason=""))
+        if not self._generation.is_closed:  # `__del__` may call this after Python has cleared the modules
+            self._close(wire.Goodbye(state="finished", reason=""))
 
     def _close(self, outcome: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
         if not self._generation.is_open:

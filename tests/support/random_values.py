@@ -21,7 +21,7 @@ import torch
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.complex128, torch.float8_e4m3fnuz,
+    torch.float8_e5m2, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 REFUSED_DTYPES = (torch.bits8, torch.bits1x8)
 SHAPES = ((), (1,), (3,), (0,), (2, 0, 3), (4, 3), (2, 3, 2, 2), (70, 2), (1, 1))

@@ -36,7 +36,7 @@ DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 """The safetensors dtypes that tierd writes and reads, and their element size in bytes."""
 

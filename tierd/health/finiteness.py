@@ -131,6 +131,11 @@ def _count_bits(dtype: str, not_finite_bits: int, nan_bits: int, block: memoryvi
     return nan, len(not_finite) - nan
 
 
+def _count_fnuz(block: memoryview) -> tuple[int, int]:
+    """The fnuz float8s have one NaN, at the bits of a negative zero, and no Inf. https://arxiv.org/abs/2206.02915"""
+    return int((np.frombuffer(block, "u1") == 0x80).sum()), 0
+
+
 COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "F64": partial(_count_floats, "<f8"),
     "F32": partial(_count_floats, "<f4"),
@@ -140,6 +145,8 @@ COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "F8_E5M2": partial(_count_bits, "u1", 0x7C, 0x03),
     # float8_e4m3fn has one bit pattern for NaN (and a sign) and no Inf. https://arxiv.org/abs/2209.05433
     "F8_E4M3": partial(_count_bits, "u1", 0x7F, 0x7F),
+    "F8_E4M3FNUZ": _count_fnuz,
+    "F8_E5M2FNUZ": _count_fnuz,
 }
 """By safetensors dtype: a function that returns (NaN, Inf) counts of a block of whole elements."""
 

@@ -16,20 +16,23 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -46,8 +49,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, Unsupported
-from tierd.format.ids import CheckpointId
+from tierd.errors import BadConfig, BadRequest, Corrupt, Mismatch, NotFound, Unsupported
+from tierd.format.ids import CheckpointId, Generation, Run, Step
 from tierd_client.client import Client, Found
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica, RestoreRequest
@@ -91,6 +94,12 @@ class _OnAllRanks:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # DCP must not select a class of ours by a path
 
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            f"{self._action} tierd from another process: only the trainer's process is connected to the daemon",
+            hint="with async_save, leave async_checkpointer_type as it is (THREAD); dcp.save returns as early",
+        )
+
 
 class TierdWriter(_OnAllRanks, StorageWriter):
     """For `dcp.save(…, storage_writer=)`: a snapshot of `step`, or of the number that `checkpoint_id` ends with.
@@ -101,7 +110,8 @@ class TierdWriter(_OnAllRanks, StorageWriter):
     `metrics`, `milestone`: as in Client.snapshot. `shot` is the handle of the last snapshot, on every rank.
 
     `dcp.save` raises its CheckpointException around BadConfig when there is no step, Unsupported for an object that has
-    no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot.
+    no safe form, a planner that only pickles, or a subset of the ranks, and the errors of Client.snapshot. The future
+    of `dcp.async_save` with AsyncCheckpointerType.PROCESS raises Unsupported.
     """
 
     _action = "dcp.save to"
@@ -121,6 +131,7 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         self._metrics = metrics
         self._milestone = milestone
         self._wait_persisted = wait_persisted
+        self.save_id: str | None = None
         self._thread = threading.get_ident()
         client.allow_thread()  # async_save writes from another thread
 
@@ -128,9 +139,22 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         if checkpoint_id is not None:
             self._step = step_of(checkpoint_id)
 
+    def storage_meta(self) -> StorageMeta:
+        """For the planner, and in the Metadata that `dcp.save` returns. `checkpoint_id` is the step, as a string."""
+        return StorageMeta(checkpoint_id=f"{self._step}", save_id=self.save_id)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _check_names([item for plan in plans for item in plan.items])
+        return super().prepare_global_plan(plans)
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
             raise BadConfig("dcp.save to tierd: no step is given", hint="TierdWriter(client, step), or checkpoint_id=")
+        if self._step == self._client.last_step:
+            raise BadRequest(
+                f"dcp.save to tierd: step {self._step} was taken before", hint="a checkpoint is not overwritten"
+            )
+        self.save_id = _name(self._step, self._client.generation)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._step is not None
@@ -140,16 +164,28 @@ class TierdWriter(_OnAllRanks, StorageWriter):
                 f"dcp.async_save to tierd with torch {torch.__version__}",
                 hint="call dcp.save, which returns as early, or use torch 2.7 or later",
             )
-        captured = capture_plan(plan, planner)
-        self.shot = self._client.snapshot(self._step, captured, metrics=self._metrics, milestone=self._milestone)
+        state = PlannedState(plan, planner)
+        self.shot = self._client.snapshot(self._step, state, metrics=self._metrics, milestone=self._milestone)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0. `metadata` is not stored: the headers of the shards have the same content."""
+        metadata.storage_meta = self.storage_meta()
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedState:
+    """What DCP plans for this rank to write. The client captures it, so that an error of one rank is raised on all."""
+
+    plan: SavePlan
+    planner: SavePlanner
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        return capture_plan(self.plan, self.planner)
 
 
 def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
@@ -161,7 +197,7 @@ def capture_plan(plan: SavePlan, planner: SavePlanner) -> Captured:
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            objects[name] = into.encode(_object(item, planner), name)
+            objects[name] = _encode(item, planner, into)
         elif name in tensors:
             raise Unsupported(
                 f"capture {name}: this rank holds several parts of it",
@@ -186,14 +222,51 @@ def _capture_item(item: WriteItem, planner: SavePlanner) -> CapturedTensor:
     return msgspec.structs.replace(part, saved_offsets=tuple(chunk.offsets), global_shape=tuple(item.tensor_data.size))
 
 
-def _object(item: WriteItem, planner: SavePlanner) -> object:
-    """The object itself: `resolve_data` would return it pickled."""
+def _check_names(items: list[WriteItem]) -> None:
+    """Raises Unsupported when a tensor has the name under which a tensor inside an object may be stored."""
+    objects = {item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO}
+    for item in items:
+        path, is_marked, _ = item.index.fqn.rpartition(OBJECT)
+        if is_marked and item.index.fqn not in objects:
+            owner = next((name for name in objects if path == name or path.startswith((f"{name}.", f"{name}["))), None)
+            if owner is not None:
+                raise Unsupported(
+                    f"capture {item.index.fqn}: a tensor inside the object {owner} would have the same name",
+                    hint=f"give the tensor a name that does not end in {OBJECT}",
+                )
+
+
+def _encode(item: WriteItem, planner: SavePlanner, into: Collector) -> Json:
+    """An object as JSON. It is looked up, because `resolve_data` would return it pickled."""
     if not isinstance(planner, DefaultSavePlanner):
         raise Unsupported(
             f"capture {item.index.fqn}: a {type(planner).__qualname__} gives objects only pickled",
             hint="derive the planner from DefaultSavePlanner, or keep only tensors in the state dict",
         )
-    return planner.lookup_object(item.index)
+    first = len(into.tensors)
+    encoded = into.encode(planner.lookup_object(item.index), item.index.fqn)
+    for tensor in into.tensors[first:]:
+        if tensor.is_distributed:  # DCP has one rank write each object, and that rank holds one part
+            raise Unsupported(
+                f"capture {tensor.name}: a DTensor inside an object",
+                hint="leave the planner's flatten_state_dict as it is (True), or give the tensor a key of its own",
+            )
+    return encoded
+
+
+def _references(value: Json) -> Iterator[str]:
+    """The stored names of the tensors inside an encoded object."""
+    match value:
+        case {"$tensor": str(name)} | {"$tensor": {"name": str(name)}} | {"$ndarray": {"name": str(name)}}:
+            yield name
+        case dict():
+            for item in value.values():
+                yield from _references(item)
+        case list():
+            for item in value:
+                yield from _references(item)
+        case _:
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +278,12 @@ class Contents:
     objects: dict[str, Json] = field(default_factory=dict[str, Json])
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict[str, tuple[str | int, ...]])
 
-    def metadata(self) -> Metadata:
+    def metadata(self, load_id: str) -> Metadata:
         """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
+        inside = {name for value in self.objects.values() for name in _references(value)}
         for name, stored in self.tensors.items():
-            if name.endswith(OBJECT):
+            if name in inside:
                 continue
             parts = {part.saved_offsets: part.shape for part in stored}.items()
             entries[name] = TensorStorageMetadata(
@@ -217,7 +291,8 @@ class Contents:
                 size=torch.Size(spanned_shape(parts)),
                 chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
             )
-        return Metadata(state_dict_metadata=entries, planner_data=self.paths)
+        meta = StorageMeta(f"{self.id.step}", save_id=_name(self.id.step, self.id.generation), load_id=load_id)
+        return Metadata(entries, planner_data=self.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
 
 
 def contents_of(replica: Replica) -> Contents:
@@ -262,6 +337,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         self._client = client
         self._request = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
         self._contents: Contents | None = None
+        self.load_id = str(uuid.uuid4())
 
     def find(self) -> int | None:
         """On all ranks: the step of the checkpoint that `dcp.load` will load, or None to start fresh.
@@ -290,7 +366,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         self._contents = None
         self._client.inspect(self._request, read)
         assert self._contents is not None
-        return self._contents.metadata()
+        return self._contents.metadata(self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         return
@@ -358,6 +434,11 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     if number is None:
         raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="end it with the step")
     return int(number[0])
+
+
+def _name(step: int, generation: int) -> str:
+    """As `tierd ls` names a checkpoint."""
+    return CheckpointId(Run(""), Step(step), Generation(generation)).name
 
 
 def _accelerator() -> torch.device:

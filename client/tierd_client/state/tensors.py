@@ -41,6 +41,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 """safetensors' names of torch dtypes, see https://github.com/huggingface/safetensors#format."""
 
@@ -49,8 +51,6 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 _STORED_AS = {
     "complex128": torch.float64,
     "complex32": torch.float16,
-    "float8_e4m3fnuz": torch.uint8,
-    "float8_e5m2fnuz": torch.uint8,
     "float8_e8m0fnu": torch.uint8,
     "float4_e2m1fn_x2": torch.uint8,
 }

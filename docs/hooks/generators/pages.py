@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from generators import api, cli, config, decisions, exactness, links, metrics, sources
+from generators import api, cli, config, dcp_tests, decisions, exactness, links, metrics, sources
 
 
 def _copy(name: str) -> Callable[[], str]:
@@ -24,6 +24,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "decisions/index.md": decisions.page,
     "reference/cli.md": cli.page,
     "reference/config.md": config.page,
+    "reference/dcp-tests.md": dcp_tests.page,
     "reference/exactness.md": exactness.page,
     "reference/metrics.md": metrics.page,
     "reference/source-map.md": sources.page,
