@@ -21,7 +21,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_s
 
 from tierd.errors import BadConfig, BadRequest, Unsupported
 from tierd_client.frameworks.read_ahead import ReadAhead
-from tierd_client.state import rng
+from tierd_client.state import rng, torchdata
 from tierd_client.state.sections import Stateful, is_stateful
 from tierd_client.state.training_state import TrainingState
 
@@ -149,11 +149,6 @@ class _Position:
             self._sampler.initial_seed = state["seed"]
         loader.set_epoch(state["iteration"])  # a stream may be read again to its position, in the order of this epoch
         loader.load_state_dict(state["loader"])
-        try:
-            loader.base_dataloader.state_dict()  # draws the numbers of a new iterator now, before the RNG is restored
-            # torchdata counts twice what it has read again of a stream without a state.
-            loader.base_dataloader._iterator._num_yielded = state["loader"].get("_num_yielded", 0)
-        except StopIteration:  # such a stream, which was read to its end
-            loader.base_dataloader.next_iter_state = None
+        torchdata.begin_iterator(loader.base_dataloader, state["loader"])
         loader.dl_state_dict = state["loader"]
         self._ahead.repeat(state["ahead"])

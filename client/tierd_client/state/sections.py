@@ -17,7 +17,7 @@ import torch
 from tierd.errors import Mismatch, Unsupported
 from tierd.format.tagged import Place
 from tierd_client.log import log
-from tierd_client.state import rng
+from tierd_client.state import rng, torchdata
 from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.per_rank import PerRankTree
 from tierd_client.state.restore_plan import RestorePlan
@@ -164,7 +164,10 @@ class StatefulSection:
     kind: ClassVar[str] = "stateful"
 
     def capture(self, into: Collector) -> Json:
-        return into.encode(self.owner.state_dict(), self.prefix)
+        state = self.owner.state_dict()
+        if isinstance(self.owner, torch.utils.data.DataLoader):
+            torchdata.check_loader_state(self.prefix, state)
+        return into.encode(state, self.prefix)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         if (why := _other_groups(self.owner, saved)) is not None:
@@ -182,9 +185,7 @@ class StatefulSection:
     def _load(self, state: Any) -> None:
         self.owner.load_state_dict(state)
         if isinstance(self.owner, torch.utils.data.DataLoader):
-            # torchdata's loader draws a seed from the global generator when it makes its iterator. state_dict() makes
-            # the iterator now, before the generators are restored.
-            self.owner.state_dict()
+            torchdata.begin_iterator(self.owner, state)
 
     def plan_from_all_ranks(self, saved: Sequence[Json], plan: RestorePlan) -> bool:
         """Plans to give the owner the states of all ranks that saved the checkpoint. False if it cannot take them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.datasets import Augmented, write_documents
 from tests.support.state import Files, assert_same, one_step, restore, small_net, stage
+from tierd.errors import Unsupported
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # torch's workers, from Python 3.12 on
@@ -432,3 +434,30 @@ def test_scaler_that_only_one_side_has_starts_fresh_or_is_ignored_and_is_logged(
     restore(after, [files.on_disk(stage(before))])
     assert message in caplog.text
     assert expected == (None if scaler is None else scaler.state_dict())
+
+
+class _Stream(torch.utils.data.IterableDataset[int]):
+    """It keeps no position."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(64))
+
+
+def test_stream_without_a_state_goes_on_after_every_resume(files: Files) -> None:
+    batches: list[list[int]] = []
+    raw: bytes | None = None
+    for start in range(4):
+        loader: Any = StatefulDataLoader(_Stream(), batch_size=2)
+        state = TrainingState(model=small_net(), dataloader=loader, rng=False)
+        if raw is not None:
+            restore(state, [files.on_disk(raw, f"{start}.safetensors")])
+        batches += [batch.tolist() for batch in itertools.islice(loader, 3)]
+        raw = stage(state)
+    assert batches == [[2 * index, 2 * index + 1] for index in range(12)]
+
+
+def test_stream_without_a_state_is_refused_where_workers_read_it() -> None:
+    loader: Any = StatefulDataLoader(_Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    next(iter(loader))
+    with pytest.raises(Unsupported, match="capture dataloader: workers read a stream that keeps no position"):
+        stage(TrainingState(model=small_net(), dataloader=loader))
