@@ -163,6 +163,17 @@ async def test_a_foreign_object_does_not_use_up_the_generations(cold: Tier, key:
     assert found.committed == {ID}
 
 
+async def test_claims_do_not_grow_without_a_bound(cold: Tier) -> None:
+    run = Run("run42")
+    for number in range(1, 41):
+        assert await cold.claim_generation(run, Generation(number), {})
+    assert not await cold.claim_generation(run, Generation(40), {})
+    assert sorted(stored.key for stored in await cold.store.list()) == [
+        f"run42/generation-{number:04d}.json" for number in range(25, 41)
+    ]
+    assert (await cold.listing()).generations == {run: 40}
+
+
 async def test_checkpoint_of_a_later_generation_counts_as_a_claim(hot: Tier) -> None:
     await hot.commit(manifest(checkpoint_id("run42", 1, 7)))
     assert (await hot.listing()).generations == {"run42": 7}

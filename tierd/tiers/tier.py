@@ -7,6 +7,7 @@ tiers are here too; every byte is checked against the manifest.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decod
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, ReadableStore, Store, conflict
+
+CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +195,14 @@ class Tier(ReadableTier):
         await self.store.put_bytes(key, encode_marker(diagnosis), if_absent=True)
 
     async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
-        """False when it is claimed already."""
+        """False when it is claimed already. Keeps the last CLAIMS_KEPT claims of a run: only the highest counts."""
         key = layout.generation_key(run, generation)
-        return await self.store.put_bytes(key, encode_marker(content), if_absent=True)
+        if not await self.store.put_bytes(key, encode_marker(content), if_absent=True):
+            return False
+        if generation > CLAIMS_KEPT:
+            with suppress(TierdError):  # the claim is made; a marker that stays does no harm
+                await self.store.delete([layout.generation_key(run, Generation(generation - CLAIMS_KEPT))])
+        return True
 
 
 async def copy_checkpoint(
