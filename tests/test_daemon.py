@@ -146,6 +146,30 @@ def test_sealed_snapshots_are_persisted_before_the_daemon_exits(tmp_path: Path) 
             peer.close()
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_the_drain_waits_for_ranks_that_are_about_to_seal(tmp_path: Path, has_begun: bool) -> None:
+    """A shutdown stops trainers and daemon at once."""
+    with serving(tmp_path) as daemon, Peer(daemon.socket) as first, Peer(daemon.socket) as second:
+        generation = first.greet("run42", world_size=2).generation
+        second.greet("run42", rank=1, world_size=2, generation=generation)
+        first.attach(0)
+        second.attach(0)
+        if has_begun:
+            second.fill(0, 7, b"two")
+            wait_until(lambda: daemon.status()["slots"]["filling"] == 1, "the slot to be filled")
+        else:
+            first.seal(0, 7, b"one")
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_log("draining")
+        if has_begun:
+            first.seal(0, 7, b"one")
+            second.send(make_sealed(7, 3))
+        else:
+            second.seal(0, 7, b"two")
+        assert daemon.wait_exit() == 0
+        assert (daemon.hot / "run42" / "000000000007-g0001" / "manifest.json").exists()
+
+
 def test_a_snapshot_that_cannot_be_persisted_delays_the_exit_and_sets_its_code(tmp_path: Path) -> None:
     with serving(tmp_path, environ={"TIERD_DAEMON_DRAIN_TIMEOUT_S": "0.3"}) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run42")

@@ -58,6 +58,7 @@ from tierd.workers.worker import Wake, Worker, run_forever
 log = logging.getLogger("tierd")
 
 DRAIN_POLL_S = 1.0
+SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot that is being staged
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
@@ -193,12 +194,17 @@ class _Daemon:
         return f"{bound_host}:{bound_port}"
 
     async def _drain(self) -> list[CheckpointId]:
-        """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most. Returns those that
-        are not."""
+        """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most, and a while for
+        those that ranks are about to seal: a shutdown stops the trainers at the same time. Returns those that are not.
+        """
         self._throttle.hurry(self)
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
-        deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
-        while self._memory.pending() and time.monotonic() < deadline_s:
+        now_s = time.monotonic()
+        deadline_s = now_s + self._config.daemon.drain_timeout_s
+        seal_deadline_s = min(deadline_s, now_s + SEAL_TIMEOUT_S)
+        while (self._memory.pending() and time.monotonic() < deadline_s) or (
+            self._memory.unsealed() and time.monotonic() < seal_deadline_s
+        ):
             self._wakes["persist"].set()  # without backoff: there is little time left
             await self._persist_ended.take(DRAIN_POLL_S)
         return [snapshot_set.id for snapshot_set in self._memory.pending()]

@@ -121,6 +121,16 @@ class _RunMemory:
             elif snapshot.rank >= self.world_size:
                 attached.pop(snapshot.index).close()  # the run no longer has this rank
 
+    def is_staging(self) -> bool:
+        """Whether a rank that is connected fills a slot, or all ranks that an incomplete set lacks are connected."""
+        slots = [slot for rank in self.present for slot in self.slots.get(rank, {}).values()]
+        lacking = [
+            set(map(Rank, range(each.world_size))) - each.snapshots.keys()
+            for each in self.sets.values()
+            if not each.is_complete and each.id.generation == self.generation
+        ]
+        return any(slot.state is SlotState.FILLING for slot in slots) or any(ranks <= self.present for ranks in lacking)
+
     def detach(self, rank: Rank) -> None:
         for slot in self.slots.pop(rank, {}).values():
             self.close_if_empty(slot)
@@ -270,6 +280,10 @@ class MemoryTier:
         """Complete sets that are not persisted: by number of failed attempts, then oldest first."""
         pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
         return sorted(pending, key=lambda each: (each.failures, each.sealed_at_s))
+
+    def unsealed(self) -> list[Run]:
+        """The runs whose connected ranks stage a snapshot now, or have yet to seal one that others have sealed."""
+        return [run for run, memory in self._runs.items() if memory.is_staging()]
 
     async def compute_checksums(self, snapshot_set: SnapshotSet) -> None:
         """Compute the checksums of a complete set that it does not have yet: reads its slots, in a thread.
