@@ -351,6 +351,8 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/api/admission.py": "api/test_trainer.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
+    "client/tierd_client/state/entry_selection.py": "client/state/test_partial_restore.py",
+    "client/tierd_client/state/torchdata.py": "client/state/test_full_state.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",
