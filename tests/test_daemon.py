@@ -20,8 +20,9 @@ from tests.support.slots import make_sealed
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.errors import BadConfig, LockHeld, TierdError
-from tierd.format import wire
+from tierd.format import layout, wire
 from tierd.format.ids import checkpoint_id
+from tierd.tiers.lock import Lock
 
 MIB = 1 << 20
 
@@ -108,6 +109,33 @@ def test_systemd_is_notified_of_start_and_stop(tmp_path: Path) -> None:
             assert systemd.recv(100) == b"READY=1"
             assert daemon.stop() == 0
             assert systemd.recv(100) == b"STOPPING=1"
+
+
+def test_a_daemon_ends_when_another_one_has_its_directory(tmp_path: Path) -> None:
+    """Someone deleted the hot directory under the first one."""
+    with serving(tmp_path / "first") as first:
+        snapshot(first, "run42", 7)
+        shutil.rmtree(first.hot)
+        second = serving(tmp_path / "second")
+        second.config.write_text(second.config.read_text().replace('path = "hot"', f'path = "{first.hot}"'))
+        with second:
+            assert first.wait_exit() == LockHeld.exit_code
+            assert "held by pid" in first.log
+            assert "Traceback" not in first.log
+            snapshot(second, "run43", 7)
+            assert (first.hot / "run43" / "000000000007-g0001" / "manifest.json").exists()
+
+
+def test_a_daemon_locks_its_directory_again_when_it_was_made_anew(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        shutil.rmtree(daemon.hot)
+        daemon.hot.mkdir()
+        wait_until((daemon.hot / layout.LOCK).exists, "the lock to be taken again")
+        wait_until(lambda: b"pid" in (daemon.hot / layout.LOCK).read_bytes(), "the lock to name its holder")
+        with pytest.raises(LockHeld, match=f"pid {daemon.pid}"):
+            Lock(daemon.hot)
+        snapshot(daemon, "run42", 7)
+        assert daemon.stop() == 0
 
 
 # ── stop ──

@@ -33,7 +33,7 @@ from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.config_file import differences
 from tierd.context import DaemonContext
-from tierd.errors import BadConfig, Transient
+from tierd.errors import BadConfig, LockHeld, TierdError, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
@@ -58,6 +58,7 @@ from tierd.workers.worker import Wake, Worker, run_forever
 log = logging.getLogger("tierd")
 
 DRAIN_POLL_S = 1.0
+LOCK_INTERVAL_S = 2.0  # how often the lock of the hot directory is checked
 SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot that is being staged
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
@@ -75,15 +76,17 @@ def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Confi
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
-        daemon = _Daemon(config, notify_socket, read_config)
+        daemon = _Daemon(config, notify_socket, read_config, hot_lock)
         asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address})))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config], hot_lock: Lock) -> None:
         self._config = config
+        self._hot_lock = hot_lock
+        self._lock_error: LockHeld | None = None
         self._notify_socket = notify_socket
         self._read_config = read_config
         names = [HOT, *(cold.name for cold in config.cold)]
@@ -149,14 +152,16 @@ class _Daemon:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
+                tasks.append(group.create_task(self._keep_lock(stop)))
                 with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
                     self._notify_systemd("READY=1")
                     await stop.wait()
                     self._notify_systemd("STOPPING=1")
-                    missing = await self._drain()
-                _end_within(STOP_TIMEOUT_S, exit_code=1 if missing else 0)
+                    missing = [] if self._lock_error else await self._drain()
+                exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
+                _end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
                     task.cancel()
         finally:
@@ -166,6 +171,8 @@ class _Daemon:
             await runner.cleanup()
             for tier in self._context.tiers.values():
                 await tier.store.close()
+        if self._lock_error:
+            raise self._lock_error
         if missing:
             raise Transient(
                 f"drain: {', '.join(map(str, missing))} did not reach the hot tier within "
@@ -192,6 +199,19 @@ class _Daemon:
             ) from error
         bound_host, bound_port = runner.addresses[0][:2]
         return f"{bound_host}:{bound_port}"
+
+    async def _keep_lock(self, stop: asyncio.Event) -> None:
+        """End this daemon when another one has locked the hot directory, which someone deleted under this one."""
+        while not stop.is_set():
+            await asyncio.sleep(LOCK_INTERVAL_S)
+            try:
+                self._hot_lock.renew()
+            except LockHeld as error:
+                log.error("ending: %s", error)
+                self._lock_error = error
+                stop.set()
+            except TierdError as error:
+                log.warning("%s", error)
 
     async def _drain(self) -> list[CheckpointId]:
         """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most, and a while for

@@ -28,7 +28,8 @@ class Lock(AbstractContextManager["Lock"]):
     """
 
     def __init__(self, root: Path, holder: Mapping[str, object] | None = None) -> None:
-        path = root / layout.LOCK
+        path = self._path = root / layout.LOCK
+        self._description: Mapping[str, object] = holder or {}
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -37,7 +38,7 @@ class Lock(AbstractContextManager["Lock"]):
             raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.describe(holder or {})
+            self.describe(self._description)
         except BlockingIOError as error:
             other = _describe(self._fd)
             self.release()
@@ -50,9 +51,24 @@ class Lock(AbstractContextManager["Lock"]):
 
     def describe(self, holder: Mapping[str, object]) -> None:
         """Replace the description of the holder."""
+        self._description = holder
         description = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)
+
+    def renew(self) -> None:
+        """Take the lock again if the directory was deleted and made anew meanwhile: the former file protects nothing.
+
+        Raises as the constructor; LockHeld when another process was faster.
+        """
+        try:
+            is_same = os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_same = not self._path.parent.is_dir()  # without a directory no other daemon can be there either
+        if not is_same:
+            replacement = Lock(self._path.parent, self._description)
+            os.close(self._fd)
+            self._fd = replacement._fd
 
     def release(self) -> None:
         if self._fd >= 0:
