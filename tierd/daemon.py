@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -76,16 +76,15 @@ def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Confi
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
-        daemon = _Daemon(config, notify_socket, read_config, hot_lock)
-        asyncio.run(daemon.run(lambda address: hot_lock.describe({**about, "listen": address})))
+        daemon = _Daemon(config, notify_socket, read_config)
+        asyncio.run(daemon.run(hot_lock, about))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config], hot_lock: Lock) -> None:
+    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config]) -> None:
         self._config = config
-        self._hot_lock = hot_lock
         self._lock_error: LockHeld | None = None
         self._notify_socket = notify_socket
         self._read_config = read_config
@@ -138,8 +137,9 @@ class _Daemon:
 
     # ── running ──
 
-    async def run(self, describe: Callable[[str], None]) -> None:
-        """`describe` is called with the HTTP address, before trainers are served."""
+    async def run(self, hot_lock: Lock, about: Mapping[str, object]) -> None:
+        """Raises LockHeld when another daemon has locked the hot directory meanwhile. `about`: describes this daemon in
+        the lock's file."""
         stop = self._catch_signals()
         missing: list[CheckpointId] = []
         context = self._context
@@ -148,11 +148,11 @@ class _Daemon:
         runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)
         try:
             address = await self._open_http(runner)
-            describe(address)
+            hot_lock.describe({**about, "listen": address})
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
-                tasks.append(group.create_task(self._keep_lock(stop)))
+                tasks.append(group.create_task(self._keep_lock(hot_lock, stop)))
                 with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
@@ -200,12 +200,12 @@ class _Daemon:
         bound_host, bound_port = runner.addresses[0][:2]
         return f"{bound_host}:{bound_port}"
 
-    async def _keep_lock(self, stop: asyncio.Event) -> None:
+    async def _keep_lock(self, hot_lock: Lock, stop: asyncio.Event) -> None:
         """End this daemon when another one has locked the hot directory, which someone deleted under this one."""
         while not stop.is_set():
             await asyncio.sleep(LOCK_INTERVAL_S)
             try:
-                self._hot_lock.renew()
+                hot_lock.renew()
             except LockHeld as error:
                 log.error("ending: %s", error)
                 self._lock_error = error
