@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from tierd.errors import BadRequest, DaemonUnreachable, SlotsBusy
+from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, SlotsBusy
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
 from tierd_client.generation import Generation
@@ -174,6 +174,20 @@ class Client:
         self._ranks.run_on_all(self._wait_accepted)
         restore_replica(self._generation.session, self._ranks, request, read)
 
+    def inspect_by_policy(self, read: ReadReplica) -> bool:
+        """As `inspect`, for the checkpoint that $TIERD_RESUME selects: the newest without it. False: training starts
+        fresh. Raises as `restore`, and BadConfig when it selects a path or another run."""
+        policy = agree_on_policy(None, self._ranks, self._environ)
+        if policy.path is not None or policy.run is not None:
+            where = policy.path or f"run:{policy.run}"
+            raise BadConfig(
+                f"read a checkpoint with TIERD_RESUME={where}: this reader takes those of its own run",
+                hint='"auto", "require", "scratch" or a step; Client.restore takes paths and other runs',
+            )
+        self._ranks.run_on_all(self._wait_accepted)
+        request, session = RestoreRequest(step=policy.step), self._generation.session
+        return restore_by_policy(session, self._ranks, policy, request, read, read_own=read, force=False) is not None
+
     def _wait_accepted(self) -> None:
         """Waits until the daemon has this rank's part of the last snapshot: rank 0 may then ask for it."""
         self._generation.check_open()
@@ -197,7 +211,7 @@ class Client:
         self._parent = manifest.id
         session, report = self._generation.session, replica.report or RestoreReport()
         session.report("restored", manifest.step, run=manifest.run, tier=replica.tier, seconds=seconds)
-        if self._ranks.rank == 0 and replica.report is not None:
+        if self._ranks.rank == 0 and report.loaded:
             log.info("tierd: restored %s from %s: %s", manifest.id, replica.tier, report)
         metrics = {name: float(value) for name, value in manifest.metrics.items()}
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics, manifest.run, report)

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,9 @@ def main(arguments: list[str]) -> None:
         answer: Diagnosis | str = examine([(int(descriptor), int(size_bytes)) for descriptor, size_bytes in shards])
     except (TierdError, OSError) as error:
         answer = str(error)
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    with suppress(BrokenPipeError):  # the daemon has died
+        sys.stdout.buffer.write(msgspec.json.encode(answer))
+        sys.stdout.buffer.flush()
 
 
 def examine(files: list[tuple[int, int]]) -> Diagnosis:

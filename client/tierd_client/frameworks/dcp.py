@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierd.errors import BadConfig, BadRequest, Corrupt, Mismatch, NotFound, Unsupported
+from tierd.errors import BadConfig, BadRequest, Corrupt, Mismatch, Unsupported
 from tierd.format.ids import CheckpointId, Generation, Run, Step
 from tierd_client.client import Client, Found
 from tierd_client.restore.load import read_headers
@@ -340,17 +340,17 @@ class TierdReader(_OnAllRanks, StorageReader):
         self.load_id = str(uuid.uuid4())
 
     def find(self) -> int | None:
-        """On all ranks: the step of the checkpoint that `dcp.load` will load, or None to start fresh.
+        """On all ranks: the step of the checkpoint that `dcp.load` will load, or None to start fresh. $TIERD_RESUME
+        selects it, unless this reader was given one.
 
         Raises as `Client.restore` does.
         """
-        try:
+        if not self._request.is_any:
             self.read_metadata()
-        except NotFound:
-            if not self._request.is_any:
-                raise
+        elif not self._client.inspect_by_policy(self._read_contents):
             return None
         assert self._contents is not None
+        self._request = replace(self._request, step=self._contents.id.step)
         return self._contents.id.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -359,14 +359,13 @@ class TierdReader(_OnAllRanks, StorageReader):
 
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Without the base's **kwargs: with them DCP would call it again on single ranks after an error."""
-
-        def read(replica: Replica) -> None:
-            self._contents = contents_of(replica)
-
         self._contents = None
-        self._client.inspect(self._request, read)
+        self._client.inspect(self._request, self._read_contents)
         assert self._contents is not None
         return self._contents.metadata(self.load_id)
+
+    def _read_contents(self, replica: Replica) -> None:
+        self._contents = contents_of(replica)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         return

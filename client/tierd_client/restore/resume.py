@@ -117,7 +117,7 @@ def _restore_run(
     try:
         return restore_replica(session, ranks, own_request, read_own)
     except NotFound:
-        log.info("tierd: %s has no checkpoint: it begins at one of %s", session.hello.run, run)
+        pass
     hello = msgspec.structs.replace(session.hello, run=run, rank=None, generation=None)
     with ExitStack() as stack:
 
@@ -127,7 +127,9 @@ def _restore_run(
             reader.start()
             return reader
 
-        return restore_replica(ranks.run_on_all(open_reader), ranks, request, read, reports=session)
+        replica = restore_replica(ranks.run_on_all(open_reader), ranks, request, read, reports=session)
+    log.info("tierd: %s had no checkpoint: it begins at %s", session.hello.run, replica.manifest.id)
+    return replica
 
 
 def _check_scratch(session: DaemonSession, *, force: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tierd.errors import BadConfig
 from tierd_client.state.restore_filter import RestoreFilter, StoredEntries
 from tierd_client.state.restore_report import RestoreReport
 
@@ -103,7 +104,11 @@ class EntrySelection:
                 else:
                     report.left_over.append(entry)
         if not self.filter.is_exact:
-            # What another rank alone holds, as with pipeline stages, may be meant by a pattern.
-            self.differences += self.filter.unused(self._entries.tensors, self.filter.keep if optional else report.kept)
+            kept = self.filter.keep if optional else report.kept  # a pipeline stage may be on another rank
+            if wrong := self.filter.unused(self._entries.tensors, kept, self.sources):
+                raise BadConfig(
+                    f"restore: {'; '.join(wrong)}; nothing was changed",
+                    hint="docs/guides/fine-tune.md has the names of entries",
+                )
             if not report.loaded and not self.differences and not optional:
                 self.differences.append("nothing of the checkpoint would be loaded")

@@ -124,7 +124,10 @@ class Rebuilder:
             return generators.difference(parts.name, content, live, self._device)
         if kind.__qualname__ != parts.name or not self._objects.from_live:
             now = "nothing" if live is None else f"a {kind.__qualname__}"
-            return f"the checkpoint holds a {parts.name}, whose class a restore takes from the live value: {now}"
+            return (
+                f"the checkpoint holds a {parts.name}, whose class a restore takes from the live value: {now}; "
+                f"put a {parts.name} there before the restore, or give encode= and decode="
+            )
         match parts.tag:
             case "$enum" if isinstance(live, enum.Enum):
                 is_same = content in type(live).__members__ if isinstance(content, str) else isinstance(live, enum.Flag)

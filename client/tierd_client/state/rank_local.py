@@ -67,9 +67,9 @@ class RankLocal:
         elif self.rank == 0:
             log.warning("restore: %s: %s, and this state lacks it: skipped", name, self.difference)
 
-    def own_names(self, sections: Sequence[str], filter: RestoreFilter) -> tuple[dict[str, str], list[str]]:
+    def own_names(self, sections: Sequence[str], selection: RestoreFilter) -> tuple[dict[str, str], list[str]]:
         """(the stored names of the tensors that `TrainingState(per_rank=…)` named in these sections, by their names in
-        the state tree; a sentence for the first that is not the same on all ranks)."""
+        the state tree; a sentence for the first that is asked for and is not the same on all ranks)."""
         by_rank: list[dict[str, str]] = []
         for tree in self.rank_trees:
             entries = [tree[name].per_rank for name in sections if name in tree]
@@ -81,12 +81,13 @@ class RankLocal:
             stored = next(stored_names[name] for stored_names in by_rank if name in stored_names)
             return sum(entry.size_bytes for entry in self.available.get(stored, ()))
 
-        own: dict[str, str] = {}
+        stored = {name: [stored_names.get(name, "") for stored_names in by_rank] for name in names}
+        own = {name: next(filter(None, by_name)) for name, by_name in stored.items()}
         for name in sorted(names, key=lambda name: (size_bytes(name), name)):  # those that cost the least to compare
-            stored = [stored_names.get(name, "") for stored_names in by_rank]
-            if filter.takes(name) and not self._are_equal_tensors(stored):
-                return own, [f"{name}: {self.difference}: what per_rank names is restored on as many ranks"]
-            own[name] = next(known for known in stored if known)
+            is_asked = selection.takes(name) and not selection.keeps(name)
+            if is_asked and not self._are_equal_tensors(stored[name]):
+                count = len(self.rank_trees)
+                return own, [f"{name}: {self.difference}: restore it on {count} ranks, as it was saved"]
         return own, []
 
     def _are_equal_tensors(self, names: Sequence[str]) -> bool:

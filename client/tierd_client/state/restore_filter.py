@@ -91,20 +91,21 @@ class RestoreFilter:
         section, _, renamed = self._renamed(f"model.{name}").partition(".")
         return renamed if section == "model" else name
 
-    def unused(self, entries: Iterable[str], kept: Iterable[str]) -> list[str]:
-        """A sentence for each pattern of `only`, `renames` and `keep` that stands for no entry: a typing error, most
-        likely. `entries`: all stored ones; `kept`: those of the state that were kept."""
-        entries, kept = list(entries), list(kept)  # iterated several times
+    def unused(self, entries: Iterable[str], kept: Iterable[str], names: Iterable[str]) -> list[str]:
+        """A sentence for each pattern of the arguments that stands for no entry: a typing error, most likely.
+        `entries`: all stored ones; `kept`: those of the state that were kept; `names`: of `entries` in the state."""
+        entries, kept, names = list(entries), list(kept), list(names)  # iterated several times
         renames = () if callable(self.renames) else self.renames
         return [
-            f"{argument}: {pattern!r} is the name of nothing in the {where}{_nearest(pattern, names)}"
-            for argument, patterns, names, where in (
+            f"{argument}: {pattern!r} is the name of nothing in the {where}{_nearest(pattern, known)}"
+            for argument, patterns, known, where in (
                 ("only", self.only or (), entries, "checkpoint"),
                 ("rename", renames, entries, "checkpoint"),
                 ("keep", self.keep, kept, "state"),
+                ("cast", self.cast, names, "state"),
             )
             for pattern in patterns
-            if not any(_matches(name, pattern) for name in names)
+            if not any(_matches(name, pattern) for name in known)
         ]
 
     def _renamed(self, entry: str) -> str:
@@ -130,7 +131,9 @@ def _matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(pattern, names, n=2, cutoff=0.0)
+    parts = [name.split(".") for name in names]
+    known = {".".join(path[:depth]) for path in parts for depth in range(1, len(path) + 1)}
+    nearest = difflib.get_close_matches(pattern, sorted(known), n=2, cutoff=0.0)
     return f"; the nearest are {' and '.join(nearest)}" if nearest else ""
 
 

@@ -267,7 +267,8 @@ class TrainingState:
                 if name != entry and entry.startswith(PER_RANK):
                     plan.differences.append(f"{entry}: {rank_local.difference}, so it cannot be renamed")
         kept = plan.report.kept
-        if "scheduler" in plan.sources and "scheduler" not in kept and any(name.endswith(".lr") for name in kept):
+        is_scheduled = "scheduler" in live and "scheduler" in plan.sources and "scheduler" not in kept
+        if is_scheduled and any(name.endswith(".lr") for name in kept):
             log.warning("restore: lr is kept and the scheduler is not: its next step may set the checkpoint's rate")
         plan.finish([name for name, section in sections.items() if isinstance(section, EntrySection)])
         return plan

