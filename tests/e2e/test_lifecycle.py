@@ -80,6 +80,7 @@ def test_hot_keeps_every_tenth_and_the_milestone_until_the_cold_tier_is_back(dae
     assert daemon.metric('tierd_queue_checkpoints{tier="cold"}') == len(KEPT_COLD)
 
     daemon.cold.unlink()
+    daemon.cold.mkdir()
     wait_until(lambda: daemon.steps("hot") == [38, 39, 40] and daemon.steps("cold") == KEPT_COLD, "the lifecycle")
 
 

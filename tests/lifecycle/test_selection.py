@@ -27,6 +27,7 @@ from tierd.lifecycle.selection import (
     select,
     select_each,
 )
+from tierd.tiers.store import StoredObject
 
 TIERS = ("hot", "cold", "dr")
 
@@ -302,13 +303,17 @@ def exclusions(case: Case) -> list[str]:
 
 
 @cases
-def test_restorer_agrees_with_the_table(case: Case, tmp_path: Path) -> None:
+def test_restorer_agrees_with_the_table(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiers(case, make_house(tmp_path))
+
+    async def refuse(prefix: str = "") -> list[StoredObject]:
+        raise TierUnreachable("503")
 
     async def find(rooms: Rooms) -> tuple[Outcome, str]:
         await rooms.look()
         for tier in case.unlisted:
             rooms.catalog.listing_failed(tier, "503")
+            monkeypatch.setattr(rooms.tiers[tier].store, "list", refuse)
         try:
             found = await find_with(restorer(rooms), exclude=exclusions(case), **case.query)
         except TierdError as error:
