@@ -303,7 +303,12 @@ async def test_a_tier_that_does_not_answer_delays_a_find_for_a_bounded_time(
 
     monkeypatch.setattr(rooms.cold["dr"].store, "list", never)
     monkeypatch.setattr(restorer_module, "LISTING_TIMEOUT_S", 0.05)
-    assert (await ask(rooms))[1].step == 200
+    found = await find_with(restorer(rooms))
+    close_all(found.descriptors)
+    assert found.manifest.step == 200
+    assert ["dr could not be listed" in why and "a newer one may be there" in why for why in found.passed_over] == [
+        True
+    ]
     with pytest.raises(TierUnreachable, match=r"dr \(no answer to a listing of"):
         await ask(rooms, step=300)
 

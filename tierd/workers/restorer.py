@@ -59,7 +59,8 @@ class Restorer:
         """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
         if find.tier not in (AUTO, MEMORY, self._hot.name, *self._cold):
             raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
-        unlisted = await self.list_run(run) if self._needs_listing(run, find) else self._catalog.unlisted()
+        needs_listing = self._needs_listing(run, find)
+        unlisted = await self.list_run(run) if needs_listing else self._catalog.unlisted()
         query = CheckpointQuery(
             run=run,
             step=find.step,
@@ -106,8 +107,11 @@ class Restorer:
                     raise  # a trainer that snapshots faster than memory is read would keep this loop busy
                 continue
             await self.fetcher.sweep(run)
-            passed_over = [reason[:PASSED_OVER_CHARS] for reason in selected.passed_over[:PASSED_OVER_MAX]]
-            return replace(opened, passed_over=passed_over)
+            reasons = list(selected.passed_over)
+            if needs_listing:
+                newer = "a newer one may be there"
+                reasons += [f"{name} could not be listed ({why}): {newer}" for name, why in unlisted.items()]
+            return replace(opened, passed_over=[reason[:PASSED_OVER_CHARS] for reason in reasons[:PASSED_OVER_MAX]])
 
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)

@@ -30,7 +30,7 @@ SLOTS = 2
 MILESTONE_STEPS = 50
 SHARD_BYTES = 4500  # more than one block, and no multiple of it
 ANSWER_TIMEOUT_S = 60.0
-CLAIM_S = 15.0  # a claim that takes longer may have left out the cold tier
+SLOW_S = 15.0  # a claim or a restore that takes longer may have left out the cold tier
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class SimulatedTrainer:
                 self.generation = welcome.generation
                 self._trace("claimed", self.name, welcome.generation)
                 ended_s = asyncio.get_running_loop().time()
-                if self._faults() == faults and ended_s - began_s < CLAIM_S:
+                if self._faults() == faults and ended_s - began_s < SLOW_S:
                     self._checker.claim(self.job.run, welcome.generation, self.name, began_s=began_s, ended_s=ended_s)
             for index, slot in enumerate(slots):
                 await self._send(rank, wire.AttachSlot(slot=index, capacity_bytes=2 * 4096), [slot.descriptor])
@@ -208,7 +208,7 @@ class SimulatedTrainer:
     async def _restore(self) -> None:
         """Restore the newest checkpoint, or begin at step 0 when the daemon says that there is none."""
         exclude: list[str] = []
-        faults = self._faults()
+        faults, began_s = self._faults(), asyncio.get_running_loop().time()
         least = self._checker.newest_reachable(self.job.run, self.node)
         while True:
             self._requests += 1
@@ -235,7 +235,8 @@ class SimulatedTrainer:
                     continue
             # A fault meanwhile may excuse an older checkpoint, and so does its own loss.
             now = self._checker.newest_reachable(self.job.run, self.node)
-            is_excused = self._faults() != faults or least is None or now is None or now < least
+            is_slow = asyncio.get_running_loop().time() - began_s > SLOW_S
+            is_excused = self._faults() != faults or is_slow or least is None or now is None or now < least
             self._trace("restored", self.name, restored)
             self._checker.restored(self.job.run, self.node, restored, files, None if is_excused else least)
             self.restored, self.step = restored, restored.step if restored else 0
