@@ -87,7 +87,7 @@ class Admission:
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 
     def forget_writers(self, run: Run) -> None:
-        """The run's slots were given back: no process can write into them any more."""
+        """Closes the pidfds of a run's former trainers, after its slots were given back."""
         for key in [key for key in self._writers if key[0] == run and key not in self._sessions]:
             self._writers.pop(key).close()
 

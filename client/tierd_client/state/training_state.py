@@ -163,9 +163,9 @@ class TrainingState:
     a DTensor as its local part. They are restored on the same number of ranks; on another number only if all ranks
     saved the same bits, else it is a Mismatch.
 
-    `encode` gets each value of another class, these three included, and returns (name, value that can be stored), or
-    None to leave it to tierd. `decode` gets both, once the tensors in the value were read, and returns what `encode`
-    was given.
+    `encode` gets each value of a class that tierd does not know, and each Enum member, dataclass and named tuple. It
+    returns (name, value that can be stored), or None to leave it to tierd. `decode` gets both, after the tensors in the
+    value have been read, and returns what `encode` was given.
 
     Tensors have any shape, and any dtype of 4 bits to 16 bytes: floats, integers, bool, complex. Raises BadConfig when
     an argument cannot hold state.

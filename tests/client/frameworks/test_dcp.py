@@ -13,7 +13,7 @@ import tierd_client
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tierd_client import Client, DictState, NotFound
+from tierd_client import Client, DictState, NotFound, TargetNotEmpty
 from tierd_client.frameworks.dcp import TierdReader, TierdWriter, step_of
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -168,6 +168,28 @@ def test_find_returns_none_without_a_checkpoint(client: Client) -> None:
         TierdReader(client, step=3).find()
     with pytest.raises(BaseException, match="there is none"):
         dcp.load({"a": torch.zeros(1)}, storage_reader=TierdReader(client))
+
+
+def test_the_environment_selects_the_checkpoint(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator sets TIERD_RESUME without a change to the script."""
+    monkeypatch.setenv("TIERD_RESUME", "require")
+    with pytest.raises(NotFound):
+        TierdReader(client).find()
+    for step in (1, 2):
+        dcp.save({"w": torch.full((2,), float(step))}, storage_writer=TierdWriter(client, step))
+    assert TierdReader(client).find() == 2
+    monkeypatch.setenv("TIERD_RESUME", "1")
+    reader = TierdReader(client)
+    assert reader.find() == 1
+    state = {"w": torch.zeros(2)}
+    dcp.load(state, storage_reader=reader)
+    assert state["w"].tolist() == [1.0, 1.0]
+    monkeypatch.setenv("TIERD_RESUME", "scratch")
+    with pytest.raises(TargetNotEmpty):
+        TierdReader(client).find()
+    monkeypatch.setenv("TIERD_RESUME", "run:another")
+    with pytest.raises(BadConfig, match="run:another: this reader takes those of its own run"):
+        TierdReader(client).find()
 
 
 def test_damaged_replica_is_replaced_by_another_of_the_same_checkpoint(
