@@ -223,6 +223,55 @@ def test_memory_of_a_run_is_freed_after_the_grace_time_if_everything_is_persiste
     assert memory.complete(RUN) == []
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "is_freed"),
+    [
+        (("finished", "finished"), True),
+        (("finished", "stopped"), True),
+        (("halted", "finished"), True),
+        (("finished", "failed"), False),
+        (("finished", "lost"), False),
+        (("finished", None), False),
+    ],
+)
+def test_memory_of_a_run_is_freed_at_once_only_if_every_rank_left_in_good_order(
+    memory: MemoryTier, outcomes: tuple[str | None, ...], is_freed: bool
+) -> None:
+    trainers = Trainers(memory, world_size=2)
+    snapshot_set = trainers.seal(1, 0)
+    slots = [slot for rank in trainers.ranks for slot in memory.slots(RUN, rank).values()]
+    for rank, outcome in zip(trainers.ranks, outcomes, strict=True):
+        assert not memory.forget_ended(RUN), f"rank {rank} is still connected"
+        if outcome is not None:
+            memory.outcomes.rank_exited(RUN, rank, outcome, "")
+        memory.leave(RUN, rank, now_s=100.0)
+    assert not memory.forget_ended(RUN), "it is not persisted yet"
+    trainers.persist(snapshot_set)
+    assert memory.forget_ended(RUN) == is_freed
+    assert any(is_open(slot) for slot in slots) != is_freed
+    assert memory.runs() == ([] if is_freed else [RUN])
+    assert (memory.outcomes.state(RUN) or ("",))[0] != "running", "status still says how it ended"
+    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == ([] if is_freed else [RUN])
+
+
+def test_memory_stays_until_ranks_that_never_connected_have_ended_too(memory: MemoryTier) -> None:
+    memory.enter(RUN, Generation(1), Rank(0), 2)
+    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.leave(RUN, Rank(0), now_s=100.0)
+    assert not memory.forget_ended(RUN)
+
+
+def test_an_old_trainer_of_a_run_whose_memory_was_freed_is_refused(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.leave(RUN, Rank(0), now_s=100.0)
+    assert memory.forget_ended(RUN)
+    with pytest.raises(Stale, match="no trainer of this generation is connected"):
+        memory.fill(RUN, Generation(1), Rank(0), 0)
+    with pytest.raises(Stale):
+        trainers.seal(1, 0)
+
+
 # ── invalid messages ──
 
 
