@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cgroup import UNLIMITED_V1, make_v1, make_v2
+from tests.support.waiting import wait_until
 from tierd.cgroup import memory_limit
 
 Make = Callable[..., None]
@@ -121,7 +122,7 @@ import tierd_client
 from tests.support.daemon import serving
 from tierd.errors import Full
 if __name__ == "__main__":
-    model = torch.nn.Linear(4096, 4096, bias=False)
+    model = torch.nn.Linear(8192, 16384, bias=False)  # 0.5 GB, 1 GB of slots
     with serving(Path(sys.argv[2])) as daemon:
         with tierd_client.connect("run", socket=str(daemon.socket)) as client:
             try:
@@ -131,7 +132,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_real_cgroup_refuses_instead_of_killing(tmp_path: Path) -> None:
+def test_first_snapshot_beyond_the_limit_of_a_real_cgroup_is_refused_and_not_killed(tmp_path: Path) -> None:
     """Needs $TIERD_TEST_CGROUP: a cgroup with a memory controller in which this user may create others."""
     parent = os.environ.get("TIERD_TEST_CGROUP")
     if not parent:
@@ -140,10 +141,11 @@ def test_a_real_cgroup_refuses_instead_of_killing(tmp_path: Path) -> None:
     folder.mkdir()
     try:
         is_v2 = (folder / "memory.max").exists()
-        (folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(600 * MIB))
+        (folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(1536 * MIB))
         command = [sys.executable, "-c", IN_CGROUP, str(folder), str(tmp_path)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode == 0, result.stderr
         assert "memory limit" in result.stdout
     finally:
+        wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the processes in the cgroup to end")
         folder.rmdir()

@@ -25,7 +25,7 @@ class Trainers:
         for rank in self.ranks:
             memory.enter(RUN, self.generation, rank, world_size)
             for index in {0, 1} - memory.slots(RUN, rank).keys():
-                memory.attach(RUN, rank, index, make_slot())
+                memory.attach(RUN, self.generation, rank, index, make_slot())
 
     def seal(self, step: int, slot: int, *, ranks: list[int] | None = None, resent: bool = False) -> SnapshotSet:
         """Fill and seal a slot of each rank. Returns the set."""
@@ -178,7 +178,7 @@ def test_a_slot_that_is_attached_again_keeps_its_snapshot(memory: MemoryTier) ->
     trainers = Trainers(memory)
     snapshot_set = trainers.seal(1, 0)
     slot = memory.slots(RUN, Rank(0))[0]
-    memory.attach(RUN, Rank(0), 0, make_slot_of_same_memory(slot))
+    memory.attach(RUN, Generation(1), Rank(0), 0, make_slot_of_same_memory(slot))
     assert memory.slots(RUN, Rank(0))[0] is slot
     assert snapshot_set.snapshots[Rank(0)].slot is slot
 
@@ -188,7 +188,7 @@ def test_a_replaced_slot_stays_open_as_long_as_its_snapshot(memory: MemoryTier) 
     former = memory.slots(RUN, Rank(0))
     trainers.persist(trainers.seal(1, 0))
     for index in (0, 1):
-        memory.attach(RUN, Rank(0), index, make_slot())
+        memory.attach(RUN, Generation(1), Rank(0), index, make_slot())
     assert is_open(former[0])
     assert not is_open(former[1])
     trainers.seal(2, 0)
@@ -268,8 +268,23 @@ def test_an_old_trainer_of_a_run_whose_memory_was_freed_is_refused(memory: Memor
     assert memory.forget_ended(RUN)
     with pytest.raises(Stale, match="no trainer of this generation is connected"):
         memory.fill(RUN, Generation(1), Rank(0), 0)
+    slot = make_slot()
+    with pytest.raises(Stale):
+        memory.attach(RUN, Generation(1), Rank(0), 0, slot)
+    assert not is_open(slot)
     with pytest.raises(Stale):
         trainers.seal(1, 0)
+
+
+def test_a_slot_of_a_fenced_trainer_does_not_replace_one_of_its_successor(memory: MemoryTier) -> None:
+    """Its last messages may be read after the successor has attached its own slots."""
+    Trainers(memory)
+    Trainers(memory, generation=2)
+    slots, slot = memory.slots(RUN, Rank(0)), make_slot()
+    with pytest.raises(Stale, match="generation 2 has taken over"):
+        memory.attach(RUN, Generation(1), Rank(0), 0, slot)
+    assert not is_open(slot)
+    assert memory.slots(RUN, Rank(0)) == slots
 
 
 # ── invalid messages ──
@@ -303,7 +318,7 @@ def test_a_slot_with_an_index_out_of_range_is_refused_and_closed(memory: MemoryT
     Trainers(memory)
     slot = make_slot()
     with pytest.raises(BadRequest):
-        memory.attach(RUN, Rank(0), index, slot)
+        memory.attach(RUN, Generation(1), Rank(0), index, slot)
     assert not is_open(slot)
 
 

@@ -166,7 +166,7 @@ class TrainerDoor:
                     if len(descriptors) != 1:
                         raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
                     slot = MappedSlot(descriptors.pop(), message.capacity_bytes)
-                    self._memory.attach(session.run, session.rank, message.slot, slot)
+                    self._memory.attach(session.run, session.generation, session.rank, message.slot, slot)
                 else:
                     self._take(session, message)
             finally:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierd.errors import BadRequest, Stale, Transient
+from tierd.errors import BadRequest, Stale, TierdError, Transient
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
@@ -182,12 +182,15 @@ class MemoryTier:
         """A rank's slots by index; a restarted trainer may adopt them."""
         return dict(self._get(run).slots.get(rank, {}))
 
-    def attach(self, run: Run, rank: Rank, index: int, slot: MappedSlot) -> None:
+    def attach(self, run: Run, generation: Generation, rank: Rank, index: int, slot: MappedSlot) -> None:
         """Add a slot, and close it when it is no longer used. It replaces the slot with this index."""
-        if not 0 <= index < SLOTS_MAX:
+        try:
+            memory = self._current(run, generation, f"attach slot {index} of {run}")
+            if not 0 <= index < SLOTS_MAX:
+                raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
+        except TierdError:
             slot.close()
-            raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
-        memory = self._runs[run]
+            raise
         replaced = memory.slots.setdefault(rank, {}).get(index)
         if replaced is not None and replaced.is_same_memory(slot):
             slot.close()  # the trainer has reconnected and attached the same memory
