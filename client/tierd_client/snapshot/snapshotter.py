@@ -47,7 +47,7 @@ class Snapshotter:
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._last: tuple[int, int] | None = None  # (generation, step)
-        self._prepared: int | None = None  # the generation whose slots were made before its first snapshot, or were not
+        self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
         self._owned_sizes: list[tuple[str, int]] | None = None
