@@ -415,6 +415,47 @@ def test_memory_of_departed_trainers_is_freed_after_the_grace_time(tmp_path: Pat
             peer.take_files()
 
 
+@pytest.mark.parametrize("state", ["finished", "stopped", "halted"])
+def test_a_run_that_ended_in_good_order_gives_its_memory_back_at_once(tmp_path: Path, state: str) -> None:
+    with serving(tmp_path) as daemon:
+        before = daemon.descriptors()
+        for number in range(3):  # a sweep over run names must not add up
+            with Peer(daemon.socket) as peer:
+                peer.greet(f"run{number}")
+                peer.attach(0)
+                peer.attach(1)
+                peer.seal(0, 1, b"state")
+                peer.send(wire.Goodbye(state=state))  # the daemon may not have persisted it yet
+            wait_until(lambda: sum(daemon.status()["slots"].values()) == 0)
+        wait_until(lambda: daemon.descriptors() <= before)
+        assert [run["state"] for run in daemon.status()["runs"]] == [state] * 3
+        with Peer(daemon.socket) as peer:
+            assert peer.greet("run0").slots == []
+            assert peer.find().tier == "hot"
+            peer.take_files()
+
+
+@pytest.mark.parametrize("state", ["failed", "lost", None])
+def test_a_run_that_did_not_end_in_good_order_keeps_its_memory_for_the_restart(
+    tmp_path: Path, state: str | None
+) -> None:
+    with serving(tmp_path) as daemon:
+        with Peer(daemon.socket) as peer:
+            peer.greet("run42")
+            peer.attach(0)
+            peer.attach(1)
+            peer.seal(0, 1, b"state")
+            peer.hear(wire.Persisted)
+            if state is not None:
+                peer.send(wire.Goodbye(state=state))
+        wait_until(lambda: daemon.status()["runs"][0]["ranks_attached"] == 0)
+        assert sum(daemon.status()["slots"].values()) == 2
+        with Peer(daemon.socket) as peer:
+            peer.greet("run42")
+            assert peer.find().tier == "memory"
+            peer.take_files()
+
+
 def test_without_free_descriptors_only_new_connections_wait(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv[0] = 'tierd'; "

@@ -304,6 +304,7 @@ class _Daemon:
     def persist_ended(self, run: Run) -> None:
         self._throttle.queued(len(self._memory.pending()))
         self._door.release_slots(run)
+        self._door.forget_ended(run)
         self._persist_ended.set()
         self.examined()
         self._wakes["examine"].set()

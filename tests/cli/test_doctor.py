@@ -34,7 +34,7 @@ def test_doctor_before_the_first_start_reports_what_is_missing(tmp_path: Path) -
     assert code == 13
     code, found = run_doctor(house, "--tier", "hot")
     assert (code, problems(found)) == (0, set())
-    assert {one["check"] for one in found} == {"config", "directory", "o_direct", "filesystem", "space"}
+    assert {one["check"] for one in found} == {"config", "directory", "o_direct", "filesystem", "space", "memory"}
 
 
 def test_doctor_reports_only_the_config_if_it_is_wrong(tmp_path: Path) -> None:
@@ -55,12 +55,14 @@ def test_doctor_for_an_unknown_tier_is_exit_2(tmp_path: Path) -> None:
     assert "the tiers of this config are hot, cold" in result.stderr
 
 
-def test_doctor_counts_existing_checkpoints_when_it_checks_free_space(tmp_path: Path) -> None:
+def test_doctor_counts_existing_checkpoints_when_it_checks_space_and_memory(tmp_path: Path) -> None:
     house = make_house(tmp_path)
     make_checkpoint(house.hot, size_bytes=1_000_000)
     _, found = run_doctor(house, "--tier", "hot")
     (space,) = (one["message"] for one in found if one["check"] == "space")
     assert "0.008 GB more are needed for 5 checkpoints in all" in space
+    (memory,) = (one["message"] for one in found if one["check"] == "memory")
+    assert "a run needs 0.004 GB for its slots" in memory
 
 
 def test_doctor_reports_what_the_running_daemon_cannot_reach(tmp_path: Path) -> None:

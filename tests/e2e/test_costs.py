@@ -37,6 +37,12 @@ def allocated_bytes(pid: int) -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
+def mapped_slot_bytes() -> int:
+    """The size of the slots that this process has mapped."""
+    ranges = (line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "tierd-slot" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, _, end in (each.partition("-") for each in ranges))
+
+
 def calls(pid: int) -> dict[str, int]:
     """proc_pid_io(5): bytes and calls of read and write, including those that the page cache serves."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -104,6 +110,19 @@ def test_snapshot_and_restore_allocate_no_payload(tmp_path: Path) -> None:
         assert found is not None
         assert (found.step, found.tier) == (3, "memory")
         assert torch.equal(model.weight, expected)
+
+
+def test_first_snapshot_allocates_its_two_slots_and_nothing_else(tmp_path: Path) -> None:
+    with serving(tmp_path, more=PLAIN) as daemon:
+        state = tierd_client.TrainingState(model=torch.nn.Linear(PAYLOAD_BYTES // 4 // 1024, 1024, bias=False))
+        client = tierd_client.connect("run", socket=str(daemon.socket))
+        mapped_before = mapped_slot_bytes()
+        with client, growth(os.getpid()) as grown, growth(daemon.pid) as grown_in_daemon:
+            client.snapshot(1, state).wait_persisted(60)
+            assert grown() < ALLOCATED_MAX
+            assert grown_in_daemon() < ALLOCATED_MAX
+            assert sum(daemon.status()["slots"].values()) == 2
+            assert 2 * PAYLOAD_BYTES <= mapped_slot_bytes() - mapped_before <= 2.1 * PAYLOAD_BYTES
 
 
 async def test_upload_sends_only_the_necessary_requests(tmp_path: Path) -> None:

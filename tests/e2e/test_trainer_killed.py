@@ -46,6 +46,32 @@ def test_trainer_killed_after_a_snapshot_resumes_there_from_memory(daemon: Daemo
         assert losses + second.train(4) == expected
 
 
+def end_with_an_error(training: Training) -> None:
+    """The end of a `with client:` whose loop has raised. Runs in the trainer."""
+    training.client.stop(RuntimeError("CUDA error"))
+
+
+def test_finished_trainer_leaves_no_memory_and_one_that_failed_leaves_its_slots(daemon: Daemon) -> None:
+    for name in ("first", "second"):
+        with Trainer() as trainer:
+            trainer.connect(daemon.socket, name)
+            trainer.train(1)
+            trainer.snapshot()  # persisted before or after the trainer has left
+            trainer.close()
+        wait_until(lambda: sum(daemon.status()["slots"].values()) == 0, "the memory of a finished run")
+    with Trainer() as failing:
+        failing.connect(daemon.socket, "third")
+        failing.train(1)
+        failing.durable()
+        failing.apply(end_with_an_error)
+    with Trainer(seed=2) as restarted:
+        restarted.connect(daemon.socket, "third")
+        assert restarted.restore().tier == "memory"
+    with Trainer(seed=2) as resumed:
+        resumed.connect(daemon.socket, "first")
+        assert resumed.restore().tier == "hot"
+
+
 def stop_when_half_is_copied(training: Training) -> None:
     """From now on the process stops itself in the middle of staging. Runs in the trainer."""
     copy = Copier.copy

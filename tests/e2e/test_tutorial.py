@@ -95,7 +95,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
         trainer = start(tmp_path, "ended.txt")
         assert trainer.wait(DEADLINE_S) == 0
         text = (tmp_path / "ended.txt").read_text()
-        assert text.startswith(f"resumed at step {max(stopped)} from memory\n")
+        assert text.startswith(f"resumed at step {max(stopped)} from hot\n")
         cold = tmp_path / ".tierd/cold/tutorial"
         wait_until(lambda: any(cold.glob("000000000060-*/manifest.json")), "step 60 is in cold")
         process.kill()

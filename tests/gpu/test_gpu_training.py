@@ -70,7 +70,7 @@ def test_it_goes_on_from_its_checkpoint_with_the_same_losses(daemon: Daemon, run
     with tierd_client.connect(run, socket=daemon.socket, staging=mode) as client:
         found = client.restore(resumed.state)
         assert found is not None
-        assert found.tier == "memory"
+        assert found.step == 4
         assert_same(resumed.now(), expected)
         resumed.x.copy_(training.x)
         assert resumed.train(6) == losses

@@ -25,7 +25,7 @@ class Trainers:
         for rank in self.ranks:
             memory.enter(RUN, self.generation, rank, world_size)
             for index in {0, 1} - memory.slots(RUN, rank).keys():
-                memory.attach(RUN, rank, index, make_slot())
+                memory.attach(RUN, self.generation, rank, index, make_slot())
 
     def seal(self, step: int, slot: int, *, ranks: list[int] | None = None, resent: bool = False) -> SnapshotSet:
         """Fill and seal a slot of each rank. Returns the set."""
@@ -178,7 +178,7 @@ def test_a_slot_that_is_attached_again_keeps_its_snapshot(memory: MemoryTier) ->
     trainers = Trainers(memory)
     snapshot_set = trainers.seal(1, 0)
     slot = memory.slots(RUN, Rank(0))[0]
-    memory.attach(RUN, Rank(0), 0, make_slot_of_same_memory(slot))
+    memory.attach(RUN, Generation(1), Rank(0), 0, make_slot_of_same_memory(slot))
     assert memory.slots(RUN, Rank(0))[0] is slot
     assert snapshot_set.snapshots[Rank(0)].slot is slot
 
@@ -188,7 +188,7 @@ def test_a_replaced_slot_stays_open_as_long_as_its_snapshot(memory: MemoryTier) 
     former = memory.slots(RUN, Rank(0))
     trainers.persist(trainers.seal(1, 0))
     for index in (0, 1):
-        memory.attach(RUN, Rank(0), index, make_slot())
+        memory.attach(RUN, Generation(1), Rank(0), index, make_slot())
     assert is_open(former[0])
     assert not is_open(former[1])
     trainers.seal(2, 0)
@@ -223,6 +223,70 @@ def test_memory_of_a_run_is_freed_after_the_grace_time_if_everything_is_persiste
     assert memory.complete(RUN) == []
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "is_freed"),
+    [
+        (("finished", "finished"), True),
+        (("finished", "stopped"), True),
+        (("halted", "finished"), True),
+        (("finished", "failed"), False),
+        (("finished", "lost"), False),
+        (("finished", None), False),
+    ],
+)
+def test_memory_of_a_run_is_freed_at_once_only_if_every_rank_left_in_good_order(
+    memory: MemoryTier, outcomes: tuple[str | None, ...], is_freed: bool
+) -> None:
+    trainers = Trainers(memory, world_size=2)
+    snapshot_set = trainers.seal(1, 0)
+    slots = [slot for rank in trainers.ranks for slot in memory.slots(RUN, rank).values()]
+    for rank, outcome in zip(trainers.ranks, outcomes, strict=True):
+        assert not memory.forget_ended(RUN), f"rank {rank} is still connected"
+        if outcome is not None:
+            memory.outcomes.rank_exited(RUN, rank, outcome, "")
+        memory.leave(RUN, rank, now_s=100.0)
+    assert not memory.forget_ended(RUN), "it is not persisted yet"
+    trainers.persist(snapshot_set)
+    assert memory.forget_ended(RUN) == is_freed
+    assert any(is_open(slot) for slot in slots) != is_freed
+    assert memory.runs() == ([] if is_freed else [RUN])
+    assert (memory.outcomes.state(RUN) or ("",))[0] != "running", "status still says how it ended"
+    assert memory.forget_departed(now_s=1e9, grace_s=10.0) == ([] if is_freed else [RUN])
+
+
+def test_memory_stays_until_ranks_that_never_connected_have_ended_too(memory: MemoryTier) -> None:
+    memory.enter(RUN, Generation(1), Rank(0), 2)
+    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.leave(RUN, Rank(0), now_s=100.0)
+    assert not memory.forget_ended(RUN)
+
+
+def test_an_old_trainer_of_a_run_whose_memory_was_freed_is_refused(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.leave(RUN, Rank(0), now_s=100.0)
+    assert memory.forget_ended(RUN)
+    with pytest.raises(Stale, match="no trainer of this generation is connected"):
+        memory.fill(RUN, Generation(1), Rank(0), 0)
+    slot = make_slot()
+    with pytest.raises(Stale):
+        memory.attach(RUN, Generation(1), Rank(0), 0, slot)
+    assert not is_open(slot)
+    with pytest.raises(Stale):
+        trainers.seal(1, 0)
+
+
+def test_a_slot_of_a_fenced_trainer_does_not_replace_one_of_its_successor(memory: MemoryTier) -> None:
+    """Its last messages may be read after the successor has attached its own slots."""
+    Trainers(memory)
+    Trainers(memory, generation=2)
+    slots, slot = memory.slots(RUN, Rank(0)), make_slot()
+    with pytest.raises(Stale, match="generation 2 has taken over"):
+        memory.attach(RUN, Generation(1), Rank(0), 0, slot)
+    assert not is_open(slot)
+    assert memory.slots(RUN, Rank(0)) == slots
+
+
 # ── invalid messages ──
 
 
@@ -254,7 +318,7 @@ def test_a_slot_with_an_index_out_of_range_is_refused_and_closed(memory: MemoryT
     Trainers(memory)
     slot = make_slot()
     with pytest.raises(BadRequest):
-        memory.attach(RUN, Rank(0), index, slot)
+        memory.attach(RUN, Generation(1), Rank(0), index, slot)
     assert not is_open(slot)
 
 

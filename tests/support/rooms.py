@@ -133,7 +133,7 @@ class Rooms:
             capacity_bytes = -(-len(shard) // 4096) * 4096
             descriptor = make_memfd(capacity_bytes)
             os.pwrite(descriptor, shard, 0)
-            self.memory.attach(of[0], rank, index, MappedSlot(descriptor, capacity_bytes))
+            self.memory.attach(*of, index, MappedSlot(descriptor, capacity_bytes))
             if not fields.get("resent"):
                 self.memory.fill(*of, index)
             sealed = make_sealed(step, len(shard), slot=index, **fields)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cgroup import make_v2
+from tierd.cgroup import memory_limit
 from tierd.tiers import probe
-from tierd.tiers.probe import filesystem_of, is_same_disk, probe_directory, probe_space
+from tierd.tiers.probe import filesystem_of, is_same_disk, probe_directory, probe_memory, probe_space
 
 MOUNTS = """21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 22 21 0:5 / /dev/shm rw,nosuid - tmpfs tmpfs rw
@@ -72,6 +74,24 @@ def test_free_space_is_compared_with_the_checkpoints_that_the_lifecycle_keeps(tm
     assert verdict(free_bytes // 2) == ("warning", 0)
     assert verdict(free_bytes // 2, used_bytes=2 * free_bytes) == ("ok", 0)
     assert verdict(2 * free_bytes) == ("problem", 16)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_bytes", "verdict", "said"),
+    [
+        (4_000_000_000, "ok", "a run needs 8 GB for its slots"),
+        (4_000_000_001, "note", "the memory limit here is 8 GB"),
+        (0, "note", "a run needs 2 times its state for slots"),
+    ],
+)
+def test_slots_are_compared_with_the_memory_limit(
+    tmp_path: Path, checkpoint_bytes: int, verdict: str, said: str
+) -> None:
+    make_v2(tmp_path, {"/": (8_000_000_000, 7_000_000_000)})
+    found = probe_memory(memory_limit(tmp_path), checkpoint_bytes=checkpoint_bytes, slots=2)
+    assert (found.check, found.verdict) == ("memory", verdict)
+    assert said in found.message
+    assert probe_memory(None, checkpoint_bytes=checkpoint_bytes, slots=2).verdict == "ok"
 
 
 def test_same_disk_is_detected_before_the_directories_exist(tmp_path: Path) -> None:

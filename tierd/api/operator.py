@@ -223,7 +223,8 @@ def _render(status: StatusReport) -> str:
     runs: list[list[str]] = []
     for run in status.runs:
         state = f"{run.state or 'not seen'}{': ' if run.reason else ''}{run.reason}"
-        cells = [run.run, str(run.generation), state, f"{run.ranks_attached} of {run.world_size or '?'}"]
+        ranks = f"{run.ranks_attached} of {run.world_size}" if run.world_size else "none"
+        cells = [run.run, str(run.generation), state, ranks]
         for tier in tiers:
             newest = run.tiers.get(tier)
             age = f", {newest.age_s:.0f} s ago" if newest and newest.age_s is not None else ""

@@ -91,6 +91,12 @@ class TrainerDoor:
         )
         self.send(checkpoint.run, failed)
 
+    def forget_ended(self, run: Run) -> None:
+        """Give back the memory of a run that has ended in good order and is durable."""
+        if self._memory.forget_ended(run):
+            self.admission.forget_writers(run)
+            log.info("gave back the memory of %s: its trainers have ended in good order", run)
+
     # ── the door ──
 
     async def serve(self, listener: socket.socket) -> None:
@@ -160,7 +166,7 @@ class TrainerDoor:
                     if len(descriptors) != 1:
                         raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
                     slot = MappedSlot(descriptors.pop(), message.capacity_bytes)
-                    self._memory.attach(session.run, session.rank, message.slot, slot)
+                    self._memory.attach(session.run, session.generation, session.rank, message.slot, slot)
                 else:
                     self._take(session, message)
             finally:
@@ -280,6 +286,7 @@ class TrainerDoor:
             self._memory.leave(session.run, session.rank, now_s=self._context.monotonic_s())
             self.admission.left(session)
             log.info("%s rank %d left; its sealed snapshots stay", session.run, session.rank)
+            self.forget_ended(session.run)
 
 
 def _check_sealed(sealed: wire.Sealed) -> None:

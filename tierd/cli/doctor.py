@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from tierd import __version__, config_file
+from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
 from tierd.cli.opened_tiers import open_tiers
@@ -23,7 +24,7 @@ from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
 from tierd.lifecycle.policy import HOT
-from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_space, problem_of
+from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection
@@ -60,7 +61,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     found = [Advice("config", "config", "ok", f"{path} is valid" if path else defaults)]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
-        found.append(await _space(settings, loaded))
+        found += await _sizes(settings, loaded)
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
     for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
         found += advice
@@ -73,18 +74,21 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     return found
 
 
-async def _space(settings: Settings, loaded: Config) -> Advice:
+async def _sizes(settings: Settings, loaded: Config) -> list[Advice]:
+    """What depends on the size of a checkpoint: the space of the hot tier, and the memory of the slots."""
     async with open_tiers(settings, only=HOT) as tiers:
         manifests = tiers.catalog.manifests_in(HOT)
         newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
     largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
-    return probe_space(
+    checkpoint_bytes = largest.size_bytes if largest else 0
+    space = probe_space(
         HOT,
         loaded.hot_path,
-        checkpoint_bytes=largest.size_bytes if largest else 0,
+        checkpoint_bytes=checkpoint_bytes,
         used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
         keep_last=loaded.lifecycle.hot.keep_last,
     )
+    return [space, probe_memory(memory_limit(), checkpoint_bytes=checkpoint_bytes, slots=loaded.snapshot.slots)]
 
 
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:

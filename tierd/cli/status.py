@@ -98,7 +98,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
 
 
 def _print_run(run: RunReport, settings: Settings) -> None:
-    ranks = "" if run.ranks_attached is None else f", {run.ranks_attached} of {run.world_size or '?'} ranks attached"
+    count = f"{run.ranks_attached} of {run.world_size}" if run.world_size else "no"
+    ranks = "" if run.ranks_attached is None else f", {count} ranks attached"
     state = f", {_STATES.get(run.state, run.state)}" if run.state else ""
     reason = f" ({run.reason})" if run.reason else ""
     print_result(f"{run.run}  generation {run.generation}{ranks}{state}{reason}")

@@ -161,7 +161,7 @@ class Answer(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """The trainer exits in good order. `state`: one of OUTCOMES."""
+    """The trainer leaves. `state`: one of OUTCOMES."""
 
     state: str = "lost"
     reason: str = ""

@@ -13,6 +13,7 @@ from tierd.format.wire import OUTCOMES
 
 RUNS_MAX = 1024
 LOST = OUTCOMES.index("lost")
+GOOD_ORDER = {OUTCOMES.index(outcome) for outcome in ("finished", "stopped", "halted")}
 REASON_CHARS_MAX = 1000
 
 
@@ -53,6 +54,13 @@ class RunOutcomes:
         if ranks is not None:
             ranks.present.discard(rank)
             ranks.outcomes.setdefault(rank, (LOST, "the connection ended without a Goodbye"))
+
+    def is_in_good_order(self, run: Run, world_size: int) -> bool:
+        """Whether every rank of the run's newest generation has left with a Goodbye, and none of them failed."""
+        ranks = self._runs.get(run)
+        if ranks is None or ranks.present or len(ranks.outcomes) < world_size:
+            return False
+        return all(severity in GOOD_ORDER for severity, _ in ranks.outcomes.values())
 
     def state(self, run: Run) -> tuple[str, str] | None:
         """(state, reason): `running` while a rank is connected, then the outcome. None: no rank has connected since

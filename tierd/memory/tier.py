@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierd.errors import BadRequest, Stale, Transient
+from tierd.errors import BadRequest, Stale, TierdError, Transient
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
@@ -110,6 +110,11 @@ class _RunMemory:
     departed_s: float = 0.0  # monotonic time when a rank last left
     given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
 
+    @property
+    def is_idle(self) -> bool:
+        """No rank is connected, and there is nothing left to persist."""
+        return not self.present and not any(each.is_pending for each in self.sets.values())
+
     def discard(self, snapshot_set: SnapshotSet, event: SlotEvent) -> None:
         """Remove a set, and close those of its slots that their rank no longer uses."""
         del self.sets[snapshot_set.id]
@@ -187,12 +192,15 @@ class MemoryTier:
         """A rank's slots by index; a restarted trainer may adopt them."""
         return dict(self._get(run).slots.get(rank, {}))
 
-    def attach(self, run: Run, rank: Rank, index: int, slot: MappedSlot) -> None:
+    def attach(self, run: Run, generation: Generation, rank: Rank, index: int, slot: MappedSlot) -> None:
         """Add a slot, and close it when it is no longer used. It replaces the slot with this index."""
-        if not 0 <= index < SLOTS_MAX:
+        try:
+            memory = self._current(run, generation, f"attach slot {index} of {run}")
+            if not 0 <= index < SLOTS_MAX:
+                raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
+        except TierdError:
             slot.close()
-            raise BadRequest(f"attach slot {index}: a rank has at most {SLOTS_MAX}")
-        memory = self._runs[run]
+            raise
         replaced = memory.slots.setdefault(rank, {}).get(index)
         if replaced is not None and replaced.is_same_memory(slot):
             slot.close()  # the trainer has reconnected and attached the same memory
@@ -322,26 +330,34 @@ class MemoryTier:
                 memory.discard(older, SlotEvent.SUPERSEDE)
                 yield older, True
 
+    def forget_ended(self, run: Run) -> bool:
+        """Free the memory of a run that has ended in good order, unless a set is not persisted yet: no restart is
+        expected soon, and hot has all of it. Memory after a crash stays for the restart. False: nothing was freed.
+        """
+        memory = self._runs.get(run)
+        if memory is None or not memory.is_idle or not self.outcomes.is_in_good_order(run, memory.world_size):
+            return False
+        self._forget(run)
+        return True
+
     def forget_departed(self, *, now_s: float, grace_s: float) -> list[Run]:
         """Free the memory of runs that no rank has been connected to for `grace_s`. Sets that are not persisted stay.
 
         Returns these runs.
         """
-        departed = [
-            run
-            for run, memory in self._runs.items()
-            if not memory.present
-            and now_s - memory.departed_s >= grace_s
-            and not any(each.is_pending for each in memory.sets.values())
-        ]
+        idle = [run for run, memory in self._runs.items() if memory.is_idle]
+        departed = [run for run in idle if now_s - self._runs[run].departed_s >= grace_s]
         for run in departed:
-            memory = self._runs[run]
-            for snapshot_set in list(memory.sets.values()):
-                memory.discard(snapshot_set, SlotEvent.TRAINER_DIED)
-            for rank in list(memory.slots):
-                memory.detach(rank)
-            del self._runs[run]
+            self._forget(run)
         return departed
+
+    def _forget(self, run: Run) -> None:
+        memory = self._runs[run]
+        for snapshot_set in list(memory.sets.values()):
+            memory.discard(snapshot_set, SlotEvent.TRAINER_DIED)
+        for rank in list(memory.slots):
+            memory.detach(rank)
+        del self._runs[run]
 
     # ── queries ──
 
@@ -380,7 +396,9 @@ class MemoryTier:
         return slot
 
     def _current(self, run: Run, generation: Generation, action: str) -> _RunMemory:
-        memory = self._runs[run]
+        memory = self._runs.get(run)
+        if memory is None:  # a newer generation has fenced this one, and has ended since
+            raise Stale(f"{action} as generation {generation}: no trainer of this generation is connected")
         if generation != memory.generation:
             raise Stale.by(memory.generation, action, generation)
         return memory

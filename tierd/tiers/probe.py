@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from tierd.cgroup import MemoryLimit
 from tierd.errors import Full, TierdError
 from tierd.tiers.direct_io import set_direct
 
@@ -78,6 +79,22 @@ def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: in
     if free_bytes < checkpoint_bytes:
         return Advice("space", about, "problem", message, hint, Full.exit_code)
     return Advice("space", about, "warning", message, hint)
+
+
+def probe_memory(limit: MemoryLimit | None, *, checkpoint_bytes: int, slots: int) -> Advice:
+    """Whether the memory limit here has room for the slots of a run with checkpoints of this size; 0: not known.
+
+    Never worse than a note, because the trainers may run in another container than this command.
+    """
+    needed_bytes = slots * checkpoint_bytes
+    needs = f"{needed_bytes / 1e9:.3g} GB for its slots" if checkpoint_bytes else f"{slots} times its state for slots"
+    if limit is None:
+        return Advice("memory", "machine", "ok", f"no memory limit here; a run needs {needs}")
+    message = f"the memory limit here is {limit.limit_bytes / 1e9:.3g} GB ({limit.path}); a run needs {needs}"
+    if 0 < needed_bytes <= limit.limit_bytes:
+        return Advice("memory", "machine", "ok", message)
+    hint = "the trainers' limit must have room for the slots beside the training: run this in their container too"
+    return Advice("memory", "machine", "note", message, hint)
 
 
 def is_same_disk(path: Path, other: Path) -> bool:

@@ -70,6 +70,11 @@ class SlotPool:
 
     # ── the training thread ──
 
+    def missing_bytes(self, count: int, size_bytes: int) -> int:
+        """The memory that is still to be allocated for `count` slots of this size."""
+        slots = [self._slots[index].slot for index in range(count) if index in self._slots]
+        return count * size_bytes - sum(min(slot.capacity_bytes, size_bytes) for slot in slots)
+
     def make(self, count: int, size_bytes: int) -> None:
         """Create slots until there are `count`. Raises Full when there is no memory for them."""
         for index in range(count):

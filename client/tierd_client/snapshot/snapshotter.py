@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 import tierd
+from tierd.cgroup import memory_limit
 from tierd.errors import BadRequest, SlotsBusy, TierdError, from_kind
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -24,6 +25,7 @@ from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.handle import Shot
+from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.completeness import check_restorable
@@ -45,7 +47,8 @@ class Snapshotter:
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._last: tuple[int, int] | None = None  # (generation, step)
-        self._prepared: int | None = None  # the generation whose slots were made
+        self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
+        self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
         self._owned_sizes: list[tuple[str, int]] | None = None
         self._has_stages = False
@@ -97,7 +100,8 @@ class Snapshotter:
         self._shots[step, shot.generation] = shot
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
         own = self._own_part(captured)
-        index = self._ranks.run_on_all(lambda: self._take_slot(own, step))
+        self._make_slots(own)
+        index = self._ranks.run_on_all(lambda: self._take_slot(step))
         staging = self._ranks.run_on_all(lambda: self._stage(index, own, step, state))
         self._last = shot.generation, step
         sealed = wire.Sealed(
@@ -142,18 +146,20 @@ class Snapshotter:
 
     def _own_part(self, captured: Captured) -> Captured:
         """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
-        if self._ranks.world_size == 1:
-            return captured
-        # While these stay the same, so does the owner of each key.
+        # While these stay the same, so do the owner of each key and the size of the slots.
         sizes = [(tensor.key, tensor.tensor.nbytes) for tensor in captured.tensors]
         has_changed = sizes != self._owned_sizes
+        if self._ranks.world_size == 1:
+            if has_changed:
+                self._owned_sizes, self._has_slots = sizes, None
+            return captured
         samples = self._comparison.samples(None if has_changed else captured.tensors)
         some_changed, *maxima = self._ranks.maximum([has_changed, *samples])
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
             self._owned = assign_owners(by_rank)[self._ranks.rank]
-            self._owned_sizes = sizes
+            self._owned_sizes, self._has_slots = sizes, None
             self._has_stages = len({_model_names(tensors, rank) for rank, tensors in enumerate(by_rank)}) > 1
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
@@ -162,10 +168,20 @@ class Snapshotter:
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
 
-    def _take_slot(self, captured: Captured, step: int) -> int:
+    def _make_slots(self, captured: Captured) -> None:
+        """All ranks. Does nothing while the slots are large enough. Raises Full when a memory limit is too low."""
+        generation = self._generation
+        if self._has_slots == generation.number:
+            return
+        count = generation.settings.slots_per_rank
+        metadata = {"format_version": FORMAT_VERSION, "state": captured.tree}
+        size_bytes = self._ranks.run_on_all(lambda: self._stager.plan(captured, metadata).size_bytes)
+        check_memory(self._ranks, generation.pool.missing_bytes(count, size_bytes), memory_limit())
+        self._ranks.run_on_all(lambda: generation.pool.make(count, size_bytes))
+        self._has_slots = generation.number
+
+    def _take_slot(self, step: int) -> int:
         pool, settings = self._generation.pool, self._generation.settings
-        if len(pool) < settings.slots_per_rank:
-            self._make_slots(captured)
         wait_s = settings.slot_wait_s if settings.when_busy == "wait" else 0.0
         index = pool.take(step, wait_s)
         if index is not None:
@@ -174,10 +190,6 @@ class Snapshotter:
             f"snapshot step {step} of {self._generation.run}: no slot free{f' after {wait_s:g} s' if wait_s else ''}",
             hint="snapshots come faster than the hot tier persists them: take fewer, or give more slots",
         )
-
-    def _make_slots(self, captured: Captured) -> None:
-        plan = self._stager.plan(captured, {"format_version": FORMAT_VERSION, "state": captured.tree})
-        self._generation.pool.make(self._generation.settings.slots_per_rank, plan.size_bytes)
 
     def _stage(self, index: int, captured: Captured, step: int, state: Capturable) -> Staging:
         generation = self._generation
