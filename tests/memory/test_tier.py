@@ -10,7 +10,8 @@ from tests.support.slots import make_sealed, make_slot
 from tierd.errors import BadRequest, Stale
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
-from tierd.memory.tier import MemoryTier, SnapshotSet
+from tierd.memory.snapshot_set import SnapshotSet
+from tierd.memory.tier import MemoryTier
 
 RUN = Run("run42")
 

@@ -24,7 +24,8 @@ from tierd.format.manifest import Manifest
 from tierd.incidents import Incidents
 from tierd.listing import refresh
 from tierd.memory.slot import MappedSlot, SlotEvent
-from tierd.memory.tier import MemoryTier, SnapshotSet
+from tierd.memory.snapshot_set import SnapshotSet
+from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore

@@ -14,7 +14,7 @@ from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.memory.slot import SlotEvent
-from tierd.memory.tier import Snapshot, SnapshotSet
+from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
 from tierd.workers.recovery import clear_uncommitted, is_listed
 

@@ -20,7 +20,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.listing import refresh_run
-from tierd.memory.tier import SnapshotSet
+from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
 

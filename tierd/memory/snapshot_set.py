@@ -1,0 +1,89 @@
+"""A snapshot set: what all ranks of a run have sealed of one step, and the manifest of the checkpoint that it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierd.format import checksum, layout
+from tierd.format.health import Diagnosis
+from tierd.format.ids import CheckpointId, Rank
+from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
+from tierd.format.wire import Sealed
+from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One rank's state at one step. `entry` is None until its checksums are known."""
+
+    rank: Rank
+    index: int
+    slot: MappedSlot
+    sealed: Sealed
+    entry: FileEntry | None = None
+
+    @property
+    def view(self) -> memoryview:
+        return self.slot.view[: self.sealed.size_bytes]
+
+
+@dataclass(slots=True)
+class SnapshotSet:
+    """All ranks' snapshots of one step. `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed
+    attempts to persist the set. `manifest`: of the committed checkpoint, or a provisional one for a restore."""
+
+    id: CheckpointId
+    world_size: int
+    snapshots: dict[Rank, Snapshot] = field(default_factory=dict)
+    sealed_at_s: float = 0.0
+    failures: int = 0
+    manifest: Manifest | None = None
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.snapshots) == self.world_size
+
+    @property
+    def is_pending(self) -> bool:
+        return self.is_complete and not self.is_in(SlotState.RETAINED)
+
+    @property
+    def head(self) -> Sealed:
+        """Rank 0's message. The manifest takes metrics, milestone and parent from it."""
+        return self.snapshots[Rank(0)].sealed
+
+    def make_manifest(self, *, sequence: int) -> Manifest:
+        """The manifest of a whole set, from rank 0's `Sealed` message. Files not checked yet have no checksums."""
+        # By rank: the same set gives the same manifest.
+        snapshots = [snapshot for _, snapshot in sorted(self.snapshots.items())]
+        files = [snapshot.entry or _unchecked(snapshot, self.world_size) for snapshot in snapshots]
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            run=self.id.run,
+            step=self.id.step,
+            generation=self.id.generation,
+            sequence=sequence,
+            parent=self.head.parent,
+            world_size=self.world_size,
+            created_at=self.head.created_at,
+            kind="snapshot",
+            metrics=plain_metrics(self.head.metrics),
+            architecture_hash=self.head.architecture_hash,
+            versions=self.head.versions,
+            files=files,
+        )
+
+    def is_in(self, state: SlotState) -> bool:
+        """Whether every slot of the set is in this state."""
+        return all(snapshot.slot.state is state for snapshot in self.snapshots.values())
+
+    def move(self, event: SlotEvent) -> None:
+        for snapshot in self.snapshots.values():
+            snapshot.slot.move(event)
+
+
+def _unchecked(snapshot: Snapshot, world_size: int) -> FileEntry:
+    name = layout.shard_name(snapshot.rank, world_size)
+    size_bytes = snapshot.sealed.size_bytes
+    return FileEntry(name=name, size_bytes=size_bytes, crc64nvme="", chunk_bytes=checksum.CHUNK_BYTES, chunks=[])
