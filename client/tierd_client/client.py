@@ -1,8 +1,9 @@
 """The object that a training loop uses: restore, due, snapshot. `tierd_client.connect` makes it.
 
 trainer_never_waits_on_cold: snapshot() copies into a slot and returns; it waits for a free slot at most, and that wait
-is bounded. With a daemon that is dead or hangs, it raises once the slots are full. When the daemon comes back, it is
-sent again what it had not acknowledged. Every call has the same outcome on all ranks: each returns or each raises.
+is bounded. With a daemon that is dead or hangs, it raises once the slots are full: after one short wait, then at once
+until the daemon answers. When the daemon comes back, it is sent again what it had not acknowledged. Every call has the
+same outcome on all ranks: each returns or each raises.
 """
 
 from __future__ import annotations

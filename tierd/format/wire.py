@@ -111,7 +111,8 @@ class Find(_Message, frozen=True, kw_only=True):
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """Asks which tiers have this checkpoint. Answered by Persisted or Replicated for each; no answer if none has."""
+    """Asks which tiers have this checkpoint. Answered by Accepted if this rank's part is in memory, and by Persisted or
+    Replicated for each other tier; no answer if none has."""
 
     step: int
     generation: int
