@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -439,6 +440,14 @@ def test_an_invalid_hello_is_refused(daemon: Daemon, run: str, fields: dict[str,
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.send(wire.Hello(**plain | fields))  # type: ignore[arg-type]
         assert refusal(peer).kind == kind
+
+
+def test_a_hello_of_another_protocol_is_refused_by_its_version_whatever_its_other_fields(daemon: Daemon) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.send_raw(msgspec.msgpack.encode({"type": "Hello", "protocol": 99, "version": "9.0", "rank": "first"}))
+        message = refusal(peer).message
+    assert "(tierd 9.0): it speaks protocol 99" in message
+    assert message.endswith(f"speaks {wire.PROTOCOL_VERSION}")
 
 
 def test_the_first_message_must_be_hello(daemon: Daemon) -> None:
