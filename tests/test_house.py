@@ -349,6 +349,7 @@ TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/generation.py": "client/test_client.py",
     "client/tierd_client/log.py": "client/test_session.py",
     "tierd/api/admission.py": "api/test_trainer.py",
+    "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
     "client/tierd_client/state/entry_selection.py": "client/state/test_partial_restore.py",

@@ -61,7 +61,7 @@ class Metrics:
         )
         self.snapshot_stall_seconds = histogram(
             "snapshot_stall_seconds",
-            "How long snapshot() delayed a rank's training, including the wait for a slot.",
+            "How long snapshot() delayed a rank's training, including the wait for a slot; also where it was skipped.",
             buckets=_STALL_BUCKETS_S,
         )
         self.persist_seconds = histogram(

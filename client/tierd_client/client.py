@@ -1,8 +1,9 @@
 """The object that a training loop uses: restore, due, snapshot. `tierd_client.connect` makes it.
 
 trainer_never_waits_on_cold: snapshot() copies into a slot and returns; it waits for a free slot at most, and that wait
-is bounded. With a daemon that is dead or hangs, it raises once the slots are full. When the daemon comes back, it is
-sent again what it had not acknowledged. Every call has the same outcome on all ranks: each returns or each raises.
+is bounded. With a daemon that is dead or hangs, it raises once the slots are full: after one short wait, then at once
+until the daemon answers. When the daemon comes back, it is sent again what it had not acknowledged. Every call has the
+same outcome on all ranks: each returns or each raises.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Client:
         generation.join(requests, self._snapshotter)
         requests.start(generation.settings.every_s)
         lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
-        atexit.register(self._close, lost)  # also for a script that ends without close()
+        atexit.register(self._close, lost, CLOSE_TIMEOUT_S)  # also for a script that ends without close()
 
     @property
     def generation(self) -> int:
@@ -289,7 +290,8 @@ class Client:
     def stop(self, error: BaseException | None = None) -> None:
         """Leave the run, as `with client:` does at its end; `error` is what ended the loop.
 
-        After a stop request, waits until the last snapshot is durable. Raises Transient when it is not in time.
+        After a stop request, waits until the last snapshot is durable. Raises Transient when it is not in time. Raises
+        DaemonUnreachable when the last snapshot is lost because the daemon refuses this client.
         """
         outcome = outcome_of(error, self._requests.reason)
         wait_s = 0.0 if isinstance(error, KeyboardInterrupt) else CLOSE_TIMEOUT_S
@@ -302,7 +304,9 @@ class Client:
             raise
         finally:
             self._requests.release_signals()
-            self._close(outcome, wait_s)
+            lost = self._close(outcome, wait_s)
+        if lost is not None and outcome.state in ("finished", "stopped"):
+            raise lost
 
     def __enter__(self) -> Client:
         self.start()
@@ -318,22 +322,35 @@ class Client:
 
     def close(self) -> None:
         """Leave the run as finished. Waits up to 10 s until the daemon has accepted the last snapshot; otherwise logs
-        an error."""
+        an error. Raises DaemonUnreachable when it is lost because the daemon refuses this client."""
         if not self._generation.is_closed:  # `__del__` may call this after Python has cleared the modules
-            self._close(wire.Goodbye(state="finished", reason=""))
+            lost = self._close(wire.Goodbye(state="finished", reason=""), CLOSE_TIMEOUT_S)
+            if lost is not None:
+                raise lost
 
-    def _close(self, outcome: wire.Goodbye, wait_s: float = CLOSE_TIMEOUT_S) -> None:
+    def _close(self, outcome: wire.Goodbye, wait_s: float) -> DaemonUnreachable | None:
+        """Returns the error of a last snapshot that is lost because the daemon refuses this client."""
         if not self._generation.is_open:
-            return
+            return None
         self._generation.is_closed = True
         self._snapshotter.overlap.close()
+        lost = None
         if not self._generation.pool.wait_safe(wait_s):
             log.error("tierd: no daemon has accepted the last snapshot: it is lost with this process")
+            lost = self._lost_by_refusal()
         self._requests.close()
         self._generation.session.close(outcome)
         self._generation.pool.close()
         self._ranks.close()
         atexit.unregister(self._close)
+        return lost
+
+    def _lost_by_refusal(self) -> DaemonUnreachable | None:
+        if self._generation.session.refusal is None:
+            return None
+        error = self._generation.session.unreachable("it is not connected")
+        message = f"leave {self._generation.run}: the last snapshot is lost: {error.message}"
+        return DaemonUnreachable(message, hint=error.hint)
 
 
 def _as_step(step: int) -> int:

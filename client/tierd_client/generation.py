@@ -17,11 +17,10 @@ from tierd.errors import BadRequest, TierdError
 from tierd.format import wire
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession, Listener
-from tierd_client.snapshot.slot_pool import SlotPool
+from tierd_client.snapshot.slot_pool import SILENCE_S, SlotPool
 
 CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
 RENEW_TIMEOUT_S = 10.0
-SILENCE_S = 10.0  # a daemon that acknowledges no snapshot for longer counts as hung
 
 
 class Generation:
@@ -93,8 +92,8 @@ class Generation:
             return self.session.ended_by
         if not self.session.is_attached:
             return self.session.unreachable("it is not connected")
-        if self.pool.silent_s() > SILENCE_S:
-            return self.session.unreachable(f"it has not acknowledged a snapshot for more than {SILENCE_S:.0f} s")
+        if self.pool.is_silent():
+            return self.session.unreachable(f"it has not answered for more than {SILENCE_S:.0f} s")
         return None
 
     @property

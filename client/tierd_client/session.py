@@ -63,6 +63,8 @@ class DaemonSession:
         self.lock = threading.RLock()
         self.ended_by: TierdError | None = None
         """Why the session ended for good: a newer generation has taken over."""
+        self.refusal: TierdError | None = None
+        """Why the daemon has refused the last attempt to reconnect, for example because it speaks another protocol."""
         self.has_successor = False
         """Set while this process opens the session of its next generation: it is then expected that this one ends."""
         self.path = path
@@ -144,6 +146,11 @@ class DaemonSession:
                 del self._questions[number]
 
     def unreachable(self, why: str) -> DaemonUnreachable:
+        """The error of a daemon that does not answer, because of `why` or because it refuses this client."""
+        refusal = self.refusal
+        if refusal is not None:
+            message = f"reach the daemon at {self.path}: it refuses this client: {refusal.message}"
+            return DaemonUnreachable(message, hint=refusal.hint)
         return DaemonUnreachable(
             f"reach the daemon at {self.path}: {why}",
             hint="is `tierd serve` running? Training may go on; the client reconnects by itself",
@@ -241,8 +248,7 @@ class DaemonSession:
                 self._end(error)
                 return
             except TierdError as error:
-                if not isinstance(error, DaemonUnreachable):
-                    log.error("tierd: reconnect: %s", error)
+                self._refused(None if isinstance(error, DaemonUnreachable) else error)
                 continue
             close_all(descriptors)  # our own slots are mapped already
             with self.lock:
@@ -250,12 +256,18 @@ class DaemonSession:
                     sock.close()
                     return
                 self._socket.close()
-                self._socket, self.welcome = sock, welcome
+                self._socket, self.welcome, self.refusal = sock, welcome, None
                 self.is_attached, self._attached_s = True, time.monotonic()
                 for listener in listeners:
                     listener.on_attach()
             log.warning("tierd: reconnected to the daemon at %s", self.path)
             return
+
+    def _refused(self, refusal: TierdError | None) -> None:
+        """Keeps why the daemon refuses this client, None if it does not answer; logs it once and goes on trying."""
+        if refusal is not None and str(refusal) != str(self.refusal):
+            log.error("tierd: reconnect: %s", refusal)
+        self.refusal = refusal
 
     def _end(self, error: TierdError) -> None:
         """Ends the session permanently."""

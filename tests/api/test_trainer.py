@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,9 @@ def test_a_snapshot_is_accepted_and_persisted_and_the_next_one_releases_its_slot
         assert peer.hear(wire.Persisted).step == 20
         peer.send(wire.Ask(step=10, generation=1))
         assert peer.hear(wire.Persisted).step == 10
+        peer.send(wire.Ask(step=20, generation=1))
+        assert peer.hear(wire.Accepted) == wire.Accepted(slot=1, step=20), "it is in memory too"
+        assert peer.hear(wire.Persisted).step == 20
         assert peer.find().tier == "memory"
         assert peer.take_files()[1].startswith(b"twenty")
         peer.send(wire.Goodbye())
@@ -172,6 +176,15 @@ def test_a_skipped_step_that_all_ranks_report_is_counted_once(daemon: Daemon, ru
             peer.send(wire.Ask(step=1, generation=1))
             peer.send(wire.Report(outcome="restored", step=10, tier="memory", seconds=0.5, detail=""))
     wait_until(lambda: daemon.metric(f'tierd_snapshots_total{{outcome="skipped",run="{run}"}}') == 1)
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "failed"])
+def test_the_stall_of_a_snapshot_that_was_not_taken_is_observed(daemon: Daemon, run: str, outcome: str) -> None:
+    before_s = daemon.metric("tierd_snapshot_stall_seconds_sum")
+    with Peer(daemon.socket) as peer:
+        peer.greet(run)
+        peer.send(wire.Report(outcome=outcome, step=10, tier="", seconds=1e6, detail="no slot was free"))
+        wait_until(lambda: daemon.metric("tierd_snapshot_stall_seconds_sum") >= before_s + 1e6)
 
 
 def test_a_slot_that_could_not_be_page_locked_is_counted_and_logged(daemon: Daemon, run: str) -> None:
@@ -427,6 +440,14 @@ def test_an_invalid_hello_is_refused(daemon: Daemon, run: str, fields: dict[str,
     with unharmed(daemon), Peer(daemon.socket) as peer:
         peer.send(wire.Hello(**plain | fields))  # type: ignore[arg-type]
         assert refusal(peer).kind == kind
+
+
+def test_a_hello_of_another_protocol_is_refused_by_its_version_whatever_its_other_fields(daemon: Daemon) -> None:
+    with unharmed(daemon), Peer(daemon.socket) as peer:
+        peer.send_raw(msgspec.msgpack.encode({"type": "Hello", "protocol": 99, "version": "9.0", "rank": "first"}))
+        message = refusal(peer).message
+    assert "(tierd 9.0): it speaks protocol 99" in message
+    assert message.endswith(f"speaks {wire.PROTOCOL_VERSION}")
 
 
 def test_the_first_message_must_be_hello(daemon: Daemon) -> None:

@@ -175,21 +175,29 @@ def test_hung_daemon_costs_a_bounded_wait_and_a_typed_error(daemon: Daemon, trai
     assert daemon.metric('tierd_snapshots_total{outcome="skipped",run="run"}') == 1
 
 
-def test_daemon_that_hangs_for_long_counts_as_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd_client.generation.SILENCE_S", 0.1)
-    client = tierd_client.connect("run", socket=daemon.socket, slot_wait_s=0.3)
+def test_daemon_that_hangs_for_long_costs_one_short_wait_until_it_answers(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.1)
+    slot_wait_s, refused = 5.0, range(3, 8)
+    client = tierd_client.connect("run", socket=daemon.socket, slot_wait_s=slot_wait_s)
     model = tierd_client.TrainingState(model=torch.nn.Linear(2, 2))
     client.snapshot(1, model).wait_persisted(30)
     daemon.signal(signal.SIGSTOP)
     shot = client.snapshot(2, model)
 
-    with pytest.raises(DaemonUnreachable, match="has not acknowledged a snapshot"):
-        client.snapshot(3, model)
-    with pytest.raises(DaemonUnreachable, match="has not acknowledged a snapshot"):
+    began = time.monotonic()
+    for step in refused:
+        with pytest.raises(DaemonUnreachable, match="has not answered for more than"):
+            client.snapshot(step, model)
+    assert time.monotonic() - began < slot_wait_s  # all of them together, and each of them before
+    with pytest.raises(DaemonUnreachable, match="has not answered for more than"):
         shot.wait_persisted(0.2)
 
     daemon.signal(signal.SIGCONT)
     shot.wait_persisted(30)
+    client.snapshot(8, model).wait_persisted(30)
+    assert daemon.metric("tierd_snapshot_stall_seconds_count") == 3 + len(refused)
     client.close()
 
 

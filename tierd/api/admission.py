@@ -57,14 +57,14 @@ class Admission:
         hello = await self._receive_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
-            return TrainerSession(connection, run, NO_RANK, Generation(0)), {}
+            return TrainerSession(connection, run, NO_RANK, Generation(0), protocol=hello.protocol), {}
         return await self._enter(connection, hello, run, Rank(hello.rank))
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
         config = self._context.config
         welcome = wire.Welcome(
-            protocol=wire.PROTOCOL_VERSION,
+            protocol=session.protocol,
             version=tierd.__version__,
             node=config.daemon.node,
             boot=self._boot,
@@ -105,15 +105,10 @@ class Admission:
         close_all(descriptors)
         if not raw:
             raise ConnectionResetError
+        _check_protocol(raw)
         hello = wire.decode_to_daemon(raw)
         if not isinstance(hello, wire.Hello):
             raise BadRequest(f"wait for Hello: the peer sent {type(hello).__name__}")
-        if hello.protocol != wire.PROTOCOL_VERSION:
-            raise BadRequest(
-                f"greet a client {hello.version[:80]}: it speaks protocol {hello.protocol}, this daemon "
-                f"({tierd.__version__}) speaks {wire.PROTOCOL_VERSION}",
-                hint="install the same tierd version in the trainer and the daemon",
-            )
         return hello
 
     async def _enter(
@@ -139,7 +134,8 @@ class Admission:
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
-        session = self._sessions[key] = TrainerSession(connection, run, rank, generation, unlisted)
+        session = TrainerSession(connection, run, rank, generation, unlisted, protocol=hello.protocol)
+        self._sessions[key] = session
         slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
         log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
         return session, slots
@@ -210,3 +206,19 @@ class Admission:
             former.close()
         self._writers[run, rank] = writer
         return slots
+
+
+def _check_protocol(raw: bytes) -> None:
+    """Raises BadRequest for the Hello of a client whose protocol this daemon does not speak."""
+    try:
+        greeting = wire.decode_greeting(raw)
+    except BadRequest:
+        return  # not a Hello: decoding the whole message says what it is
+    if greeting.protocol not in wire.PROTOCOLS_SPOKEN:
+        spoken = " and ".join(map(str, wire.PROTOCOLS_SPOKEN))
+        version = greeting.version[:80]
+        raise BadRequest(
+            f"greet a client (tierd {version}): it speaks protocol {greeting.protocol}, this daemon "
+            f"(tierd {tierd.__version__}) speaks {spoken}",
+            hint=f"start the trainer again with tierd {tierd.__version__}, or the daemon with tierd {version}",
+        )

@@ -30,7 +30,7 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 
 class TrainerSession:
     """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
-    not be listed when it was admitted, by tier."""
+    not be listed when it was admitted, by tier. `protocol`: the version that the peer speaks."""
 
     def __init__(
         self,
@@ -39,12 +39,15 @@ class TrainerSession:
         rank: Rank,
         generation: Generation,
         unlisted: Mapping[str, str] = MappingProxyType({}),
+        *,
+        protocol: int = wire.PROTOCOL_VERSION,
     ) -> None:
         self.connection = connection
         self.run = run
         self.rank = rank
         self.generation = generation
         self.unlisted = unlisted
+        self.protocol = protocol
         self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
         self._is_closed = False
 

@@ -201,6 +201,9 @@ class TrainerDoor:
                 self._lose(session, message)
             case wire.Ask():
                 self._throttle.hurry(session, HURRY_S)
+                slot = self._memory.slot_of(checkpoint_id(run, message.step, message.generation), rank)
+                if slot is not None and message.generation == generation:
+                    session.post(wire.Accepted(slot=slot, step=message.step))
                 self._answer(session, message)
             case wire.Stepped():
                 if session.rank != FIRST or not 0 < message.seconds < math.inf:
@@ -257,8 +260,10 @@ class TrainerDoor:
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it
                     self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()
+                self._metrics.snapshot_stall_seconds.observe(report.seconds)
                 log.warning("%s rank %d skipped step %d: %s", run, session.rank, report.step, detail)
             case "failed":
+                self._metrics.snapshot_stall_seconds.observe(report.seconds)
                 self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
                 log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
             case "unpinned":

@@ -1,8 +1,8 @@
 """Messages between client and daemon, and their encoding. No sockets.
 
 One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 253 file descriptors
-(SCM_RIGHTS). Larger content is sent as a descriptor. The first message has the protocol version; a peer with another
-version is refused. Spec: docs/FORMAT.md#wire.
+(SCM_RIGHTS). Larger content is sent as a descriptor. The first message has the protocol version; a daemon refuses a
+client whose version it does not speak. Spec: docs/FORMAT.md#wire.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId
 
 PROTOCOL_VERSION = 1
+PROTOCOLS_SPOKEN = range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1)  # by a daemon: its own, the previous one
 MESSAGE_BYTES_MAX = 64 << 10
 SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
 TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
@@ -46,6 +47,13 @@ class Hello(_Message, frozen=True, kw_only=True):
     world_size: int
     generation: int | None
     starts_anew: bool = False
+
+
+class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="Hello"):
+    """The fields of Hello that every version has: a daemon reads them before it decodes the rest."""
+
+    protocol: int
+    version: str
 
 
 class AttachSlot(_Message, frozen=True, kw_only=True):
@@ -111,7 +119,8 @@ class Find(_Message, frozen=True, kw_only=True):
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """Asks which tiers have this checkpoint. Answered by Persisted or Replicated for each; no answer if none has."""
+    """Asks which tiers have this checkpoint. Answered by Accepted if this rank's part is in memory, and by Persisted or
+    Replicated for each other tier; no answer if none has."""
 
     step: int
     generation: int
@@ -180,6 +189,7 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them.
+    `protocol`: that of the client, which the daemon speaks with it.
     `boot` identifies this start of the daemon: a daemon with another `boot` has lost the memory tier. `newest`: the
     newest checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, with the
     reason. `report_s`: how often to send Stepped, in seconds; 0: never."""
@@ -343,6 +353,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
         hint = "do client and daemon have the same version?"
         raise BadRequest(f"read a message of {len(raw)} bytes: {error}", hint=hint) from error
 
+
+decode_greeting: Callable[[bytes], Greeting] = functools.partial(_decode, msgspec.msgpack.Decoder(Greeting))
+"""Raises BadRequest for bytes that are not a Hello of any version."""
 
 decode_to_daemon: Callable[[bytes], ToDaemon] = functools.partial(_decode, msgspec.msgpack.Decoder(ToDaemon))
 """Raises BadRequest for bytes that are not a message to the daemon."""

@@ -1,4 +1,4 @@
-"""A snapshot set: what all ranks of a run have sealed of one step, and the manifest of the checkpoint that it becomes."""
+"""A snapshot set: what all ranks of a run have sealed of one step, and the manifest that it gets."""
 
 from __future__ import annotations
 

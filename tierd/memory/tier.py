@@ -230,6 +230,12 @@ class MemoryTier:
                     raise Transient(f"read {snapshot_set.id} in memory: a newer snapshot replaced it meanwhile")
                 snapshot.entry = entry
 
+    def slot_of(self, checkpoint: CheckpointId, rank: Rank) -> int | None:
+        """The index of the slot that holds a rank's snapshot of this step, if it is in memory."""
+        snapshot_set = self._get(checkpoint.run).sets.get(checkpoint)
+        snapshot = snapshot_set.snapshots.get(rank) if snapshot_set is not None else None
+        return snapshot.index if snapshot is not None else None
+
     def is_unpersisted(self, checkpoint: CheckpointId) -> bool:
         """Whether a set of this id, complete or not, is in memory and not persisted."""
         snapshot_set = self._get(checkpoint.run).sets.get(checkpoint)

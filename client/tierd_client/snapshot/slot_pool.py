@@ -6,6 +6,7 @@ The training thread fills slots, and messages on the session's thread free them;
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from tierd_client.snapshot.slot_states import TRANSITIONS, PooledSlotEvent, Pool
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
+SILENCE_S = 10.0  # a daemon that answers nothing for longer counts as hung
+ASK_INTERVAL_S = 2.0  # how often a wait has the daemon answer
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class SlotPool:
         self._slots: dict[int, _PooledSlot] = {}
         self._lost: deque[wire.Lost] = deque(maxlen=wire.SLOTS_MAX)
         self._keeper = session.welcome.boot  # the daemon process that keeps INHERITED slots
+        self._heard_s = time.monotonic()
+        self._asked_s: float | None = None  # when `_ask` sent a question that is not answered yet
         for kept, descriptor in zip(session.welcome.slots, session.kept_descriptors, strict=True):
             try:
                 slot = Slot.adopt(descriptor, kept.capacity_bytes)
@@ -85,7 +90,8 @@ class SlotPool:
                     self._offer(index)
 
     def take(self, step: int, wait_s: float) -> int | None:
-        """The index of a free slot, now being filled; None when no slot becomes free within `wait_s`."""
+        """The index of a free slot, now being filled. None when no slot becomes free within `wait_s`, or the daemon is
+        absent or silent."""
         deadline_s = time.monotonic() + wait_s
         with self._changed:
             while True:
@@ -96,9 +102,11 @@ class SlotPool:
                             self._offer(index)
                         self._session.send(wire.Filling(slot=index, step=step))
                         return index
+                self._ask()
                 left_s = deadline_s - time.monotonic()
-                # Only the daemon frees slots: without one, stop waiting.
-                if left_s <= 0 or self._session.absent_s > ABSENCE_S or self._session.ended_by is not None:
+                # Only the daemon frees slots: without one that answers, stop waiting.
+                is_absent = self._session.absent_s > ABSENCE_S or self._session.ended_by is not None
+                if left_s <= 0 or is_absent or self.is_silent():
                     return None
                 self._changed.wait(min(left_s, POLL_S))
 
@@ -139,11 +147,13 @@ class SlotPool:
                     self._send(pooled, msgspec.structs.replace(pooled.sealed, resent=True))
             self._changed.notify_all()
 
-    def silent_s(self) -> float:
-        """How long the daemon has not acknowledged a snapshot that was sent to it; 0 when it has answered all."""
-        now_s = time.monotonic()
+    def is_silent(self) -> bool:
+        """Whether a snapshot or a question was sent to the daemon more than SILENCE_S ago and is not answered."""
         with self._session.lock:
-            return max((now_s - pooled.sent_s for pooled in self._unanswered()), default=0.0)
+            sent_s = [pooled.sent_s for pooled in self._unanswered()]
+            if self._asked_s is not None:
+                sent_s.append(self._asked_s)
+            return time.monotonic() - min(sent_s, default=math.inf) > SILENCE_S
 
     def wait_safe(self, timeout_s: float) -> bool:
         """Wait until every sealed snapshot is durable, or accepted by a daemon that is still running."""
@@ -170,6 +180,7 @@ class SlotPool:
 
     def on_attach(self) -> None:
         """A daemon is back, perhaps a new process: offer the slots, and send their snapshots again, oldest first."""
+        self._asked_s = None
         has_keeper = self._session.welcome.boot == self._keeper
         for index, pooled in self._slots.items():
             pooled.on(PooledSlotEvent.REATTACH)
@@ -189,6 +200,7 @@ class SlotPool:
 
     def on_message(self, message: wire.ToClient) -> None:
         with self._changed:
+            self._heard_s, self._asked_s = time.monotonic(), None
             match message:
                 case wire.Accepted():
                     pooled = self._slots.get(message.slot)
@@ -231,6 +243,16 @@ class SlotPool:
         self._session.send(sealed)
         pooled.sent_s = time.monotonic()
         pooled.on(PooledSlotEvent.SEND)
+
+    def _ask(self) -> None:
+        """Have the daemon answer although it has acknowledged every snapshot, to tell a hung one from a slow disk."""
+        now_s = time.monotonic()
+        if self._asked_s is not None or now_s - self._heard_s < ASK_INTERVAL_S or self._unanswered():
+            return
+        steps = [pooled.sealed.step for pooled in self._slots.values() if pooled.sealed is not None]
+        if steps:
+            self._asked_s = now_s
+            self._session.send(wire.Ask(step=max(steps), generation=self._session.welcome.generation))
 
     def _unanswered(self) -> list[_PooledSlot]:
         """Those with a snapshot that was sent and not acknowledged."""

@@ -185,6 +185,9 @@ class Snapshotter:
         wait_s = settings.slot_wait_s if settings.when_busy == "wait" else 0.0
         index = pool.take(step, wait_s)
         if index is not None:
+            session = self._generation.session
+            if session.refusal is not None:
+                log.error("tierd: step %d stays in this process: %s", step, session.unreachable("it is not connected"))
             return index
         raise self._generation.why_waiting() or SlotsBusy(
             f"snapshot step {step} of {self._generation.run}: no slot free{f' after {wait_s:g} s' if wait_s else ''}",

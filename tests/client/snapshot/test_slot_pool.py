@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tierd_client.session import DaemonSession
@@ -142,6 +143,40 @@ def test_wait_for_a_slot_ends_when_the_daemon_stays_away(peer: Peer, monkeypatch
             fill(lab, step)
         peer.die()
         assert lab.pool.take(3, 1e9) is None
+
+
+def test_wait_for_a_slot_ends_when_the_daemon_does_not_acknowledge_a_snapshot(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.1)
+    with lab_of(peer) as lab:
+        lab.pool.make(2, SIZE)
+        for step in (1, 2):
+            fill(lab, step)
+        assert lab.pool.take(3, 1e9) is None
+        assert lab.pool.is_silent()
+        peer.send(wire.Accepted(slot=0, step=1))
+        peer.send(wire.Accepted(slot=1, step=2))
+        wait_until(lambda: not lab.pool.is_silent(), "the answers")
+
+
+def test_wait_for_a_slot_ends_when_the_daemon_hangs_after_it_has_acknowledged_all(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.5)
+    monkeypatch.setattr("tierd_client.snapshot.slot_pool.ASK_INTERVAL_S", 0.05)
+    with lab_of(peer) as lab:
+        lab.pool.make(2, SIZE)
+        for step in (1, 2):
+            fill(lab, step)
+            peer.send(wire.Accepted(slot=step - 1, step=step))
+        wait_until(lambda: lab.states() == [State.ACCEPTED] * 2, "the answers")
+        taking = ThreadPoolExecutor(1).submit(lab.pool.take, 3, 1e9)
+        for _ in range(3):  # a daemon that answers is waited for
+            assert peer.receive_until(wire.Ask)[-1] == wire.Ask(step=2, generation=1)
+            peer.send(wire.Accepted(slot=1, step=2))
+        assert taking.result(DEADLINE_S) is None
+        assert lab.pool.is_silent()
 
 
 def test_new_daemon_is_offered_all_slots_and_sent_their_snapshots_oldest_first(peer: Peer) -> None:
