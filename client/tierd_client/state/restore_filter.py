@@ -28,11 +28,13 @@ _OPTIMIZER_STATE = re.compile(r"(optimizer(?:\.\d+)?\.state\.)(.+)", re.DOTALL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntries:
     """The entries of a checkpoint. `tensors`: by entry, the stored name of its tensor, or "" if it is not one tensor.
-    `objects`: by entry, the encoded value of what a module stores beside tensors. `optional`: entries that other ranks
-    hold, so that this rank's state may lack them."""
+    `objects`: by entry, the encoded value of what a module stores beside tensors; `paths`: what the names of its
+    tensors begin with, if not the entry. `optional`: entries that other ranks hold, so that this rank's state may lack
+    them."""
 
     tensors: dict[str, str] = field(default_factory=dict[str, str])
     objects: dict[str, Json] = field(default_factory=dict[str, Json])
+    paths: dict[str, str] = field(default_factory=dict[str, str])
     optional: set[str] = field(default_factory=set[str])
 
 

@@ -137,7 +137,7 @@ class RestorePlan(EntrySelection):
         if source not in self._entries.objects:
             self.mismatch(name, "a tensor in the checkpoint, now it is none")
             return None
-        live = encoding.live_tensors(value, source, objects=self.objects)
+        live = encoding.live_tensors(value, self._entries.paths.get(source, source), objects=self.objects)
         return self.decode_at(self._entries.objects[source], Place(name, None), live=live)
 
     # ── tensors and values ────────────────────────────────────────────────────────────────────────────────

@@ -230,7 +230,7 @@ class ValueSection:
 class TensorsSection:
     """A plain dict of tensors, restored in place: names, shapes and dtypes must agree."""
 
-    tensors: dict[str, Any]
+    tensors: dict[Any, Any]
     prefix: str
     kind: ClassVar[str] = "tensors"
 
@@ -252,14 +252,20 @@ class TensorsSection:
 
     def _plan_entries(self, plan: RestorePlan) -> None:
         for key, value in self.tensors.items():
-            name = f"{self.prefix}.{key}"
+            name = entry_of_key(self.prefix, key)
             if isinstance(value, torch.Tensor):
                 plan.read_entry(name, value)
             elif (make_value := plan.read_object(name, value)) is not None:
                 plan.on_finish(name, partial(self._set, key, make_value))
 
-    def _set(self, key: str, make_value: Callable[[], Any]) -> None:
+    def _set(self, key: object, make_value: Callable[[], Any]) -> None:
         self.tensors[key] = make_value()
+
+
+def entry_of_key(section_name: str, key: object) -> str:
+    """The entry of an item of a dict. A key that is not a string is written in brackets, so that 0 and "0" differ."""
+    is_plain = isinstance(key, str) and not key.startswith("[")
+    return f"{section_name}.{key}" if is_plain else f"{section_name}.[{key!r}]"
 
 
 @dataclass(frozen=True, slots=True)
