@@ -6,7 +6,8 @@ load_state_dict casts moments to the parameter's dtype. Names are those of get_o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from tierd.errors import Corrupt, Unsupported
+from tierd.errors import BadConfig, Corrupt, Unsupported
 from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import DTYPE_NAMES, clean_names
@@ -71,6 +72,27 @@ class OptimizersSection:
         names = {id(parameter): clean[name] for name, parameter in raw.items()}
         prefixes = prefixes_of("optimizer", len(self.optimizers))
         return [_NamedOptimizer(*named, names) for named in zip(self.optimizers, prefixes, strict=True)]
+
+
+def list_optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a `TrainingState`. Raises BadConfig for what is none, or has state of unknown place."""
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadConfig(
+                f"TrainingState(optimizer=…): {type(candidate).__qualname__} is no torch.optim.Optimizer",
+                hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
+                "of its own",
+            )
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
+        if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
+            raise BadConfig(
+                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+                hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
+            )
+    return optimizers
 
 
 def prefixes_of(name: str, count: int) -> list[str]:
