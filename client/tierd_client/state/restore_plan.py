@@ -175,9 +175,12 @@ class RestorePlan(EntrySelection):
         return stored == live
 
     def _destination(self, name: str, tensor: torch.Tensor) -> CapturedTensor:
-        """`tensor`, or its local part if it differs by rank, by the stored name."""
-        is_own = name in self._own_names
-        return capture_tensor(self._own_names.get(name, name), local_part(tensor) if is_own else tensor)
+        """`tensor`, or its own part, by the stored name."""
+        return capture_tensor(self._own_names.get(name, name), self.own_part(name, tensor))
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or its local part if the stored tensor `name` differs by rank."""
+        return local_part(tensor) if name in self._own_names else tensor
 
     def add_destination(self, tensor: CapturedTensor) -> None:
         """Reads the stored bytes of `tensor.name` into it. One stored tensor may have several destinations."""
@@ -199,7 +202,7 @@ class RestorePlan(EntrySelection):
         dtype, shape = form
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
-        like_shape = () if like is None else (local_part(like) if name in self._own_names else like).shape
+        like_shape = () if like is None else self.own_part(name, like).shape
         if like is not None and tuple(like_shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
