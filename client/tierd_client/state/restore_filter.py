@@ -11,10 +11,10 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from tierd.errors import BadConfig
 from tierd_client.state.encoding import Json
+from tierd_client.state.name_patterns import contains, matches
 
 Patterns = str | Sequence[str]
 """Names of entries, of what contains them (`model.body`), or patterns with `*`, which also stands for dots."""
@@ -107,29 +107,21 @@ class RestoreFilter:
                 ("cast", self.cast, names, "state"),
             )
             for pattern in patterns
-            if not any(_matches(name, pattern) for name in known)
+            if not any(matches(name, pattern) for name in known)
         ]
 
     def _renamed(self, entry: str) -> str:
         if callable(self.renames):
             return _text("rename", self.renames(entry))
-        old = max((prefix for prefix in self.renames if _contains(prefix, entry)), key=len, default=None)
+        old = max((prefix for prefix in self.renames if contains(prefix, entry)), key=len, default=None)
         return entry if old is None else self.renames[old] + entry[len(old) :]
 
 
 EXACT = RestoreFilter()
 
 
-def _contains(prefix: str, name: str) -> bool:
-    return name.startswith(prefix) and name[len(prefix) : len(prefix) + 1] in ("", ".")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return _contains(pattern, name) or fnmatchcase(name, pattern)
-
-
 def _matches_any(name: str, patterns: Iterable[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:

@@ -430,6 +430,22 @@ def test_overlapping_tensors_of_other_shapes_are_not_cast(files: Files) -> None:
         restored(TrainingState(model=build(torch.bfloat16)), files, raw, cast=True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"only": ["extra.a[0]"]}, {"a[0]": 5, "a0": 1, "b?": 1, "bc": 1}),
+        ({"only": ["extra.b?"]}, {"a[0]": 1, "a0": 1, "b?": 5, "bc": 1}),
+        ({"only": ["extra.*]"]}, {"a[0]": 5, "a0": 1, "b?": 1, "bc": 1}),
+        ({"keep": ["extra.*[0]"]}, {"a[0]": 1, "a0": 5, "b?": 5, "bc": 5}),
+    ],
+)
+def test_only_a_star_is_special_in_a_pattern(files: Files, arguments: dict[str, Any], expected: dict[str, int]) -> None:
+    raw = stage(TrainingState(model=net(), extra=dict.fromkeys(expected, 5)))
+    extra = dict.fromkeys(expected, 1)
+    restored(TrainingState(model=net(), extra=extra), files, raw, **arguments)
+    assert extra == expected
+
+
 # ── the report, other states ──
 
 
