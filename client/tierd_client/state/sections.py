@@ -197,14 +197,21 @@ class StatefulSection:
         return True
 
 
-def _other_groups(owner: Stateful, saved: Json) -> str | None:
+def _other_groups(owner: object, saved: Json) -> str | None:
     """Why a scheduler cannot take the state of one whose optimizer had another number of parameter groups."""
     if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
         return None
-    stored, live = saved.get("base_lrs"), getattr(owner, "base_lrs", None)
-    if not isinstance(stored, list) or not isinstance(live, list) or len(stored) == len(live):
-        return None
-    return f"checkpoint {len(stored)} parameter groups, now {len(live)}"
+    counted = {"base_lrs": "parameter groups", "min_lrs": "parameter groups", "_schedulers": "schedulers"}
+    for key, noun in counted.items():
+        stored, live = saved.get(key), getattr(owner, key, None)
+        if not isinstance(stored, list) or not isinstance(live, list | tuple):
+            continue
+        if len(stored) != len(live):
+            return f"checkpoint {len(stored)} {noun}, now {len(live)}"
+        for scheduler, state in zip(live, stored, strict=True):  # empty unless the scheduler holds others
+            if (why := _other_groups(scheduler, state)) is not None:
+                return why
+    return None
 
 
 @dataclass(frozen=True, slots=True)

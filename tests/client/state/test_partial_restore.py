@@ -144,7 +144,22 @@ def test_restore_that_would_load_nothing_is_refused(files: Files, pretrained: Pr
         restored(state, files, pretrained[2], strict=False)
 
 
-@pytest.mark.parametrize("arguments", [{"only": [1]}, {"keep": [""]}, {"rename": {1: "model"}}, {"cast": [None]}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"only": [1]},
+        {"only": 5},
+        {"keep": [""]},
+        {"keep": None},
+        {"rename": {1: "model"}},
+        {"rename": ["model"]},
+        {"rename": "model"},
+        {"cast": [None]},
+        {"cast": None},
+        {"cast": 1},
+        {"strict": None},
+    ],
+)
 def test_argument_that_is_no_name_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(BadConfig, match=f"restore with {next(iter(arguments))}="):
         filter_of(**arguments)
@@ -153,6 +168,11 @@ def test_argument_that_is_no_name_is_refused(arguments: dict[str, Any]) -> None:
 def test_function_that_renames_must_return_a_name(files: Files, pretrained: Pretrained) -> None:
     with pytest.raises(BadConfig, match="rename=None"):
         restored(TrainingState(model=net()), files, pretrained[2], rename=lambda name: None)
+
+
+def test_function_that_renames_and_raises_is_refused(files: Files, pretrained: Pretrained) -> None:
+    with pytest.raises(BadConfig, match=r"for 'model\.\w+\.\w+' it raised KeyError"):
+        restored(TrainingState(model=net()), files, pretrained[2], rename=lambda name: {}[name])
 
 
 # ── a new head ──
@@ -218,6 +238,27 @@ def test_optimizer_state_follows_the_renamed_parameters(files: Files, pretrained
     assert report.renamed["model.body.weight"] == "model.encoder.weight"
     assert report.renamed["optimizer.state.body.bias"] == "optimizer.state.encoder.bias"
     assert len(report.renamed) == 4
+
+
+@pytest.mark.parametrize("old", ["optimizer.state.body", "optimizer.param_groups.0", "optimizer"])
+def test_rename_of_an_optimizer_entry_is_refused(files: Files, pretrained: Pretrained, old: str) -> None:
+    module = net(seed=1)
+    state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()))
+    with pytest.raises(BadConfig, match=rf"{old}\S* cannot become optimizer\.other"):
+        restored(state, files, pretrained[2], rename={old: "optimizer.other"}, strict=False)
+
+
+def test_rename_of_an_optimizer_entry_may_repeat_that_of_its_parameter(files: Files, pretrained: Pretrained) -> None:
+    module = net(body="encoder", seed=1)
+    state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()))
+    rename = {"model.body": "model.encoder", "optimizer.state.body": "optimizer.state.encoder"}
+    report = restored(state, files, pretrained[2], rename=rename)
+    assert report.renamed["optimizer.state.body.bias"] == "optimizer.state.encoder.bias"
+
+
+def test_rename_takes_no_patterns(files: Files, pretrained: Pretrained) -> None:
+    with pytest.raises(BadConfig, match=r"rename: 'model\.\*' is the name of nothing"):
+        restored(TrainingState(model=net(), rng=False), files, pretrained[2], rename={"model.*": "model"}, strict=False)
 
 
 def test_averaged_weights_are_restored_into_the_model(files: Files) -> None:
@@ -292,6 +333,52 @@ def test_added_group_keeps_its_options_and_starts_fresh(files: Files, pretrained
     assert "optimizer.state.adapter.weight" in report.missing
     optimizer.step()
     scheduler.step()
+
+
+@pytest.mark.parametrize("kind", ["sequential", "chained", "plateau", "nested"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_scheduler_of_another_number_of_groups_does_not_fit(files: Files, kind: str, *, strict: bool) -> None:
+    schedulers = torch.optim.lr_scheduler
+
+    def build(groups: int) -> tuple[TrainingState, Any]:
+        module = net()
+        parts = [[*part.parameters()] for part in module.values()] if groups == 2 else [[*module.parameters()]]
+        optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=1.0)
+        linear: list[schedulers.LRScheduler] = [
+            schedulers.LinearLR(optimizer),
+            schedulers.CosineAnnealingLR(optimizer, 10),
+        ]
+        scheduler = {
+            "sequential": lambda: schedulers.SequentialLR(optimizer, linear, [3]),
+            "chained": lambda: schedulers.ChainedScheduler(linear, optimizer),
+            "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer),
+            "nested": lambda: schedulers.ChainedScheduler([schedulers.ChainedScheduler(linear, optimizer)], optimizer),
+        }[kind]()
+        return TrainingState(model=module, optimizer=optimizer, scheduler=scheduler, rng=False), scheduler
+
+    raw = stage(build(1)[0])
+    state, scheduler = build(2)
+    before = copy.deepcopy(scheduler.state_dict())
+    if strict:
+        with pytest.raises(Mismatch, match="scheduler: checkpoint 1 parameter groups, now 2"):
+            restored(state, files, raw, only=["model", "scheduler"])
+    else:
+        report = restored(state, files, raw, strict=False)
+        assert report.mismatched["scheduler"] == "checkpoint 1 parameter groups, now 2"
+    assert scheduler.state_dict() == before
+
+
+def test_scheduler_of_another_number_of_schedulers_does_not_fit(files: Files) -> None:
+    def build(count: int) -> TrainingState:
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        parts = [torch.optim.lr_scheduler.LinearLR(optimizer) for _ in range(count)]
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler(parts, optimizer)
+        return TrainingState(model=module, scheduler=scheduler, rng=False)
+
+    raw = stage(build(2))
+    with pytest.raises(Mismatch, match="scheduler: checkpoint 2 schedulers, now 1"):
+        restored(build(1), files, raw, only=["model", "scheduler"])
 
 
 def test_group_of_parameters_that_had_different_options_keeps_its_own(files: Files) -> None:
@@ -474,6 +561,14 @@ def test_entries_of_a_dict_are_selected_and_renamed_by_their_keys(files: Files) 
     assert torch.equal(values.pop("a"), torch.ones(2))
     assert values == {"new": 1, "d": 2}
     assert report.not_asked == ["c"]
+
+
+def test_key_of_a_dict_is_renamed_though_it_begins_as_those_of_an_optimizer(files: Files) -> None:
+    raw = stage(DictState({"optimizer.adam": torch.ones(2)}))
+    values: dict[str, Any] = {"optimizer.main": torch.zeros(2)}
+    restored(DictState(values), files, raw, rename={"optimizer.adam": "optimizer.main"})
+    assert list(values) == ["optimizer.main"]
+    assert values["optimizer.main"].tolist() == [1, 1]
 
 
 def test_module_with_extra_state_is_restored_in_part(files: Files) -> None:
