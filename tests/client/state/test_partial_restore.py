@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tierd_client.restore.load import SourceFile
-from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import State, TrainingState
 from torch import nn
 
 from tests.support.state import Files, Loader, Training, assert_same, one_step, restore, stage
-from tierd.errors import BadConfig, Mismatch
+from tierd.errors import Mismatch
 
 
 @pytest.fixture
@@ -111,68 +110,10 @@ def test_data_cursor_and_extra_values_are_restored_only_if_asked_for(files: File
     assert "extra.best" in report.loaded
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"only": ["modle.*"]},
-            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model and",
-        ),
-        ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' is the name of nothing in the state"),
-        ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' is the name of nothing"),
-        ({"only": ["optimizer.state.body.weight.exp_avg"]}, "is the name of nothing in the checkpoint"),
-        ({"rename": {"model.head": "model.body"}}, "model.body.weight and model.head.weight both become"),
-    ],
-)
-@pytest.mark.parametrize("strict", [True, False])
-def test_pattern_without_an_entry_is_refused_and_nothing_is_changed(
-    files: Files, pretrained: Pretrained, arguments: dict[str, Any], message: str, *, strict: bool
-) -> None:
-    module = net(seed=1)
-    optimizer = torch.optim.AdamW(module.parameters())
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises((Mismatch, BadConfig)) as caught:
-        restored(TrainingState(model=module, optimizer=optimizer), files, pretrained[2], strict=strict, **arguments)
-    assert message in caught.value.message
-    assert_same(module.state_dict(), before)
-    assert not optimizer.state
-
-
 def test_restore_that_would_load_nothing_is_refused(files: Files, pretrained: Pretrained) -> None:
     state = TrainingState(model=nn.Linear(5, 5), rng=False)
     with pytest.raises(Mismatch, match="nothing of the checkpoint would be loaded"):
         restored(state, files, pretrained[2], strict=False)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"only": [1]},
-        {"only": 5},
-        {"keep": [""]},
-        {"keep": None},
-        {"rename": {1: "model"}},
-        {"rename": ["model"]},
-        {"rename": "model"},
-        {"cast": [None]},
-        {"cast": None},
-        {"cast": 1},
-        {"strict": None},
-    ],
-)
-def test_argument_that_is_no_name_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(BadConfig, match=f"restore with {next(iter(arguments))}="):
-        filter_of(**arguments)
-
-
-def test_function_that_renames_must_return_a_name(files: Files, pretrained: Pretrained) -> None:
-    with pytest.raises(BadConfig, match="rename=None"):
-        restored(TrainingState(model=net()), files, pretrained[2], rename=lambda name: None)
-
-
-def test_function_that_renames_and_raises_is_refused(files: Files, pretrained: Pretrained) -> None:
-    with pytest.raises(BadConfig, match=r"for 'model\.\w+\.\w+' it raised KeyError"):
-        restored(TrainingState(model=net()), files, pretrained[2], rename=lambda name: {}[name])
 
 
 # ── a new head ──
@@ -238,27 +179,6 @@ def test_optimizer_state_follows_the_renamed_parameters(files: Files, pretrained
     assert report.renamed["model.body.weight"] == "model.encoder.weight"
     assert report.renamed["optimizer.state.body.bias"] == "optimizer.state.encoder.bias"
     assert len(report.renamed) == 4
-
-
-@pytest.mark.parametrize("old", ["optimizer.state.body", "optimizer.param_groups.0", "optimizer"])
-def test_rename_of_an_optimizer_entry_is_refused(files: Files, pretrained: Pretrained, old: str) -> None:
-    module = net(seed=1)
-    state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()))
-    with pytest.raises(BadConfig, match=rf"{old}\S* cannot become optimizer\.other"):
-        restored(state, files, pretrained[2], rename={old: "optimizer.other"}, strict=False)
-
-
-def test_rename_of_an_optimizer_entry_may_repeat_that_of_its_parameter(files: Files, pretrained: Pretrained) -> None:
-    module = net(body="encoder", seed=1)
-    state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()))
-    rename = {"model.body": "model.encoder", "optimizer.state.body": "optimizer.state.encoder"}
-    report = restored(state, files, pretrained[2], rename=rename)
-    assert report.renamed["optimizer.state.body.bias"] == "optimizer.state.encoder.bias"
-
-
-def test_rename_takes_no_patterns(files: Files, pretrained: Pretrained) -> None:
-    with pytest.raises(BadConfig, match=r"rename: 'model\.\*' is the name of nothing"):
-        restored(TrainingState(model=net(), rng=False), files, pretrained[2], rename={"model.*": "model"}, strict=False)
 
 
 def test_averaged_weights_are_restored_into_the_model(files: Files) -> None:
@@ -333,52 +253,6 @@ def test_added_group_keeps_its_options_and_starts_fresh(files: Files, pretrained
     assert "optimizer.state.adapter.weight" in report.missing
     optimizer.step()
     scheduler.step()
-
-
-@pytest.mark.parametrize("kind", ["sequential", "chained", "plateau", "nested"])
-@pytest.mark.parametrize("strict", [True, False])
-def test_scheduler_of_another_number_of_groups_does_not_fit(files: Files, kind: str, *, strict: bool) -> None:
-    schedulers = torch.optim.lr_scheduler
-
-    def build(groups: int) -> tuple[TrainingState, Any]:
-        module = net()
-        parts = [[*part.parameters()] for part in module.values()] if groups == 2 else [[*module.parameters()]]
-        optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=1.0)
-        linear: list[schedulers.LRScheduler] = [
-            schedulers.LinearLR(optimizer),
-            schedulers.CosineAnnealingLR(optimizer, 10),
-        ]
-        scheduler = {
-            "sequential": lambda: schedulers.SequentialLR(optimizer, linear, [3]),
-            "chained": lambda: schedulers.ChainedScheduler(linear, optimizer),
-            "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer),
-            "nested": lambda: schedulers.ChainedScheduler([schedulers.ChainedScheduler(linear, optimizer)], optimizer),
-        }[kind]()
-        return TrainingState(model=module, optimizer=optimizer, scheduler=scheduler, rng=False), scheduler
-
-    raw = stage(build(1)[0])
-    state, scheduler = build(2)
-    before = copy.deepcopy(scheduler.state_dict())
-    if strict:
-        with pytest.raises(Mismatch, match="scheduler: checkpoint 1 parameter groups, now 2"):
-            restored(state, files, raw, only=["model", "scheduler"])
-    else:
-        report = restored(state, files, raw, strict=False)
-        assert report.mismatched["scheduler"] == "checkpoint 1 parameter groups, now 2"
-    assert scheduler.state_dict() == before
-
-
-def test_scheduler_of_another_number_of_schedulers_does_not_fit(files: Files) -> None:
-    def build(count: int) -> TrainingState:
-        module = net()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        parts = [torch.optim.lr_scheduler.LinearLR(optimizer) for _ in range(count)]
-        scheduler = torch.optim.lr_scheduler.ChainedScheduler(parts, optimizer)
-        return TrainingState(model=module, scheduler=scheduler, rng=False)
-
-    raw = stage(build(2))
-    with pytest.raises(Mismatch, match="scheduler: checkpoint 2 schedulers, now 1"):
-        restored(build(1), files, raw, only=["model", "scheduler"])
 
 
 def test_group_of_parameters_that_had_different_options_keeps_its_own(files: Files) -> None:
@@ -517,22 +391,6 @@ def test_overlapping_tensors_of_other_shapes_are_not_cast(files: Files) -> None:
         restored(TrainingState(model=build(torch.bfloat16)), files, raw, cast=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"only": ["extra.a[0]"]}, {"a[0]": 5, "a0": 1, "b?": 1, "bc": 1}),
-        ({"only": ["extra.b?"]}, {"a[0]": 1, "a0": 1, "b?": 5, "bc": 1}),
-        ({"only": ["extra.*]"]}, {"a[0]": 5, "a0": 1, "b?": 1, "bc": 1}),
-        ({"keep": ["extra.*[0]"]}, {"a[0]": 1, "a0": 5, "b?": 5, "bc": 5}),
-    ],
-)
-def test_only_a_star_is_special_in_a_pattern(files: Files, arguments: dict[str, Any], expected: dict[str, int]) -> None:
-    raw = stage(TrainingState(model=net(), extra=dict.fromkeys(expected, 5)))
-    extra = dict.fromkeys(expected, 1)
-    restored(TrainingState(model=net(), extra=extra), files, raw, **arguments)
-    assert extra == expected
-
-
 # ── the report, other states ──
 
 
@@ -552,23 +410,6 @@ def test_report_counts_what_was_loaded_and_what_was_not() -> None:
     report = RestoreReport(loaded=["a", "b"], size_bytes=3 << 20, missing=["c"], mismatched={"d": ""}, not_asked=["e"])
     expected = "2 entries loaded (3.0 MiB), 1 not in the checkpoint, 1 that did not fit, 1 not asked for"
     assert str(report) == expected
-
-
-def test_entries_of_a_dict_are_selected_and_renamed_by_their_keys(files: Files) -> None:
-    raw = stage(DictState({"a": torch.ones(2), "b": 1, "c": "x"}))
-    values: dict[str, Any] = {"a": torch.zeros(2), "new": 0, "d": 2}
-    report = restored(DictState(values), files, raw, only=["a", "b"], rename={"b": "new"})
-    assert torch.equal(values.pop("a"), torch.ones(2))
-    assert values == {"new": 1, "d": 2}
-    assert report.not_asked == ["c"]
-
-
-def test_key_of_a_dict_is_renamed_though_it_begins_as_those_of_an_optimizer(files: Files) -> None:
-    raw = stage(DictState({"optimizer.adam": torch.ones(2)}))
-    values: dict[str, Any] = {"optimizer.main": torch.zeros(2)}
-    restored(DictState(values), files, raw, rename={"optimizer.adam": "optimizer.main"})
-    assert list(values) == ["optimizer.main"]
-    assert values["optimizer.main"].tolist() == [1, 1]
 
 
 def test_module_with_extra_state_is_restored_in_part(files: Files) -> None:

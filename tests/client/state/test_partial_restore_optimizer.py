@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,52 @@ def _distributed(
         module.a.grad = torch.ones_like(module.a) * gradient
         optimizer.step()
     return module, TrainingState(model=module, optimizer=optimizer, rng=False, per_rank=["model.a"]), optimizer
+
+
+# ── schedulers ──
+
+
+@pytest.mark.parametrize("kind", ["sequential", "chained", "plateau", "nested"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_scheduler_of_another_number_of_groups_does_not_fit(files: Files, kind: str, *, strict: bool) -> None:
+    schedulers = torch.optim.lr_scheduler
+
+    def build(groups: int) -> tuple[TrainingState, Any]:
+        module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        parts = [[*part.parameters()] for part in module.values()] if groups == 2 else [[*module.parameters()]]
+        optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=1.0)
+        linear: list[torch.optim.lr_scheduler.LRScheduler] = [
+            schedulers.LinearLR(optimizer),
+            schedulers.CosineAnnealingLR(optimizer, 10),
+        ]
+        scheduler = {
+            "sequential": lambda: schedulers.SequentialLR(optimizer, linear, [3]),
+            "chained": lambda: schedulers.ChainedScheduler(linear, optimizer),
+            "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer),
+            "nested": lambda: schedulers.ChainedScheduler([schedulers.ChainedScheduler(linear, optimizer)], optimizer),
+        }[kind]()
+        return TrainingState(model=module, optimizer=optimizer, scheduler=scheduler, rng=False), scheduler
+
+    raw = stage(build(1)[0])
+    state, scheduler = build(2)
+    before = copy.deepcopy(scheduler.state_dict())
+    if strict:
+        with pytest.raises(Mismatch, match="scheduler: checkpoint 1 parameter groups, now 2"):
+            restored(state, files, raw, only=["model", "scheduler"])
+    else:
+        report = restored(state, files, raw, strict=False)
+        assert report.mismatched["scheduler"] == "checkpoint 1 parameter groups, now 2"
+    assert scheduler.state_dict() == before
+
+
+def test_scheduler_of_another_number_of_schedulers_does_not_fit(files: Files) -> None:
+    def build(count: int) -> TrainingState:
+        module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        parts = [torch.optim.lr_scheduler.LinearLR(optimizer) for _ in range(count)]
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler(parts, optimizer)
+        return TrainingState(model=module, scheduler=scheduler, rng=False)
+
+    raw = stage(build(2))
+    with pytest.raises(Mismatch, match="scheduler: checkpoint 2 schedulers, now 1"):
+        restored(build(1), files, raw, only=["model", "scheduler"])
