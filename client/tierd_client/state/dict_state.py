@@ -87,6 +87,7 @@ class DictState:
                 continue
             source = plan.take(key)
             if source is None:
+                plan.protect(key, self.values.get(key))
                 continue
             section, stored = ValueSection(self.values, key, key), saved[source]
             if stored.kind != section.kind:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import State, TrainingState
@@ -178,3 +179,12 @@ def test_what_shares_memory_with_the_restored_model_cannot_be_kept(files: Files,
     assert module.a.tolist() == [1, 1, 1]
     restored(state, files, raw, keep=[entry, "model.a"])
     assert module.a.tolist() == [1, 1, 1]
+
+
+def test_what_shares_memory_with_a_restored_value_of_a_dict_cannot_be_kept(files: Files) -> None:
+    raw = stage(DictState({"a": torch.ones(2), "b": [torch.ones(2)]}))
+    shared = torch.zeros(2)
+    values = {"a": shared, "b": [shared]}
+    with pytest.raises(Mismatch, match="keep: b shares memory with a tensor that gets a: keep both"):
+        restored(DictState(values), files, raw, keep="b")
+    assert shared.tolist() == [0, 0]
