@@ -386,17 +386,17 @@ def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPla
     files = replica.files()
     _, tensors = read_headers(files)
     restore = RestorePlan(tensors, _accelerator())
-    for number, item in enumerate(plan.items):
+    for item in plan.items:
         if item.type == LoadItemType.BYTE_IO:
             value = restore.decode(contents.objects[item.storage_index.fqn])
             restore.on_finish(item.dest_index.fqn, _setter(planner, item.dest_index.fqn, value))
         else:
-            _plan_region(restore, f"{number}", item, planner)
+            _plan_region(restore, item, planner)
     restore.check()
     restore.run(partial(replica.read, files))
 
 
-def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPlanner) -> None:
+def _plan_region(restore: RestorePlan, item: ReadItem, planner: LoadPlanner) -> None:
     name, offsets = item.storage_index.fqn, item.storage_index.offset
     target = planner.resolve_tensor(item)
     stored_dtype = DTYPES[restore.available[name][0].dtype]
@@ -411,7 +411,7 @@ def _plan_region(restore: RestorePlan, key: str, item: ReadItem, planner: LoadPl
         restore.on_finish(name, partial(target.detach().copy_, destination))
     region = capture_tensor(name, destination)
     begin = tuple(map(sum, zip(offsets, item.storage_offsets, strict=True)))
-    restore.add_destination(key, msgspec.structs.replace(region, saved_offsets=begin))
+    restore.add_destination(msgspec.structs.replace(region, saved_offsets=begin))
     restore.on_finish(name, partial(planner.commit_tensor, item, target))
 
 

@@ -75,7 +75,7 @@ class DictState:
         As `TrainingState.plan_restore`. Keys that only `values` has stay as they are, with a warning.
         """
         saved = parse_tree(tree)
-        entries = StoredEntries(tensors=dict.fromkeys(saved, ""))
+        entries = StoredEntries(tensors=dict.fromkeys(saved, ""), has_optimizers=False)
         plan = RestorePlan(
             available, self._accelerator, is_dry=is_dry, filter=filter, entries=entries, objects=self._objects
         )
@@ -87,6 +87,7 @@ class DictState:
                 continue
             source = plan.take(key)
             if source is None:
+                plan.protect(key, self.values.get(key))
                 continue
             section, stored = ValueSection(self.values, key, key), saved[source]
             if stored.kind != section.kind:

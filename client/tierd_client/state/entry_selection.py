@@ -32,9 +32,10 @@ class EntrySelection:
             if not self.filter.takes(entry):
                 self.report.not_asked.append(entry)
                 continue
-            other = sources.setdefault(self.filter.destination(entry), entry)
+            name = self.filter.destination(entry, has_optimizers=self._entries.has_optimizers)
+            other = sources.setdefault(name, entry)
             if other != entry:
-                self.differences.append(f"rename: {other} and {entry} both become {self.filter.destination(entry)}")
+                self.differences.append(f"rename: {other} and {entry} both become {name}")
         return sources
 
     def take(self, name: str) -> str | None:

@@ -40,6 +40,13 @@ class MemoryRanges:
         ranges = self._ranges[tensor.device]
         return begin < end and bool(ranges.begins[ranges.overlapped(begin, end)])
 
+    def overlapped(self, tensor: torch.Tensor) -> list[CapturedTensor]:
+        """The tensors of the ranges that `tensor` overlaps."""
+        begin, end = _addresses(tensor)
+        ranges = self._ranges[tensor.device]
+        joined = ranges.tensors[ranges.overlapped(begin, end)] if begin < end else []
+        return [member for tensors in joined for member in tensors]
+
     def add(self, tensor: CapturedTensor) -> None:
         begin, end = _addresses(tensor.tensor)
         if begin == end:

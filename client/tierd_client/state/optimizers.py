@@ -6,7 +6,8 @@ load_state_dict casts moments to the parameter's dtype. Names are those of get_o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from tierd.errors import Corrupt, Unsupported
+from tierd.errors import BadConfig, Corrupt, Unsupported
 from tierd_client.state.encoding import Collector, Json, live_tensors
 from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.tensors import DTYPE_NAMES, clean_names
@@ -71,6 +72,27 @@ class OptimizersSection:
         names = {id(parameter): clean[name] for name, parameter in raw.items()}
         prefixes = prefixes_of("optimizer", len(self.optimizers))
         return [_NamedOptimizer(*named, names) for named in zip(self.optimizers, prefixes, strict=True)]
+
+
+def list_optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a `TrainingState`. Raises BadConfig for what is none, or has state of unknown place."""
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadConfig(
+                f"TrainingState(optimizer=…): {type(candidate).__qualname__} is no torch.optim.Optimizer",
+                hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
+                "of its own",
+            )
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
+        if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
+            raise BadConfig(
+                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+                hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
+            )
+    return optimizers
 
 
 def prefixes_of(name: str, count: int) -> list[str]:
@@ -157,28 +179,45 @@ class _NamedOptimizer:
             options = [self._plan_options(index, stored_groups, plan) for index in range(len(self.options))]
         for name in self.foreign:
             plan.read_entry(f"{self.prefix}.{name}", self.by_name[name])
-        known = {name for group in stored_groups for name in group.params}
+        known = {plan.filter.parameter(name): name for group in saved.groups for name in group.params}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         cast: dict[torch.Tensor, torch.dtype] = {}
         for name, parameter in self.by_name.items():
             entry = f"{self.prefix}.state.{name}"
             if entry not in plan.sources and name in known and not plan.filter.keeps(entry):
-                continue  # not asked for, or the checkpoint's optimizer had no state of this parameter
+                is_asked = plan.filter.takes(f"{self.prefix}.state.{known[name]}")
+                if is_asked and self.optimizer.state.get(parameter):  # the checkpoint's optimizer had none of it
+                    state[parameter] = {}
+                    plan.report.cleared.append(entry)
+                continue
             if (source := plan.take(entry)) is None:
                 continue
             stored_name = source.removeprefix(f"{self.prefix}.state.")
-            form = plan.stored_form(f"model.{stored_name}") or plan.stored_form(f"{self.prefix}.{stored_name}")
-            if form is not None and form[1] != tuple(parameter.shape):
-                plan.mismatch(entry, f"checkpoint {list(form[1])}, now {list(parameter.shape)}")
+            if (why := self._misfit(stored_name, parameter, entry, plan)) is not None:
+                plan.mismatch(entry, why)
                 continue
-            if form is not None and form[0] != parameter.dtype and plan.filter.casts(entry):
+            if entry in plan.report.cast:
                 cast[parameter] = parameter.dtype
-                names = [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in (form[0], parameter.dtype)]
-                plan.report.cast[entry] = " -> ".join(names)
             state[parameter] = self._plan_state(
                 stored_name, parameter, saved.state[stored_name], plan, is_new=parameter in cast
             )
         plan.on_finish(self.prefix, partial(self._install_entries, options, state, cast))
+
+    def _misfit(self, stored_name: str, parameter: torch.Tensor, entry: str, plan: RestorePlan) -> str | None:
+        """Why the parameter cannot take the state of the stored one. Reports a cast."""
+        names = (f"model.{stored_name}", f"{self.prefix}.{stored_name}")
+        forms = ((name, form) for name in names if (form := plan.stored_form(name)) is not None)
+        name, (dtype, shape) = next(forms, ("", (parameter.dtype, tuple(parameter.shape))))
+        live_shape = tuple(plan.own_part(name, parameter).shape)
+        if shape != live_shape:
+            return f"checkpoint {list(shape)}, now {list(live_shape)}"
+        if dtype == parameter.dtype:
+            return None
+        dtypes = [DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in (dtype, parameter.dtype)]
+        if not (plan.filter.casts(entry) and dtype.is_floating_point and parameter.dtype.is_floating_point):
+            return f"its parameter is {dtypes[0]} in the checkpoint, now {dtypes[1]}"
+        plan.report.cast[entry] = " -> ".join(dtypes)
+        return None
 
     def _plan_options(self, index: int, stored_groups: Sequence[GroupTree], plan: RestorePlan) -> dict[str, Any]:
         """The options that a group takes: those of the stored group that had its parameters."""
@@ -270,6 +309,9 @@ class _NamedOptimizer:
         for live, saved in zip(self.optimizer.param_groups, options, strict=False):
             live.update(saved)
         for parameter, entries in state.items():
+            if not entries:
+                self.optimizer.state.pop(parameter, None)
+                continue
             dtype = cast.get(parameter)
             self.optimizer.state[parameter] = {
                 # As Optimizer.load_state_dict casts: moments to the parameter's dtype, never the step count.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Collection
 
@@ -13,6 +12,7 @@ import msgspec
 
 from tierd.errors import BadConfig
 from tierd_client.log import log
+from tierd_client.state.name_patterns import compile_pattern
 
 
 class PerRankTree(msgspec.Struct):
@@ -27,7 +27,7 @@ class PerRankTree(msgspec.Struct):
 
 
 class PerRankEntries:
-    """`patterns`: names of entries, or shell patterns of them (`*`, `?`). A name stands for all below it; that of a
+    """`patterns`: names of entries, or patterns of them with `*`. A name stands for all below it; that of a
     parameter, `model.<name>`, for its optimizer state too.
 
     Raises BadConfig unless they are strings.
@@ -60,9 +60,8 @@ class PerRankEntries:
 
 
 def _forms(pattern: str) -> list[re.Pattern[str]]:
-    texts = [re.escape(pattern), *(fnmatch.translate(pattern + below) for below in ("", ".*", "[[]*"))]
-    forms = [re.compile(text + r"\Z") for text in texts]
+    forms = [compile_pattern(pattern + below) for below in ("", ".*", "[*")]
     if pattern.startswith("model."):
-        parameter = fnmatch.translate(pattern.removeprefix("model.") + ".*")
-        forms.append(re.compile(r"optimizer(?:\.\d+)?\.state\." + parameter))
+        state = r"optimizer(?:\.\d+)?\.state\."
+        forms.append(compile_pattern(pattern.removeprefix("model.") + ".*", prefix=state))
     return forms

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from tierd.errors import BadConfig
 from tierd_client.state.encoding import Json
+from tierd_client.state.name_patterns import contains, matches
 
 Patterns = str | Sequence[str]
 """Names of entries, of what contains them (`model.body`), or patterns with `*`, which also stands for dots."""
@@ -28,12 +28,15 @@ _OPTIMIZER_STATE = re.compile(r"(optimizer(?:\.\d+)?\.state\.)(.+)", re.DOTALL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntries:
     """The entries of a checkpoint. `tensors`: by entry, the stored name of its tensor, or "" if it is not one tensor.
-    `objects`: by entry, the encoded value of what a module stores beside tensors. `optional`: entries that other ranks
-    hold, so that this rank's state may lack them."""
+    `objects`: by entry, the encoded value of what a module stores beside tensors; `paths`: what the names of its
+    tensors begin with, if not the entry. `optional`: entries that other ranks hold, so that this rank's state may lack
+    them. `has_optimizers`: names that begin with `optimizer.` are those of an optimizer."""
 
     tensors: dict[str, str] = field(default_factory=dict[str, str])
     objects: dict[str, Json] = field(default_factory=dict[str, Json])
+    paths: dict[str, str] = field(default_factory=dict[str, str])
     optional: set[str] = field(default_factory=set[str])
+    has_optimizers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +55,15 @@ class RestoreFilter:
         cls, *, only: Patterns | None, rename: Rename | None, strict: bool, cast: bool | Patterns, keep: Patterns
     ) -> RestoreFilter:
         """The filter of these arguments of `Client.restore`. Raises BadConfig, naming the argument."""
-        renames = rename or {}
-        if not callable(renames):
+        renames: Rename = {} if rename is None else rename
+        if isinstance(renames, Mapping):
             renames = {
                 _text("rename", old).rstrip("."): _text("rename", new).rstrip(".") for old, new in renames.items()
             }
+        elif not callable(renames):  # pyright: ignore[reportUnnecessaryComparison]
+            raise _bad("rename", renames, "stored prefixes and what they are in the state, or a function of a name")
+        if not isinstance(strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _bad("strict", strict, "True or False")
         return cls(
             only=None if only is None else _patterns("only", only),
             renames=renames,
@@ -79,12 +86,22 @@ class RestoreFilter:
     def casts(self, name: str) -> bool:
         return _matches_any(name, self.cast)
 
-    def destination(self, entry: str) -> str:
-        """The name in the state of a stored entry. The state of an optimizer follows the name of its parameter."""
-        if not entry.startswith("optimizer."):
+    def destination(self, entry: str, *, has_optimizers: bool = True) -> str:
+        """The name in the state of a stored entry. The state of an optimizer follows the name of its parameter.
+
+        Raises BadConfig when a function that renames raises, or when `rename` has another name for an optimizer's
+        entry.
+        """
+        if not has_optimizers or not entry.startswith("optimizer."):
             return self._renamed(entry)
         match = _OPTIMIZER_STATE.fullmatch(entry)
-        return match[1] + self.parameter(match[2]) if match is not None else entry
+        name = match[1] + self.parameter(match[2]) if match is not None else entry
+        if not callable(self.renames) and self._renamed(entry) not in (entry, name):
+            raise BadConfig(
+                f"restore with rename=…: {entry} cannot become {self._renamed(entry)}; nothing was changed",
+                hint="an optimizer's state follows the names of its parameters: rename model.<parameter>",
+            )
+        return name
 
     def parameter(self, name: str) -> str:
         """The name in the model, without `model.`, of a parameter that the checkpoint has under `name`."""
@@ -105,29 +122,28 @@ class RestoreFilter:
                 ("cast", self.cast, names, "state"),
             )
             for pattern in patterns
-            if not any(_matches(name, pattern) for name in known)
+            if not any((contains(pattern, name) if patterns is renames else matches(name, pattern)) for name in known)
         ]
 
     def _renamed(self, entry: str) -> str:
         if callable(self.renames):
-            return _text("rename", self.renames(entry))
-        old = max((prefix for prefix in self.renames if _contains(prefix, entry)), key=len, default=None)
+            try:
+                renamed = self.renames(entry)
+            except Exception as error:  # of any kind: it is the user's code
+                raise BadConfig(
+                    f"restore with rename=…: for {entry!r} it raised {type(error).__qualname__}: {error}",
+                    hint="return a name for each name; the same name for what is not renamed",
+                ) from error
+            return _text("rename", renamed)
+        old = max((prefix for prefix in self.renames if contains(prefix, entry)), key=len, default=None)
         return entry if old is None else self.renames[old] + entry[len(old) :]
 
 
 EXACT = RestoreFilter()
 
 
-def _contains(prefix: str, name: str) -> bool:
-    return name.startswith(prefix) and name[len(prefix) : len(prefix) + 1] in ("", ".")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return _contains(pattern, name) or fnmatchcase(name, pattern)
-
-
 def _matches_any(name: str, patterns: Iterable[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
@@ -138,13 +154,19 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 
 def _patterns(argument: str, patterns: Patterns) -> tuple[str, ...]:
+    if not isinstance(patterns, str | Sequence | Set):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _bad(argument, patterns)
     return tuple(_text(argument, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
 def _text(argument: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise BadConfig(
-            f"restore with {argument}={value!r}: expected names of entries, such as 'model.head' or 'optimizer.*.lr'",
-            hint="docs/guides/fine-tune.md has the names of entries",
-        )
+        raise _bad(argument, value)
     return value
+
+
+def _bad(
+    argument: str, value: object, expected: str = "names of entries, such as 'model.head' or 'optimizer.*.lr'"
+) -> BadConfig:
+    hint = "docs/guides/fine-tune.md has the names of entries"
+    return BadConfig(f"restore with {argument}={value!r}: expected {expected}", hint=hint)

@@ -30,6 +30,7 @@ from tierd_client.state.tensors import (
     CapturedTensor,
     capture_tensor,
     describe,
+    has_memory,
     is_dtensor,
     local_part,
     spanned_shape,
@@ -49,8 +50,8 @@ class ReadTensors(Protocol):
 
 
 class RestorePlan(EntrySelection):
-    """Filled by the sections of a state. `destinations` are the tensors to fill, by the stored name; `differences`
-    has one sentence for each."""
+    """Filled by the sections of a state. `destinations` are the tensors to fill. The key of the first one of a stored
+    tensor is its name. `differences` has one sentence for each."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RestorePlan(EntrySelection):
         those of the checkpoint, for sections that `take` them. `own_names`: of tensors that differ by rank, the name in
         the shards by the name in the state tree."""
         super().__init__(entries or StoredEntries(), filter)
-        self.destinations: dict[str, CapturedTensor] = {}
+        self.destinations: dict[str | tuple[str, int], CapturedTensor] = {}
         self.available = available
         self._own_names = own_names
         self._accelerator = accelerator
@@ -82,6 +83,7 @@ class RestorePlan(EntrySelection):
         self._installs: list[tuple[str, Callable[[], object]]] = []
         self._cast_copies: dict[object, torch.Tensor] = {}
         self._cast_memory = MemoryRanges()
+        self._kept_tensors: list[tuple[str, torch.Tensor]] = []
 
     # ── entries ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -89,6 +91,7 @@ class RestorePlan(EntrySelection):
         """Whether `tensor`, which is the entry `name` of the state, will be filled."""
         source = self.take(name)
         if source is None:
+            self.protect(name, tensor)
             return False
         if not self._entries.tensors[source]:
             self.mismatch(name, "no tensor in the checkpoint, now it is one")
@@ -99,7 +102,10 @@ class RestorePlan(EntrySelection):
             return False
         live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
-            self.add_destination(name, destination)
+            if cast := self._cast_memory.overlapped(destination.tensor):
+                self._refuse_shared(name, cast[0])
+                return False
+            self.add_destination(destination)
             return True
         are_floats = (
             DTYPES[stored[0]].is_floating_point and tensor.dtype.is_floating_point and stored[2] == live[2] == ""
@@ -116,28 +122,40 @@ class RestorePlan(EntrySelection):
         place = local.device, local.data_ptr(), destination.shape, local.stride(), dtype
         copy = self._cast_copies.get(place)
         if copy is None:
-            if self._memory.holds(local) or self._cast_memory.holds(local):
-                self.mismatch(name, "it shares memory with a tensor of another shape or dtype and cannot be cast")
+            if shared := self._memory.overlapped(local) or self._cast_memory.overlapped(local):
+                self._refuse_shared(name, shared[0])
                 return False
             self._cast_memory.add(destination)
             self._cast_copies[place] = torch.empty_like(local, dtype=dtype)
             self.on_finish(name, partial(local.copy_, self._cast_copies[place]))
-        self.add_destination(
-            name, msgspec.structs.replace(destination, tensor=self._cast_copies[place], dtype=stored_dtype)
-        )
+        self.add_destination(msgspec.structs.replace(destination, tensor=self._cast_copies[place], dtype=stored_dtype))
         self.report.cast[name] = f"{stored_dtype} -> {destination.dtype}"
         return True
+
+    def _refuse_shared(self, name: str, other: CapturedTensor) -> None:
+        self.differences.append(
+            f"{name}: it shares memory with a tensor of another shape or dtype, which gets {other.name} of the "
+            "checkpoint: it cannot be cast"
+        )
+
+    def protect(self, name: str, value: object) -> None:
+        """If the entry `name` is kept by request, refuses to restore what shares memory with a tensor in its value."""
+        if self.filter.keeps(name):
+            is_tensor = isinstance(value, torch.Tensor)
+            live = [value] if is_tensor else encoding.live_tensors(value, name, objects=self.objects).values()
+            self._kept_tensors += [(name, local) for tensor in live if has_memory(local := local_part(tensor))]
 
     def read_object(self, name: str, value: object = None) -> Callable[[], Any] | None:
         """What makes the entry `name` of the state, which is not a tensor, when the tensors were read; those in the
         live `value` are read in place. None: it stays as it is."""
         source = self.take(name)
         if source is None:
+            self.protect(name, value)
             return None
         if source not in self._entries.objects:
             self.mismatch(name, "a tensor in the checkpoint, now it is none")
             return None
-        live = encoding.live_tensors(value, source, objects=self.objects)
+        live = encoding.live_tensors(value, self._entries.paths.get(source, source), objects=self.objects)
         return self.decode_at(self._entries.objects[source], Place(name, None), live=live)
 
     # ── tensors and values ────────────────────────────────────────────────────────────────────────────────
@@ -151,19 +169,24 @@ class RestorePlan(EntrySelection):
             return False
         live = destination.dtype, destination.global_shape, destination.torch_dtype
         if stored == live:
-            self.add_destination(name, destination)
+            self.add_destination(destination)
         elif must_fit:
             self.differences.append(f"{name}: checkpoint {describe(*stored)}, {name.split('.')[0]} {describe(*live)}")
         return stored == live
 
     def _destination(self, name: str, tensor: torch.Tensor) -> CapturedTensor:
-        """`tensor`, or its local part if it differs by rank, by the stored name."""
-        is_own = name in self._own_names
-        return capture_tensor(self._own_names.get(name, name), local_part(tensor) if is_own else tensor)
+        """`tensor`, or its own part, by the stored name."""
+        return capture_tensor(self._own_names.get(name, name), self.own_part(name, tensor))
 
-    def add_destination(self, key: str, tensor: CapturedTensor) -> None:
-        """Reads the stored bytes of `tensor.name` into it. `key` is unique among the destinations."""
-        self.destinations[key] = tensor
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or its local part if the stored tensor `name` differs by rank."""
+        return local_part(tensor) if name in self._own_names else tensor
+
+    def add_destination(self, tensor: CapturedTensor) -> None:
+        """Reads the stored bytes of `tensor.name` into it. One stored tensor may have several destinations."""
+        count = len(self.destinations)
+        self.destinations[(tensor.name, count) if tensor.name in self.destinations else tensor.name] = tensor
+        assert len(self.destinations) == count + 1
         self._memory.add(tensor)
 
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -179,7 +202,7 @@ class RestorePlan(EntrySelection):
         dtype, shape = form
         if self._is_dry:
             return torch.empty(shape, dtype=dtype, device="cpu" if device.type == "cpu" else "meta")
-        like_shape = () if like is None else (local_part(like) if name in self._own_names else like).shape
+        like_shape = () if like is None else self.own_part(name, like).shape
         if like is not None and tuple(like_shape) == shape and (is_dtensor(like) or like.device == device):
             tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
         else:
@@ -217,7 +240,7 @@ class RestorePlan(EntrySelection):
 
         def find(name: str, device: str) -> torch.Tensor:
             tensor = (live or {}).get(name)
-            if tensor is not None and self._memory.holds(local_part(tensor)):
+            if tensor is not None and self._is_filled(local_part(tensor)):
                 tensor = self.new_like(tensor)
             if tensor is not None and (self.read_into(name, tensor, must_fit=is_strict) or is_strict):
                 return tensor
@@ -226,6 +249,10 @@ class RestorePlan(EntrySelection):
             return self.read_new(name, self.device(device, self._accelerator))
 
         return encoding.decode(value, allocate, rebuild or self._rebuild, place or Place("the state", None))
+
+    def _is_filled(self, tensor: torch.Tensor) -> bool:
+        """Whether a destination, or a tensor that is cast, shares memory with `tensor`."""
+        return self._memory.holds(tensor) or self._cast_memory.holds(tensor)
 
     def decode_at(
         self,
@@ -266,6 +293,9 @@ class RestorePlan(EntrySelection):
     def finish(self, strict_sections: Collection[str]) -> None:
         """Completes the plan and its report. Stored entries of `strict_sections` must have a place. Raises Mismatch."""
         self.complete_report(strict_sections)
+        for name, kept in self._kept_tensors:
+            for other in self._memory.overlapped(kept) or self._cast_memory.overlapped(kept):
+                self.differences.append(f"keep: {name} shares memory with a tensor that gets {other.name}: keep both")
         tensors = {tensor.name: tensor for tensor in self.destinations.values()}.values()
         self.report.size_bytes = sum(
             math.prod(tensor.global_shape) * tensor.tensor.element_size() for tensor in tensors

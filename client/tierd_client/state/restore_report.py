@@ -18,9 +18,10 @@ class RestoreReport:
     """What one rank loaded and what it did not. Names are those of entries: `model.head.weight`, `scheduler`.
 
     `loaded`: in the state, from the checkpoint; `size_bytes`: of their whole tensors. `renamed`: by stored name, the
-    name in the state. `cast`: the dtypes, as "F32 -> BF16". `kept`: left as they were because of `keep`. `missing`:
-    left as they were because the checkpoint lacks them. `mismatched`: left as they were because they do not fit, with
-    the reason, such as both shapes. `left_over`: in the checkpoint, with no place in the state. `not_asked`: in the
+    name in the state. `cast`: the dtypes, as "F32 -> BF16". `kept`: left as they were because of `keep`. `cleared`:
+    optimizer state that was deleted, because the checkpoint's optimizer had none for the parameter. `missing`: left as
+    they were because the checkpoint lacks them. `mismatched`: left as they were because they do not fit, with the
+    reason, such as both shapes. `left_over`: in the checkpoint, with no place in the state. `not_asked`: in the
     checkpoint, excluded by `only`.
     """
 
@@ -29,6 +30,7 @@ class RestoreReport:
     renamed: dict[str, str] = field(default_factory=_texts)
     cast: dict[str, str] = field(default_factory=_texts)
     kept: list[str] = field(default_factory=_names)
+    cleared: list[str] = field(default_factory=_names)
     missing: list[str] = field(default_factory=_names)
     mismatched: dict[str, str] = field(default_factory=_texts)
     left_over: list[str] = field(default_factory=_names)
@@ -39,6 +41,7 @@ class RestoreReport:
             "renamed": self.renamed,
             "cast": self.cast,
             "kept": self.kept,
+            "cleared": self.cleared,
             "not in the checkpoint": self.missing,
             "that did not fit": self.mismatched,
             "left over": self.left_over,

@@ -197,14 +197,21 @@ class StatefulSection:
         return True
 
 
-def _other_groups(owner: Stateful, saved: Json) -> str | None:
+def _other_groups(owner: object, saved: Json) -> str | None:
     """Why a scheduler cannot take the state of one whose optimizer had another number of parameter groups."""
     if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
         return None
-    stored, live = saved.get("base_lrs"), getattr(owner, "base_lrs", None)
-    if not isinstance(stored, list) or not isinstance(live, list) or len(stored) == len(live):
-        return None
-    return f"checkpoint {len(stored)} parameter groups, now {len(live)}"
+    counted = {"base_lrs": "parameter groups", "min_lrs": "parameter groups", "_schedulers": "schedulers"}
+    for key, noun in counted.items():
+        stored, live = saved.get(key), getattr(owner, key, None)
+        if not isinstance(stored, list) or not isinstance(live, list | tuple):
+            continue
+        if len(stored) != len(live):
+            return f"checkpoint {len(stored)} {noun}, now {len(live)}"
+        for scheduler, state in zip(live, stored, strict=True):  # empty unless the scheduler holds others
+            if (why := _other_groups(scheduler, state)) is not None:
+                return why
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +237,7 @@ class ValueSection:
 class TensorsSection:
     """A plain dict of tensors, restored in place: names, shapes and dtypes must agree."""
 
-    tensors: dict[str, Any]
+    tensors: dict[Any, Any]
     prefix: str
     kind: ClassVar[str] = "tensors"
 
@@ -252,14 +259,20 @@ class TensorsSection:
 
     def _plan_entries(self, plan: RestorePlan) -> None:
         for key, value in self.tensors.items():
-            name = f"{self.prefix}.{key}"
+            name = entry_of_key(self.prefix, key)
             if isinstance(value, torch.Tensor):
                 plan.read_entry(name, value)
             elif (make_value := plan.read_object(name, value)) is not None:
                 plan.on_finish(name, partial(self._set, key, make_value))
 
-    def _set(self, key: str, make_value: Callable[[], Any]) -> None:
+    def _set(self, key: object, make_value: Callable[[], Any]) -> None:
         self.tensors[key] = make_value()
+
+
+def entry_of_key(section_name: str, key: object) -> str:
+    """The entry of an item of a dict. A key that is not a string is written in brackets, so that 0 and "0" differ."""
+    is_plain = isinstance(key, str) and not key.startswith("[")
+    return f"{section_name}.{key}" if is_plain else f"{section_name}.[{key!r}]"
 
 
 @dataclass(frozen=True, slots=True)

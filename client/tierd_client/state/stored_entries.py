@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from tierd.errors import Corrupt
+from tierd.format import tagged
 from tierd_client.state.encoding import Json
 from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
 from tierd_client.state.restore_filter import StoredEntries
 from tierd_client.state.restore_plan import Available
-from tierd_client.state.sections import ModuleSection, SectionTree, TensorsSection
+from tierd_client.state.sections import ModuleSection, SectionTree, TensorsSection, entry_of_key
 
 _RANK = re.compile(r"@\d{5}(?:#\d+)?$")  # ends the names of tensors that differ between ranks
 
@@ -36,7 +37,7 @@ def stored_entries(
                 tensors = [tensor for tensor in available if tensor not in in_values]
                 _add_module(f"{name}.", section, tensors, own_names, entries)
             else:
-                _add_values(f"{name}.", section, entries)
+                _add_values(name, section.value, entries)
         elif section.kind == OptimizersSection.kind:
             entries.tensors.update(_optimizer_entries(name, section.value))
         else:
@@ -63,12 +64,33 @@ def _add_module(
                 entries.optional.add(entry)
 
 
-def _add_values(prefix: str, section: SectionTree, entries: StoredEntries) -> None:
-    for key, value in section.value.items():
+def _add_values(section_name: str, items: dict[str, Json], entries: StoredEntries) -> None:
+    for entry, path, value in _values(section_name, items):
         is_tensor = isinstance(value, dict) and "$tensor" in value
-        entries.tensors[prefix + key] = next(_tensor_names(value), "") if is_tensor else ""
+        entries.tensors[entry] = next(_tensor_names(value), "") if is_tensor else ""
         if not is_tensor:
-            entries.objects[prefix + key] = value
+            entries.objects[entry] = value
+            entries.paths[entry] = path
+
+
+def _values(section_name: str, items: dict[str, Json]) -> Iterator[tuple[str, str, Json]]:
+    """(entry, what the names of its tensors begin with, value) of each item of an encoded dict."""
+    ((tag, pairs),) = items.items() if len(items) == 1 else (("", None),)
+    if not tag.startswith("$"):
+        for key, value in items.items():
+            yield entry_of_key(section_name, key), f"{section_name}.{key}", value
+        return
+    if tag == "$defaultdict" and isinstance(pairs, list) and len(pairs) == 2:
+        pairs = pairs[1]
+    if tag not in ("$dict", "$ordered", "$counter", "$defaultdict"):  # a class of the user's own
+        yield section_name, section_name, items
+        return
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise Corrupt(f"read the state tree: {section_name} holds a {tag} that is no list of pairs")
+    for pair in pairs:
+        # A key of a class of its own gets a name that no live key has.
+        key = tagged.decode(pair[0], lambda tag, content: (tag, content), lambda parts, _: parts)
+        yield entry_of_key(section_name, key), f"{section_name}[{key!r}]", pair[1]
 
 
 def _tensor_names(value: Json) -> Iterator[str]:

@@ -216,7 +216,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
         raise Unsupported(f"capture {name}: a meta tensor has no bytes", hint="materialise the model first")
     is_subclass = type(tensor) not in PLAIN
     # A wrapper has no memory of its own: to copy from its address would end the process.
-    is_wrapper = is_subclass and (is_traceable_wrapper_subclass(tensor) or not _has_memory(tensor))
+    is_wrapper = is_subclass and (is_traceable_wrapper_subclass(tensor) or not has_memory(tensor))
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper:
         raise Unsupported(
             f"capture {name}: a {type(tensor).__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
@@ -242,7 +242,8 @@ def _check_separate_elements(name: str, tensor: torch.Tensor) -> None:
         extent += (size - 1) * stride
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own: a wrapper, a sparse and a meta tensor have none."""
     try:
         return tensor.data_ptr() != 0 or not tensor.numel()
     except RuntimeError:  # torch's answer for a tensor without storage

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
 from tierd_client.log import log
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.objects import Decode, Encode, Objects
-from tierd_client.state.optimizers import OptimizersSection
+from tierd_client.state.optimizers import OptimizersSection, list_optimizers
 from tierd_client.state.ownership import HeldTensor
 from tierd_client.state.per_rank import PerRankEntries
 from tierd_client.state.rank_local import RankLocal
@@ -187,7 +187,7 @@ class TrainingState:
         decode: Decode | None = None,
     ) -> None:
         _check_model(model)
-        self.optimizers = _list_optimizers(optimizer)
+        self.optimizers = list_optimizers(optimizer)
         for name, owner in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
             if owner is not None and not is_stateful(owner):
                 raise BadConfig(
@@ -341,6 +341,8 @@ def _plan_section(
     elif not plan.has_source(name) and not plan.filter.takes(name):
         source = None
     if source is None:
+        if isinstance(section, ValueSection):
+            plan.protect(name, section.holder.get(section.key))
         return
     stored = saved.get(source)
     is_part = "model" in saved and saved["model"].is_part
@@ -357,26 +359,6 @@ def _plan_section(
         section.plan(stored.value, stored.suffix, plan)
     else:
         section.plan({}, "", plan)  # its entries have other names in the checkpoint
-
-
-def _list_optimizers(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-) -> list[torch.optim.Optimizer]:
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    for candidate in optimizers:
-        if not isinstance(candidate, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadConfig(
-                f"TrainingState(optimizer=…): {type(candidate).__qualname__} is no torch.optim.Optimizer",
-                hint="pass one optimizer or a list; an engine that wraps them, such as DeepSpeed's, writes checkpoints "
-                "of its own",
-            )
-        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
-        if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
-            raise BadConfig(
-                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
-                hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
-            )
-    return optimizers
 
 
 def _check_model(model: object) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tierd_client.restore.load import SourceFile
-from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import State, TrainingState
 from torch import nn
 
 from tests.support.state import Files, Loader, Training, assert_same, one_step, restore, stage
-from tierd.errors import BadConfig, Mismatch
+from tierd.errors import Mismatch
 
 
 @pytest.fixture
@@ -111,48 +110,10 @@ def test_data_cursor_and_extra_values_are_restored_only_if_asked_for(files: File
     assert "extra.best" in report.loaded
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"only": ["modle.*"]},
-            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model and",
-        ),
-        ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' is the name of nothing in the state"),
-        ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' is the name of nothing"),
-        ({"only": ["optimizer.state.body.weight.exp_avg"]}, "is the name of nothing in the checkpoint"),
-        ({"rename": {"model.head": "model.body"}}, "model.body.weight and model.head.weight both become"),
-    ],
-)
-@pytest.mark.parametrize("strict", [True, False])
-def test_pattern_without_an_entry_is_refused_and_nothing_is_changed(
-    files: Files, pretrained: Pretrained, arguments: dict[str, Any], message: str, *, strict: bool
-) -> None:
-    module = net(seed=1)
-    optimizer = torch.optim.AdamW(module.parameters())
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises((Mismatch, BadConfig)) as caught:
-        restored(TrainingState(model=module, optimizer=optimizer), files, pretrained[2], strict=strict, **arguments)
-    assert message in caught.value.message
-    assert_same(module.state_dict(), before)
-    assert not optimizer.state
-
-
 def test_restore_that_would_load_nothing_is_refused(files: Files, pretrained: Pretrained) -> None:
     state = TrainingState(model=nn.Linear(5, 5), rng=False)
     with pytest.raises(Mismatch, match="nothing of the checkpoint would be loaded"):
         restored(state, files, pretrained[2], strict=False)
-
-
-@pytest.mark.parametrize("arguments", [{"only": [1]}, {"keep": [""]}, {"rename": {1: "model"}}, {"cast": [None]}])
-def test_argument_that_is_no_name_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(BadConfig, match=f"restore with {next(iter(arguments))}="):
-        filter_of(**arguments)
-
-
-def test_function_that_renames_must_return_a_name(files: Files, pretrained: Pretrained) -> None:
-    with pytest.raises(BadConfig, match="rename=None"):
-        restored(TrainingState(model=net()), files, pretrained[2], rename=lambda name: None)
 
 
 # ── a new head ──
@@ -449,15 +410,6 @@ def test_report_counts_what_was_loaded_and_what_was_not() -> None:
     report = RestoreReport(loaded=["a", "b"], size_bytes=3 << 20, missing=["c"], mismatched={"d": ""}, not_asked=["e"])
     expected = "2 entries loaded (3.0 MiB), 1 not in the checkpoint, 1 that did not fit, 1 not asked for"
     assert str(report) == expected
-
-
-def test_entries_of_a_dict_are_selected_and_renamed_by_their_keys(files: Files) -> None:
-    raw = stage(DictState({"a": torch.ones(2), "b": 1, "c": "x"}))
-    values: dict[str, Any] = {"a": torch.zeros(2), "new": 0, "d": 2}
-    report = restored(DictState(values), files, raw, only=["a", "b"], rename={"b": "new"})
-    assert torch.equal(values.pop("a"), torch.ones(2))
-    assert values == {"new": 1, "d": 2}
-    assert report.not_asked == ["c"]
 
 
 def test_module_with_extra_state_is_restored_in_part(files: Files) -> None:

@@ -26,7 +26,9 @@ from tierd.errors import BadConfig
         ("ema", "ema.bn.mean", True),
         ("ema.list", "ema.list[0]", True),
         ("ema.list[0]", "ema.list[0]", True),
-        ("ema.list[0]", "ema.list0", True),  # as a shell pattern
+        ("ema.list[0]", "ema.list0", False),
+        ("model.e?perts", "model.experts", False),
+        ("model.e*[0]", "model.experts[0].weight", True),
         ("mean", "ema.bn.mean", False),
         ("*.mean", "ema.bn.mean", True),
     ],

@@ -53,6 +53,8 @@ def test_optimizer_has_an_entry_for_each_parameter_and_option(tmp_path: Path) ->
     [
         {"kind": "module", "suffix": "", "value": 3},
         {"kind": "tensors", "suffix": "", "value": []},
+        {"kind": "tensors", "suffix": "", "value": {"$ordered": [["w"]]}},
+        {"kind": "tensors", "suffix": "", "value": {"$defaultdict": "w"}},
         {"kind": "optimizers", "suffix": "", "value": {}},
         {
             "kind": "optimizers",
