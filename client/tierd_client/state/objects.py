@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import struct
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
+from tierd.errors import BadConfig, TierdError, Unsupported
 from tierd.format.tagged import Parts, Place
 from tierd_client.state import generators
 
 Encode = Callable[[Any], tuple[str, Any] | None]
 Decode = Callable[[str, Any], Any]
+
+HALF_RESTORED = "the state is half restored: do not train with it; build it anew and restore again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,25 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     if others or missing:
         what = f"has {', '.join(others)}, no field" if others else f"has no value of its field {', '.join(missing)}"
         raise Unsupported(f"encode {path}: this {kind.__qualname__} {what}", hint="make each attribute a field")
+    properties = {name: inspect.getattr_static(kind, name, None) for name in names}
+    read_only = [name for name, found in properties.items() if isinstance(found, property) and found.fset is None]
+    if read_only:
+        raise Unsupported(
+            f"encode {path}: a restore could not set {', '.join(read_only)} of this {kind.__qualname__}, "
+            "which is a property without a setter",
+            hint="give the property a setter, or pass encode= and decode= to the state",
+        )
     return {name: getattr(value, name) for name in names}
+
+
+def _is_known_member(kind: type[enum.Enum], content: Any) -> bool:
+    if isinstance(content, str):
+        return content in kind.__members__
+    try:
+        flag = kind(content)
+        return isinstance(flag, enum.Flag) and flag.value == content  # a boundary may drop bits
+    except Exception:  # of any kind: _missing_ is the user's code
+        return False
 
 
 class Rebuilder:
@@ -130,8 +150,8 @@ class Rebuilder:
             )
         match parts.tag:
             case "$enum" if isinstance(live, enum.Enum):
-                is_same = content in type(live).__members__ if isinstance(content, str) else isinstance(live, enum.Flag)
-                return "" if is_same else f"the checkpoint holds {parts.name}.{content}, which is no member now"
+                is_known = _is_known_member(type(live), content)
+                return "" if is_known else f"the checkpoint holds {parts.name}.{content}, which is no member now"
             case "$namedtuple" if _is_named_tuple(live):
                 now = list(cast("Any", live)._fields)
             case "$dataclass" if _is_dataclass(live):
@@ -143,11 +163,18 @@ class Rebuilder:
         return f"the checkpoint holds a {parts.name} with {', '.join(content)}, now it has {', '.join(now)}"
 
     def rebuild(self, parts: Parts, place: Place) -> object:
-        """The value. Generators and dataclasses that are not frozen get their state in place."""
+        """The value. Generators and dataclasses that are not frozen get their state in place.
+
+        Raises TierdError, never Corrupt: the checkpoint's bytes are those that were saved.
+        """
+        if parts.tag == "$own":
+            assert self._objects.decode is not None  # `check` has refused it
+            return self._run(place, "decode=", lambda decode=self._objects.decode: decode(parts.name, parts.content))
+        return self._run(place, f"to make a {parts.name}", lambda: self._rebuild(parts, place))
+
+    def _rebuild(self, parts: Parts, place: Place) -> object:
         content, live = parts.content, cast("Any", place.live)
         match parts.tag:
-            case "$own":
-                return self._decode(parts, place)
             case "$generator":
                 return self._rebuild_generator(parts, place)
             case "$enum":
@@ -163,14 +190,13 @@ class Rebuilder:
                     object.__setattr__(value, name, item)
                 return value
 
-    def _decode(self, parts: Parts, place: Place) -> object:
-        assert self._objects.decode is not None  # `check` has refused it
+    @staticmethod
+    def _run(place: Place, what: str, make: Callable[[], object]) -> object:
         try:
-            return self._objects.decode(parts.name, parts.content)
+            return make()
         except Exception as error:  # of any kind: it is the user's code
             raise TierdError(
-                f"restore {place.path}: decode= raised {type(error).__qualname__}: {error}",
-                hint="the state is half restored: do not train with it; build it anew and restore again",
+                f"restore {place.path}: {what} raised {type(error).__qualname__}: {error}", hint=HALF_RESTORED
             ) from error
 
     def _rebuild_generator(self, parts: Parts, place: Place) -> object:
@@ -181,10 +207,7 @@ class Rebuilder:
             if its_state == state:
                 return known
             live = None
-        try:
-            generator = generators.restore(parts.name, state, live, self._device)
-        except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
-            raise Corrupt(f"restore {place.path}: {error!r}") from error
+        generator = generators.restore(parts.name, state, live, self._device)
         self._generators[id(generator)] = generator, state
         return generator
 

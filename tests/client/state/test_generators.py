@@ -74,5 +74,6 @@ def test_forged_state_of_a_generator_is_a_typed_error() -> None:
     available: dict[str, Any] = {}
     tree.pop("model")
     plan = state.plan_restore(tree, available)
-    with pytest.raises(TierdError, match=r"restore extra\.generator"):
+    with pytest.raises(TierdError, match=r"restore extra\.generator") as caught:
         plan.run(lambda tensors: None)
+    assert type(caught.value) is TierdError

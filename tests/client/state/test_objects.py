@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,30 @@ from tierd.errors import BadConfig, Mismatch, TierdError, Unsupported
 class Phase(enum.Enum):
     WARM_UP = 1
     TRAIN = 2
+
+
+class Parts(enum.Flag):
+    A = 1
+    B = 2
+    C = 4
+
+
+def with_property(setter: Callable[[Any, int], None] | None) -> Any:
+    """A dataclass Limit whose field `most` is a property."""
+
+    @dataclasses.dataclass
+    class Limit:
+        most: int
+
+    value = Limit(3)
+    Limit.most = property(lambda self: 3, setter)  # type: ignore[assignment]
+    Limit.__qualname__ = "Limit"
+    vars(value).clear()
+    return value
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("at most 2")
 
 
 @dataclasses.dataclass
@@ -86,6 +110,10 @@ def test_dataclass_under_two_keys_gets_both_values(files: Files) -> None:
         ([1, Phase.TRAIN], [1], r"extra.value\[1\]: the checkpoint holds a Phase, .*: nothing"),
         ({"a": Phase.TRAIN}, {"a": "TRAIN"}, "extra.value.a: the checkpoint holds a Phase, .*: a str"),
         (Phase.TRAIN, enum.Enum("Phase", "OTHER").OTHER, "Phase.TRAIN, which is no member now"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B").A, "Parts.5, which is no member now"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B", boundary=enum.EJECT).A, "Parts.5, which"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B", boundary=enum.CONFORM).A, "Parts.5, which"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Enum("Parts", "A B").A, "Parts.5, which is no member now"),  # type: ignore[attr-defined]
         (
             Progress(1, Phase.TRAIN, torch.ones(1)),
             dataclasses.make_dataclass("Progress", ["epoch", "step"])(1, 2),
@@ -102,6 +130,23 @@ def test_value_whose_class_the_live_state_lacks_is_a_mismatch_and_nothing_is_cha
     with pytest.raises(Mismatch, match=message):
         restore(state, [files.on_disk(raw)])
     assert extra["value"] is live
+
+
+def test_dataclass_with_a_field_that_cannot_be_set_is_refused_at_every_snapshot_and_restore(files: Files) -> None:
+    with pytest.raises(Unsupported, match=r"encode extra\.value: a restore could not set most of this Limit"):
+        state_of(with_property(None)).capture(0, 1)
+    raw = stage(state_of(with_property(lambda self, most: None)))
+    with pytest.raises(Unsupported, match=r"encode extra\.value: a restore could not set most of this Limit"):
+        restore(state_of(with_property(None)), [files.on_disk(raw)])
+
+
+def test_value_that_cannot_be_made_is_no_damage_of_the_checkpoint(files: Files) -> None:
+    """Corrupt would make the client report the replica, and restore an older step."""
+    raw = stage(state_of([with_property(lambda self, most: None)]))
+    with pytest.raises(TierdError, match=r"restore extra\.value\[0\]: to make a Limit raised ValueError") as caught:
+        restore(state_of([with_property(refuse)]), [files.on_disk(raw)])
+    assert type(caught.value) is TierdError
+    assert "half restored" in caught.value.hint
 
 
 def test_class_in_a_state_dict_is_refused_at_the_first_snapshot() -> None:
