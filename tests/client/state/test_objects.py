@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ class Parts(enum.Flag):
     A = 1
     B = 2
     C = 4
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: int
 
 
 def with_property(setter: Callable[[Any, int], None] | None) -> Any:
@@ -138,6 +149,35 @@ def test_dataclass_with_a_field_that_cannot_be_set_is_refused_at_every_snapshot_
     raw = stage(state_of(with_property(lambda self, most: None)))
     with pytest.raises(Unsupported, match=r"encode extra\.value: a restore could not set most of this Limit"):
         restore(state_of(with_property(None)), [files.on_disk(raw)])
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({Phase.TRAIN: 1}, r"value\.<key <Phase\.TRAIN: 2>>"),
+        ({"a": {Phase.TRAIN}}, r"value\.a\[0\]"),
+        ([frozenset([Phase.TRAIN])], r"value\[0\]\[0\]"),
+        (collections.Counter([Phase.TRAIN]), r"value\.<key"),
+        (collections.defaultdict(int, {(1, Phase.TRAIN): 1}), r"value\.<key .*\[1\]"),
+        ({Pair(1, 2): 1}, r"value\.<key"),
+        ({Frozen(1)}, r"value\[0\]"),
+    ],
+)
+def test_class_in_a_key_or_a_set_is_refused_at_every_snapshot(value: object, path: str) -> None:
+    """No live value corresponds to them. Only the first snapshot plans a restore to check that it is possible."""
+    with pytest.raises(Unsupported, match=rf"encode extra\.{path}.*: .* which a key of a dict or an element of a set"):
+        state_of(value).capture(0, 1)
+
+
+def test_own_types_in_keys_and_sets_and_classes_beside_them_are_restored(files: Files) -> None:
+    hooks: dict[str, Any] = {
+        "encode": lambda value: ("phase", value.name) if type(value) is Phase else None,
+        "decode": lambda name, content: Phase[content],
+    }
+    raw = stage(state_of([{Phase.TRAIN: 1}, {Phase.TRAIN}, Frozen(2)], **hooks))
+    extra: dict[str, Any] = {"value": [{}, set(), Frozen(0)]}
+    restore(TrainingState(model=small_net(), extra=extra, rng=False, **hooks), [files.on_disk(raw)])
+    assert extra["value"] == [{Phase.TRAIN: 1}, {Phase.TRAIN}, Frozen(2)]
 
 
 def test_value_that_cannot_be_made_is_no_damage_of_the_checkpoint(files: Files) -> None:
