@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from tierd.errors import BadConfig, TierdError, Unsupported
+from tierd.format import tagged
 from tierd.format.tagged import Parts, Place
 from tierd_client.state import generators
+from tierd_client.state.tensors import as_bytes, local_part
 
 Encode = Callable[[Any], tuple[str, Any] | None]
 Decode = Callable[[str, Any], Any]
@@ -129,7 +134,8 @@ class Rebuilder:
         self._differences = differences
         self._device = device
         self._generators: dict[int, tuple[object, dict[str, Any]]] = {}  # by id: the live one, the state that it got
-        self._changed: dict[int, object] = {}  # dataclasses by id
+        self._dataclasses: dict[int, tuple[object, dict[str, Any], object]] = {}
+        # By the ids of the live one and of the value: the live one, whose id is used only once, its content, the value.
 
     def check(self, parts: Parts, place: Place) -> None:
         """Adds a difference when the value cannot be rebuilt."""
@@ -183,12 +189,7 @@ class Rebuilder:
             case "$namedtuple":
                 return type(live)._make(content.values())
             case _:
-                is_new = type(live).__dataclass_params__.frozen or id(live) in self._changed
-                value = object.__new__(type(live)) if is_new else live
-                self._changed[id(value)] = value
-                for name, item in content.items():
-                    object.__setattr__(value, name, item)
-                return value
+                return self._rebuild_dataclass(content, live)
 
     @staticmethod
     def _run(place: Place, what: str, make: Callable[[], object]) -> object:
@@ -198,6 +199,19 @@ class Rebuilder:
             raise TierdError(
                 f"restore {place.path}: {what} raised {type(error).__qualname__}: {error}", hint=HALF_RESTORED
             ) from error
+
+    def _rebuild_dataclass(self, content: dict[str, Any], live: Any) -> object:
+        """A live one that two places share keeps both references if both saved the same content."""
+        known = self._dataclasses.get(id(live))
+        if known is not None and _are_same(known[1], content):
+            return known[2]
+        is_new = type(live).__dataclass_params__.frozen or known is not None
+        value = object.__new__(type(live)) if is_new else live
+        for name, item in content.items():
+            object.__setattr__(value, name, item)
+        for key in (id(live), id(value)):
+            self._dataclasses.setdefault(key, (live, content, value))
+        return value
 
     def _rebuild_generator(self, parts: Parts, place: Place) -> object:
         """A live generator that two places share keeps both references if both saved the same state."""
@@ -210,6 +224,37 @@ class Rebuilder:
         generator = generators.restore(parts.name, state, live, self._device)
         self._generators[id(generator)] = generator, state
         return generator
+
+
+def _are_same(content: object, other: object) -> bool:
+    try:
+        return _form(content) == _form(other)
+    except Unsupported:
+        return False
+
+
+def _form(content: object) -> str:
+    """A text that two values share if they have the same types and bits. It names other objects by their identity."""
+
+    def leaf(value: object, path: str) -> object:
+        match value:
+            case torch.Tensor():
+                part = local_part(value.detach())
+                raw = as_bytes(part.cpu().contiguous()).numpy().data
+                form = [str(part.dtype), list(part.shape), str(part.device)]
+            case np.ndarray() | np.generic():
+                raw, form = np.ascontiguousarray(value).tobytes(), [value.dtype.str, list(value.shape)]
+            case torch.dtype() | torch.device() | torch.Size():
+                raw, form = b"", [repr(value)]
+            case _:
+                return None
+        return [*form, hashlib.sha256(raw).hexdigest()]
+
+    def parts(value: object, path: str) -> Parts:
+        is_tuple = _is_named_tuple(value)
+        return Parts("$object", str(id(type(value) if is_tuple else value)), list(value) if is_tuple else None)  # type: ignore[call-overload]
+
+    return json.dumps(tagged.encode(content, "", leaf, parts))
 
 
 def described(parts: Parts, place: Place) -> object:

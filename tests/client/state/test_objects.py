@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tierd_client.export import whole_state
@@ -33,12 +35,18 @@ class Parts(enum.Flag):
 
 class Pair(NamedTuple):
     a: int
-    b: int
+    b: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    a: int
+    a: Any
+
+
+@dataclasses.dataclass
+class Limits:
+    inner: Any
+    weights: Any
 
 
 def with_property(setter: Callable[[Any, int], None] | None) -> Any:
@@ -112,6 +120,52 @@ def test_dataclass_under_two_keys_gets_both_values(files: Files) -> None:
     extra = {"0": live, "1": live}
     restore(TrainingState(model=small_net(), extra=extra, rng=False), [files.on_disk(raw)])
     assert [progress.epoch for progress in extra.values()] == [1, 2]
+
+
+def test_dataclass_that_two_places_share_keeps_both_references_if_both_saved_the_same(files: Files) -> None:
+    def build(number: float) -> dict[str, Any]:
+        array = np.array([number, np.nan])
+        inner = Frozen([Pair(1, Phase.TRAIN), number, torch.tensor([number, torch.nan]), array, np.float32(number)])
+        outer = Limits(inner, {"w": torch.tensor(number, requires_grad=True)})
+        return {"a": outer, "b": [outer], "c": inner, "d": copy.deepcopy(outer)}
+
+    raw = stage(TrainingState(model=small_net(), extra=build(-0.0), rng=False))
+    extra = build(0.0)
+    live = extra["a"]
+    restore(TrainingState(model=small_net(), extra=extra, rng=False), [files.on_disk(raw)])
+    assert extra["a"] is extra["b"][0] is live
+    assert extra["c"] is live.inner
+    assert extra["d"] is not live
+    assert str(live.inner.a[1]) == "-0.0"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -0.0],
+        [1, True],
+        [torch.zeros(2), torch.zeros(2, dtype=torch.int64)],
+        [torch.zeros(2), -torch.zeros(2)],
+        [np.zeros(2), np.zeros(2, dtype=np.float32)],
+        [Pair(1, 2), (1, 2)],
+    ],
+)
+def test_shared_dataclass_whose_places_saved_values_of_other_bits_or_types_gets_both(
+    files: Files, values: list[Any]
+) -> None:
+    saved = {str(index): Limits(value, None) for index, value in enumerate(values)}
+    raw = stage(TrainingState(model=small_net(), extra=saved, rng=False))
+    live = Limits(values[0], None)
+    extra = {"0": live, "1": live}
+    restore(TrainingState(model=small_net(), extra=extra, rng=False), [files.on_disk(raw)])
+    assert extra["0"] is not extra["1"]
+    assert repr(extra["1"].inner) == repr(values[1])
+
+
+def test_enum_in_a_dict_of_averages_is_refused_by_its_path() -> None:
+    state = TrainingState(model=small_net(), ema={"m": [Phase.TRAIN]}, rng=False)
+    with pytest.raises(Unsupported, match=r"  ema\.m\[0\]: a Phase can be restored only in extra"):
+        check_restorable(state, state.capture(0, 1))
 
 
 @pytest.mark.parametrize(
