@@ -1,4 +1,4 @@
-"""Values of the user's classes with a real daemon: what cannot be restored is an error, and no replica is blamed."""
+"""Values in extra with a real daemon: restored, exported, or refused with an error that blames no replica."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import tierd_client
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.daemon import Daemon
+from tests.support.state import assert_same
+from tests.support.trainer import Trainer, Training, together
 from tierd.errors import Mismatch, TierdError
 
 
@@ -33,6 +38,38 @@ def state_of(extra: dict[str, Any], decode: Any = lambda name, content: Box(cont
         encode=lambda value: ("box", value.content) if isinstance(value, Box) else None,
         decode=decode,
     )
+
+
+class Table(torch.nn.Module):
+    """A plain parameter, and a table that the ranks share out."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.full((2,), 3.0))
+        self.rows = torch.nn.Parameter(distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]))
+
+
+def arrange(training: Training, rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    training.extra = {"table": Table(init_device_mesh("cpu", (2,)))}
+    torch.manual_seed(0)
+    training.state = tierd_client.TrainingState(model=torch.nn.Linear(1, 1), extra=training.extra, rng=False)
+
+
+def test_table_of_two_ranks_in_a_module_in_extra_is_exported_whole(tmp_path: Path) -> None:
+    with Daemon(tmp_path, cold="") as daemon:
+        with Trainer() as first, Trainer() as second:
+            for rank, trainer in enumerate((first, second)):
+                trainer.begin("apply", arrange, rank, str(tmp_path / "rendezvous"))
+            for trainer in (first, second):
+                trainer.end()
+            together([first, second], "connect", daemon.socket)
+            together([first, second], "durable")
+        exported = daemon.tierd("export", "--format", "torch", "--to", str(tmp_path / "out.pt"))
+        assert exported.returncode == 0, exported.stderr
+    tables = torch.load(tmp_path / "out.pt", weights_only=True)["extra"]["table"]
+    expected = {"bias": torch.full((2,), 3.0), "rows": torch.arange(8.0).view(4, 2)}
+    assert_same(tables, [expected, expected])
 
 
 def test_value_that_cannot_be_restored_is_an_error_and_leads_to_no_older_checkpoint(tmp_path: Path) -> None:
