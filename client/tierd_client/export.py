@@ -29,11 +29,27 @@ from tierd_client.restore.load import ReadPlan, read_headers
 from tierd_client.restore.resume import open_directory
 from tierd_client.state.objects import described
 from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
-from tierd_client.state.restore_plan import RestorePlan
+from tierd_client.state.restore_filter import StoredEntries
+from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ModuleSection
+from tierd_client.state.stored_entries import stored_entries
 from tierd_client.state.training_state import SectionTree, parse_tree
 
 CPU = torch.device("cpu")
+
+
+class _ExportPlan(RestorePlan):
+    """Reads each stored tensor once, into a new one on the CPU: the values of several ranks may contain one DTensor."""
+
+    def __init__(self, available: Available) -> None:
+        super().__init__(available, CPU, rebuild=described)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def read_new(self, name: str, device: torch.device = CPU, like: torch.Tensor | None = None) -> torch.Tensor:
+        del device, like
+        if name not in self.tensors:
+            self.tensors[name] = super().read_new(name, CPU)
+        return self.tensors[name]
 
 
 def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
@@ -46,27 +62,29 @@ def whole_state(folder: Path, prefix: str = "") -> dict[str, Any]:
     with open_directory(str(folder)) as replica:
         files = replica.files()
         shards, tensors = read_headers(files)
-        plan = RestorePlan(tensors, CPU, rebuild=described)
+        plan = _ExportPlan(tensors)
         if prefix:
             names = [name for name in plan.available if name.startswith(prefix) and name != prefix]
-            state = {name.removeprefix(prefix): plan.read_new(name, CPU) for name in names}
+            state = {name.removeprefix(prefix): plan.read_new(name) for name in names}
             if not state:
                 raise NotFound(f"export {replica.manifest.id}: no tensor's name begins with {prefix!r}")
         else:
             state = _state(list(shards.values()), plan)
         plan.check()
+        assert plan.tensors.keys() == plan.destinations.keys(), "a tensor of the export would not be read"
         ReadPlan(files, plan.destinations.values()).run()
         return plain(state)
 
 
-def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
+def _state(shards: Sequence[Shard], plan: _ExportPlan) -> dict[str, Any]:
     by_rank = [
         parse_tree(shard.tierd.get("state", {}))
         for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))
     ]
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for sections in by_rank for name in sections):
-        saved = [sections[name] for sections in by_rank if name in sections]
+        trees = [sections for sections in by_rank if name in sections]
+        saved = [sections[name] for sections in trees]
         if saved[0].kind == DCP_KIND:
             _fill_dcp(state, saved, plan)
             continue
@@ -76,21 +94,19 @@ def _state(shards: Sequence[Shard], plan: RestorePlan) -> dict[str, Any]:
                 hint="export the tensors of a prefix, or read the shards with safetensors",
             )
         is_per_rank = bool(saved[0].suffix)
-        values = [_value(name, section, plan) for section in (saved if is_per_rank else saved[:1])]
+        values = [_value(name, sections, plan) for sections in (trees if is_per_rank else trees[:1])]
         set_element(state, tuple(name.split(".", 1)), values if is_per_rank else values[0])
     return state
 
 
-def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
+def _value(name: str, sections: Mapping[str, SectionTree], plan: _ExportPlan) -> Any:
+    """The section `name` of `sections`, which are those of one rank."""
+    section = sections[name]
     if section.kind == ModuleSection.kind:
         objects = {key: plan.decode(value) for key, value in section.value.items()}
-        taken = set(plan.destinations)
-        tensors = {
-            stored.removeprefix(f"{name}.").removesuffix(section.suffix): plan.read_new(stored, CPU)
-            for stored in plan.available
-            if stored.startswith(f"{name}.") and stored.endswith(section.suffix) and stored not in taken
-        }
-        return tensors | objects
+        entries = stored_entries(sections, plan.available, {})
+        keys = _keys(name, sections, entries)
+        return {key: plan.read_new(entries.tensors[f"{name}.{key}"]) for key in keys} | objects
     if section.kind == OptimizersSection.kind:
         trees = msgspec.convert(section.value, list[OptimizerTree])
         optimizers = [_optimizer(*named, plan) for named in zip(prefixes_of(name, len(trees)), trees, strict=True)]
@@ -98,14 +114,29 @@ def _value(name: str, section: SectionTree, plan: RestorePlan) -> Any:
     return plan.decode(section.value)
 
 
-def _optimizer(prefix: str, tree: OptimizerTree, plan: RestorePlan) -> dict[str, Any]:
+def _keys(name: str, sections: Mapping[str, SectionTree], entries: StoredEntries) -> list[str]:
+    """The keys of a module's tensors. The sections `extra.net` and `extra.net.ema` begin alike: a tensor belongs to the
+    module with the longest name."""
+    longer = tuple(
+        f"{other}."
+        for other, section in sections.items()
+        if section.kind == ModuleSection.kind and other.startswith(f"{name}.")
+    )
+    return [
+        entry.removeprefix(f"{name}.")
+        for entry, stored in entries.tensors.items()
+        if stored and entry.startswith(f"{name}.") and not entry.startswith(longer)
+    ]
+
+
+def _optimizer(prefix: str, tree: OptimizerTree, plan: _ExportPlan) -> dict[str, Any]:
     state = {name: plan.decode(value) for name, value in tree.state.items()}
     groups = [{"params": list(group.params), **plan.decode(group.options)} for group in tree.groups]
-    foreign = {name: plan.read_new(f"{prefix}.{name}", CPU) for name in tree.foreign}
+    foreign = {name: plan.read_new(f"{prefix}.{name}") for name in tree.foreign}
     return {"state": state, "param_groups": groups} | ({"params": foreign} if foreign else {})
 
 
-def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: RestorePlan) -> None:
+def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: _ExportPlan) -> None:
     """Put tensors and objects where they were in the dict that DCP saved."""
     trees = [msgspec.convert(section.value, DcpTree) for section in saved]
     paths = {name: path for tree in trees for name, path in tree.paths.items()}
@@ -114,7 +145,7 @@ def _fill_dcp(state: dict[str, Any], saved: Sequence[SectionTree], plan: Restore
         if name in objects:
             set_element(state, tuple(paths.get(name, [name])), plan.decode(objects[name]))
         elif not name.endswith(OBJECT):
-            set_element(state, tuple(paths.get(name, [name])), plan.read_new(name, CPU))
+            set_element(state, tuple(paths.get(name, [name])), plan.read_new(name))
 
 
 def plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from tierd_client.snapshot.staging import Stager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.support.state import Training, assert_same, commit, metadata, stage, stage_into
+from tests.support.state import Training, assert_same, commit, metadata, shard_of, stage, stage_into
 from tierd.errors import BadRequest, Corrupt, NotFound
 
 
@@ -66,6 +66,39 @@ def test_dict_that_dcp_saved_is_nested_again(tmp_path: Path) -> None:
     state = whole_state(commit(tmp_path, [stage_into(slot, stager, captured, metadata(captured.tree))]))
     slot.close()
     assert_same(state, {**given, "array": torch.arange(3)})
+
+
+@pytest.mark.parametrize("order", [["net", "net.x", "net.ema"], ["net.ema", "net.x", "net"]])
+def test_sections_of_extra_whose_names_begin_alike_have_their_own_tensors(tmp_path: Path, order: list[str]) -> None:
+    values = {
+        "net": torch.nn.Linear(2, 1),
+        "net.x": [torch.full((4,), 7.0), np.arange(3)],
+        "net.ema": torch.nn.Linear(3, 1, bias=False),
+    }
+    state = TrainingState(model=torch.nn.Linear(1, 1), extra={key: values[key] for key in order}, rng=False)
+    exported = whole_state(commit(tmp_path, [stage(state)]))["extra"]
+    assert_same(exported["net"], dict(values["net"].state_dict()))  # type: ignore[attr-defined]
+    assert_same(exported["net.ema"], dict(values["net.ema"].state_dict()))  # type: ignore[attr-defined]
+    assert_same(exported["net.x"], [torch.full((4,), 7.0), torch.arange(3)])
+
+
+def test_tensor_that_two_ranks_share_is_whole_in_the_values_of_both(tmp_path: Path) -> None:
+    """A DTensor has no rank in its name, also in sections that differ by rank."""
+    table = torch.arange(8.0).view(4, 2)
+    raws: list[bytes] = []
+    for rank in range(2):
+        suffix = f"@{rank:05d}"
+        tree = {
+            "extra.m": {"kind": "module", "suffix": suffix, "value": {}},
+            "extra.v": {"kind": "value", "suffix": suffix, "value": [{"$tensor": "extra.v[0]"}]},
+        }
+        half = table[2 * rank : 2 * rank + 2]
+        own = (f"extra.m.own{suffix}", torch.full((1,), float(rank)), (0,))
+        parts = [("extra.m.e", half, (2 * rank, 0)), ("extra.v[0]", half, (2 * rank, 0)), own]
+        raws.append(shard_of(parts, tree, rank=rank))
+    exported = whole_state(commit(tmp_path, raws))["extra"]
+    assert_same(exported["m"], [{"e": table, "own": torch.tensor([float(rank)])} for rank in range(2)])
+    assert_same(exported["v"], [[table], [table]])
 
 
 def test_prefix_gives_a_flat_dict(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ class Place:
 SplitParts = Callable[[object, str], Parts | None]
 Rebuild = Callable[[Parts, Place], object]
 
+_FROM_LIVE = frozenset({"$enum", "$dataclass", "$namedtuple"})
+"""Values that are rebuilt with the class of the live value at the same place."""
+
 _STR = frozenset({str})
 _NAN = struct.pack(">d", math.nan)
 _TAG = re.compile(r"\$").match
@@ -104,13 +107,14 @@ class _Encoder:
     """Encodes one value, and counts how often it meets a container again: a list that holds another one twice, which
     holds another one twice, has few lists and very many paths."""
 
-    __slots__ = ("_containers", "_leaf", "_parts", "_repeated")
+    __slots__ = ("_containers", "_is_element", "_leaf", "_parts", "_repeated")
 
     def __init__(self, leaf: Leaf, parts: SplitParts | None) -> None:
         self._leaf = leaf
         self._parts = parts
         self._containers: dict[int, object] = {}  # by id; keeps them alive, so that no id is used again
         self._repeated = 0
+        self._is_element = False  # inside of a key or of an element of a set
 
     def encode(self, value: object, path: str, depth: int) -> Json:
         if depth > DEPTH_MAX:
@@ -146,14 +150,22 @@ class _Encoder:
         if kind in _LISTS and isinstance(value, list | tuple | set | frozenset):
             # sort sets: the same set must always give the same bytes
             elements = cast("Collection[object]", value)
-            items = sorted(elements, key=repr) if isinstance(value, set | frozenset) else elements
-            encoded = self._encode_items(elements, items, path, depth)
+            if isinstance(value, set | frozenset):
+                encoded = self._as_element(self._encode_items, elements, sorted(elements, key=repr), path, depth)
+            else:
+                encoded = self._encode_items(elements, elements, path, depth)
             tag = _LISTS[kind]
             return encoded if tag is None else {tag: encoded}
         if kind in _DICTS and isinstance(value, dict):
             return self._encode_dict(value, path, depth)
         parts = self._parts(value, path) if self._parts is not None else None
         if parts is not None:
+            if self._is_element and parts.tag in _FROM_LIVE:
+                raise Unsupported(
+                    f"encode {path}: a restore takes the class of a {parts.name} from the live value at the same "
+                    "place, which a key of a dict or an element of a set does not have",
+                    hint="use its name or its number there, or pass encode= and decode= to the state",
+                )
             self._enter(value, 1, path)
             return {parts.tag: [parts.name, self.encode(parts.content, path, depth + 1)]}
         raise Unsupported(
@@ -174,6 +186,12 @@ class _Encoder:
                 hint="store a container once, and refer to it by a key",
             )
 
+    def _as_element(self, encode: Callable[..., Json], *arguments: Any) -> Json:
+        was_element, self._is_element = self._is_element, True
+        encoded = encode(*arguments)
+        self._is_element = was_element
+        return encoded
+
     def _encode_items(
         self, container: Collection[object], items: Iterable[object], path: str, depth: int
     ) -> list[Json]:
@@ -190,7 +208,7 @@ class _Encoder:
         self._enter(value, len(value), path)
         return [
             [
-                self.encode(key, f"{path}.<key {key!r}>", depth + 1),
+                self._as_element(self.encode, key, f"{path}.<key {key!r}>", depth + 1),
                 self.encode(item, f"{path}[{key!r}]", depth + 1),
             ]
             for key, item in value.items()

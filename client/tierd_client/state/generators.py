@@ -65,13 +65,21 @@ def state_of(generator: object, path: str) -> dict[str, Any] | None:
 
 
 def difference(kind: str, saved: Mapping[str, Any], live: object, device: torch.device) -> str:
-    """Why `restore` could not restore the state into `live`, or into a new generator; empty if it could."""
+    """Why `restore` could not restore the state into `live`, or into a new one if that is no generator; empty if it
+    could. A sampler refers to a live generator, so that one is never replaced by one of another kind."""
     if kind not in KINDS.values():
         return f"the checkpoint holds a {kind}, which this version does not know"
+    if type(live) in KINDS and KINDS[type(live)] != kind:
+        return f"the checkpoint holds a {kind}, now it is a {KINDS[type(live)]}"
     if kind == "torch.Generator":
-        home = live.device.type if isinstance(live, torch.Generator) else device.type
-        if saved.get("device") not in (home, "cpu"):
-            return f"the checkpoint holds a torch.Generator of {saved.get('device')}, now it is one of {home}"
+        homes = (live.device.type,) if isinstance(live, torch.Generator) else (device.type, "cpu")
+        if saved.get("device") not in homes:
+            return f"the checkpoint holds a torch.Generator of {saved.get('device')}, now it is one of {homes[0]}"
+    if kind == "numpy.random.Generator":
+        then = saved["bits"]["bit_generator"]
+        now = type(live.bit_generator).__name__ if isinstance(live, np.random.Generator) else then
+        if then not in _BIT_GENERATORS or now != then:
+            return f"the checkpoint holds a numpy.random.Generator of {then}, now it is one of {now}"
     return ""
 
 

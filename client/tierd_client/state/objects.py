@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import struct
+import hashlib
+import inspect
+import json
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 
-from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
+from tierd.errors import BadConfig, TierdError, Unsupported
+from tierd.format import tagged
 from tierd.format.tagged import Parts, Place
 from tierd_client.state import generators
+from tierd_client.state.tensors import as_bytes, local_part
 
 Encode = Callable[[Any], tuple[str, Any] | None]
 Decode = Callable[[str, Any], Any]
+
+HALF_RESTORED = "the state is half restored: do not train with it; build it anew and restore again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +104,25 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     if others or missing:
         what = f"has {', '.join(others)}, no field" if others else f"has no value of its field {', '.join(missing)}"
         raise Unsupported(f"encode {path}: this {kind.__qualname__} {what}", hint="make each attribute a field")
+    properties = {name: inspect.getattr_static(kind, name, None) for name in names}
+    read_only = [name for name, found in properties.items() if isinstance(found, property) and found.fset is None]
+    if read_only:
+        raise Unsupported(
+            f"encode {path}: a restore could not set {', '.join(read_only)} of this {kind.__qualname__}, "
+            "which is a property without a setter",
+            hint="give the property a setter, or pass encode= and decode= to the state",
+        )
     return {name: getattr(value, name) for name in names}
+
+
+def _is_known_member(kind: type[enum.Enum], content: Any) -> bool:
+    if isinstance(content, str):
+        return content in kind.__members__
+    try:
+        flag = kind(content)
+        return isinstance(flag, enum.Flag) and flag.value == content  # a boundary may drop bits
+    except Exception:  # of any kind: _missing_ is the user's code
+        return False
 
 
 class Rebuilder:
@@ -109,7 +134,8 @@ class Rebuilder:
         self._differences = differences
         self._device = device
         self._generators: dict[int, tuple[object, dict[str, Any]]] = {}  # by id: the live one, the state that it got
-        self._changed: dict[int, object] = {}  # dataclasses by id
+        self._dataclasses: dict[int, tuple[object, dict[str, Any], object]] = {}
+        # By the ids of the live one and of the value: the live one, whose id is used only once, its content, the value.
 
     def check(self, parts: Parts, place: Place) -> None:
         """Adds a difference when the value cannot be rebuilt."""
@@ -130,8 +156,8 @@ class Rebuilder:
             )
         match parts.tag:
             case "$enum" if isinstance(live, enum.Enum):
-                is_same = content in type(live).__members__ if isinstance(content, str) else isinstance(live, enum.Flag)
-                return "" if is_same else f"the checkpoint holds {parts.name}.{content}, which is no member now"
+                is_known = _is_known_member(type(live), content)
+                return "" if is_known else f"the checkpoint holds {parts.name}.{content}, which is no member now"
             case "$namedtuple" if _is_named_tuple(live):
                 now = list(cast("Any", live)._fields)
             case "$dataclass" if _is_dataclass(live):
@@ -143,11 +169,18 @@ class Rebuilder:
         return f"the checkpoint holds a {parts.name} with {', '.join(content)}, now it has {', '.join(now)}"
 
     def rebuild(self, parts: Parts, place: Place) -> object:
-        """The value. Generators and dataclasses that are not frozen get their state in place."""
+        """The value. Generators and dataclasses that are not frozen get their state in place.
+
+        Raises TierdError, never Corrupt: the checkpoint's bytes are those that were saved.
+        """
+        if parts.tag == "$own":
+            assert self._objects.decode is not None  # `check` has refused it
+            return self._run(place, "decode=", lambda decode=self._objects.decode: decode(parts.name, parts.content))
+        return self._run(place, f"to make a {parts.name}", lambda: self._rebuild(parts, place))
+
+    def _rebuild(self, parts: Parts, place: Place) -> object:
         content, live = parts.content, cast("Any", place.live)
         match parts.tag:
-            case "$own":
-                return self._decode(parts, place)
             case "$generator":
                 return self._rebuild_generator(parts, place)
             case "$enum":
@@ -156,22 +189,29 @@ class Rebuilder:
             case "$namedtuple":
                 return type(live)._make(content.values())
             case _:
-                is_new = type(live).__dataclass_params__.frozen or id(live) in self._changed
-                value = object.__new__(type(live)) if is_new else live
-                self._changed[id(value)] = value
-                for name, item in content.items():
-                    object.__setattr__(value, name, item)
-                return value
+                return self._rebuild_dataclass(content, live)
 
-    def _decode(self, parts: Parts, place: Place) -> object:
-        assert self._objects.decode is not None  # `check` has refused it
+    @staticmethod
+    def _run(place: Place, what: str, make: Callable[[], object]) -> object:
         try:
-            return self._objects.decode(parts.name, parts.content)
+            return make()
         except Exception as error:  # of any kind: it is the user's code
             raise TierdError(
-                f"restore {place.path}: decode= raised {type(error).__qualname__}: {error}",
-                hint="the state is half restored: do not train with it; build it anew and restore again",
+                f"restore {place.path}: {what} raised {type(error).__qualname__}: {error}", hint=HALF_RESTORED
             ) from error
+
+    def _rebuild_dataclass(self, content: dict[str, Any], live: Any) -> object:
+        """A live one that two places share keeps both references if both saved the same content."""
+        known = self._dataclasses.get(id(live))
+        if known is not None and _are_same(known[1], content):
+            return known[2]
+        is_new = type(live).__dataclass_params__.frozen or known is not None
+        value = object.__new__(type(live)) if is_new else live
+        for name, item in content.items():
+            object.__setattr__(value, name, item)
+        for key in (id(live), id(value)):
+            self._dataclasses.setdefault(key, (live, content, value))
+        return value
 
     def _rebuild_generator(self, parts: Parts, place: Place) -> object:
         """A live generator that two places share keeps both references if both saved the same state."""
@@ -181,12 +221,40 @@ class Rebuilder:
             if its_state == state:
                 return known
             live = None
-        try:
-            generator = generators.restore(parts.name, state, live, self._device)
-        except (KeyError, TypeError, ValueError, struct.error, RuntimeError) as error:
-            raise Corrupt(f"restore {place.path}: {error!r}") from error
+        generator = generators.restore(parts.name, state, live, self._device)
         self._generators[id(generator)] = generator, state
         return generator
+
+
+def _are_same(content: object, other: object) -> bool:
+    try:
+        return _form(content) == _form(other)
+    except Unsupported:
+        return False
+
+
+def _form(content: object) -> str:
+    """A text that two values share if they have the same types and bits. It names other objects by their identity."""
+
+    def leaf(value: object, path: str) -> object:
+        match value:
+            case torch.Tensor():
+                part = local_part(value.detach())
+                raw = as_bytes(part.cpu().contiguous()).numpy().data
+                form = [str(part.dtype), list(part.shape), str(part.device)]
+            case np.ndarray() | np.generic():
+                raw, form = np.ascontiguousarray(value).tobytes(), [value.dtype.str, list(value.shape)]
+            case torch.dtype() | torch.device() | torch.Size():
+                raw, form = b"", [repr(value)]
+            case _:
+                return None
+        return [*form, hashlib.sha256(raw).hexdigest()]
+
+    def parts(value: object, path: str) -> Parts:
+        is_tuple = _is_named_tuple(value)
+        return Parts("$object", str(id(type(value) if is_tuple else value)), list(value) if is_tuple else None)  # type: ignore[call-overload]
+
+    return json.dumps(tagged.encode(content, "", leaf, parts))
 
 
 def described(parts: Parts, place: Place) -> object:

@@ -22,6 +22,7 @@ from tierd_client.state.encoding import Json
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_plan import Available, ReadTensors, RestorePlan
 from tierd_client.state.sections import RngSection, Section, SectionTree, StatefulSection
+from tierd_client.state.stored_entries import containing_entries
 from tierd_client.state.tensors import DTYPES, as_bytes, capture_tensor
 
 _Split = tuple[str, str]
@@ -50,6 +51,8 @@ class RankLocal:
 
         `is_required`: the live state has this section. Otherwise it is skipped instead.
         """
+        if plan.filter.keeps(name) and plan.keep_section(name):
+            return
         saved = [tree[source] for tree in self.rank_trees if source in tree and tree[source].kind == section.kind]
         if len(saved) == len(self.rank_trees):
             values = [tree.value for tree in saved]
@@ -69,12 +72,14 @@ class RankLocal:
 
     def own_names(self, sections: Sequence[str], selection: RestoreFilter) -> tuple[dict[str, str], list[str]]:
         """(the stored names of the tensors that `TrainingState(per_rank=…)` named in these sections, by their names in
-        the state tree; a sentence for the first that is asked for and is not the same on all ranks)."""
+        the state tree; a sentence for the first whose entry is asked for and that is not the same on all ranks)."""
         by_rank: list[dict[str, str]] = []
+        containing: dict[str, str] = {}
         for tree in self.rank_trees:
             entries = [tree[name].per_rank for name in sections if name in tree]
             stored_names = [entry.stored_names() for entry in entries if entry is not None]
             by_rank.append({name: stored for names in stored_names for name, stored in names.items()})
+            containing |= containing_entries({name: tree[name] for name in sections if name in tree})
         names = {name for stored_names in by_rank for name in stored_names}
 
         def size_bytes(name: str) -> int:
@@ -84,7 +89,8 @@ class RankLocal:
         stored = {name: [stored_names.get(name, "") for stored_names in by_rank] for name in names}
         own = {name: next(filter(None, by_name)) for name, by_name in stored.items()}
         for name in sorted(names, key=lambda name: (size_bytes(name), name)):  # those that cost the least to compare
-            is_asked = selection.takes(name) and not selection.keeps(name)
+            entry = containing.get(name, name)
+            is_asked = selection.takes(entry) and not selection.keeps(selection.destination(entry))
             if is_asked and not self._are_equal_tensors(stored[name]):
                 count = len(self.rank_trees)
                 return own, [f"{name}: {self.difference}: restore it on {count} ranks, as it was saved"]

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from tierd.errors import Mismatch, TierdError
+from tierd.errors import Corrupt, Mismatch, NotFound, TierdError, TierUnreachable
 from tierd.format.shard import TensorEntry
 from tierd.format.tagged import Parts, Place, Rebuild
 from tierd_client.state import encoding
 from tierd_client.state.entry_selection import EntrySelection
 from tierd_client.state.memory_ranges import MemoryRanges, can_hold
-from tierd_client.state.objects import Objects, Rebuilder
+from tierd_client.state.objects import HALF_RESTORED, Objects, Rebuilder
 from tierd_client.state.restore_filter import EXACT, RestoreFilter, StoredEntries
 from tierd_client.state.tensors import (
     DTYPES,
@@ -320,7 +320,8 @@ class RestorePlan(EntrySelection):
         """Reads all tensor bytes, then installs the rest: optimizer state, schedulers, loaders, values, last the RNG.
 
         Raises Mismatch, with nothing changed, when tensors that share memory have different values in the checkpoint.
-        Raises TierdError, with the state half restored, when an object refuses its state.
+        Raises Corrupt when a chunk is damaged. Raises TierdError, with the state half restored, when an object refuses
+        its state or a value cannot be made: never Corrupt, because all replicas hold the same values.
         """
         self._check_shared_memory(read)
         read(self.destinations.values())
@@ -328,12 +329,14 @@ class RestorePlan(EntrySelection):
             for name, install in self._installs:
                 try:
                     install()
+                except (Corrupt, NotFound, TierUnreachable) as error:  # these would blame the replica
+                    raise TierdError(f"restore {name}: {error.message}", hint=HALF_RESTORED) from error
                 except TierdError:
                     raise
                 except Exception as error:  # of any kind: load_state_dict is the user's code
                     raise TierdError(
                         f"restore {name}: its load_state_dict raised {type(error).__qualname__}: {error}",
-                        hint="the state is half restored: do not train with it; build it anew and restore again",
+                        hint=HALF_RESTORED,
                     ) from error
 
     def _check_shared_memory(self, read: ReadTensors) -> None:

@@ -250,7 +250,7 @@ class TensorsSection:
             return
         plan.take_section(self.prefix)
         live = live_tensors(self.tensors, self.prefix, suffix, plan.objects)
-        value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True)
+        value: dict[str, Any] = plan.decode(saved, live=live, is_strict=True, place=Place(self.prefix, None))
         for key in self.tensors.keys() - value.keys():
             plan.differences.append(f"{self.prefix}.{key}: not in the checkpoint")
         for key in value.keys() - self.tensors.keys():

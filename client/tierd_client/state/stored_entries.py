@@ -93,6 +93,24 @@ def _values(section_name: str, items: dict[str, Json]) -> Iterator[tuple[str, st
         yield entry_of_key(section_name, key), f"{section_name}[{key!r}]", pair[1]
 
 
+def containing_entries(saved: Mapping[str, SectionTree]) -> dict[str, str]:
+    """The entry that contains each tensor of an encoded value, by the tensor's name. A tensor that is absent here is an
+    entry itself. Raises Corrupt when a section is not what its kind says."""
+    values: list[tuple[str, Json]] = []
+    for name, section in saved.items():
+        if section.kind in (ModuleSection.kind, TensorsSection.kind) and isinstance(section.value, dict):
+            values += [(f"{name}.{key}", value) for key, value in section.value.items()]
+        elif section.kind == OptimizersSection.kind:
+            for prefix, tree in _optimizer_trees(name, section.value):
+                values += [(f"{prefix}.state.{parameter}", value) for parameter, value in tree.state.items()]
+                for index, group in enumerate(tree.groups):
+                    options = group.options.items() if isinstance(group.options, dict) else ()
+                    values += [(f"{prefix}.param_groups.{index}.{key}", value) for key, value in options]
+        else:
+            values.append((name, section.value))
+    return {tensor: entry for entry, value in values for tensor in _tensor_names(value)}
+
+
 def _tensor_names(value: Json) -> Iterator[str]:
     """The stored names of the tensors and arrays in an encoded value."""
     if isinstance(value, dict):
@@ -106,12 +124,16 @@ def _tensor_names(value: Json) -> Iterator[str]:
             yield from _tensor_names(item)
 
 
-def _optimizer_entries(section_name: str, value: Json) -> Iterator[tuple[str, str]]:
+def _optimizer_trees(section_name: str, value: Json) -> list[tuple[str, OptimizerTree]]:
     try:
         trees = msgspec.convert(value, list[OptimizerTree])
     except msgspec.ValidationError as error:
         raise Corrupt(f"read the optimizer in the state tree: {error}") from error
-    for prefix, tree in zip(prefixes_of(section_name, len(trees)), trees, strict=True):
+    return list(zip(prefixes_of(section_name, len(trees)), trees, strict=True))
+
+
+def _optimizer_entries(section_name: str, value: Json) -> Iterator[tuple[str, str]]:
+    for prefix, tree in _optimizer_trees(section_name, value):
         for name in tree.foreign:
             yield f"{prefix}.{name}", f"{prefix}.{name}"
         for name in tree.state:

@@ -249,7 +249,9 @@ ROWS = [
         lambda: [Level.LOW, Access.READ, Access.READ | Access.WRITE],
         fresh=lambda: [Level.HIGH, Access.WRITE, Access.WRITE],
     ),
-    Row("`Enum` as a key or in a set", "whose class a restore takes from the live value", lambda: {Colour.RED}),
+    Row(
+        "`Enum` as a key or in a set", "a restore takes the class of a Colour from the live value", lambda: {Colour.RED}
+    ),
     Row(
         "`namedtuple` with tensors, where the live value is of its class",
         EXACT,

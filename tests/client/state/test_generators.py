@@ -58,6 +58,26 @@ def test_generator_under_two_keys_stays_one_if_both_had_the_same_state(files: Fi
     assert extra["c"].random() == random.Random(3).random()
 
 
+@pytest.mark.parametrize(
+    ("saved", "live", "message"),
+    [
+        (
+            np.random.default_rng(1),
+            np.random.Generator(np.random.MT19937(2)),
+            "Generator of PCG64, now it is one of MT",
+        ),
+        (np.random.default_rng(1), random.Random(2), "holds a numpy.random.Generator, now it is a random.Random"),
+        (random.Random(1), torch.Generator(), "holds a random.Random, now it is a torch.Generator"),
+    ],
+)
+def test_live_generator_of_another_kind_is_a_mismatch(files: Files, saved: Any, live: Any, message: str) -> None:
+    raw = stage(state_of({"generator": saved}))
+    extra = {"generator": live}
+    with pytest.raises(Mismatch, match=rf"extra\.generator: the checkpoint .*{message}"):
+        restore(state_of(extra), [files.on_disk(raw)])
+    assert extra["generator"] is live
+
+
 def test_live_generator_is_not_changed_by_a_mismatch(files: Files) -> None:
     raw = stage(state_of({"generator": random.Random(1), "w": torch.ones(1)}))
     live = random.Random(2)
@@ -74,5 +94,6 @@ def test_forged_state_of_a_generator_is_a_typed_error() -> None:
     available: dict[str, Any] = {}
     tree.pop("model")
     plan = state.plan_restore(tree, available)
-    with pytest.raises(TierdError, match=r"restore extra\.generator"):
+    with pytest.raises(TierdError, match=r"restore extra\.generator") as caught:
         plan.run(lambda tensors: None)
+    assert type(caught.value) is TierdError

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tierd_client.export import whole_state
@@ -22,6 +25,46 @@ from tierd.errors import BadConfig, Mismatch, TierdError, Unsupported
 class Phase(enum.Enum):
     WARM_UP = 1
     TRAIN = 2
+
+
+class Parts(enum.Flag):
+    A = 1
+    B = 2
+    C = 4
+
+
+class Pair(NamedTuple):
+    a: int
+    b: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+
+
+@dataclasses.dataclass
+class Limits:
+    inner: Any
+    weights: Any
+
+
+def with_property(setter: Callable[[Any, int], None] | None) -> Any:
+    """A dataclass Limit whose field `most` is a property."""
+
+    @dataclasses.dataclass
+    class Limit:
+        most: int
+
+    value = Limit(3)
+    Limit.most = property(lambda self: 3, setter)  # type: ignore[assignment]
+    Limit.__qualname__ = "Limit"
+    vars(value).clear()
+    return value
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("at most 2")
 
 
 @dataclasses.dataclass
@@ -79,6 +122,52 @@ def test_dataclass_under_two_keys_gets_both_values(files: Files) -> None:
     assert [progress.epoch for progress in extra.values()] == [1, 2]
 
 
+def test_dataclass_that_two_places_share_keeps_both_references_if_both_saved_the_same(files: Files) -> None:
+    def build(number: float) -> dict[str, Any]:
+        array = np.array([number, np.nan])
+        inner = Frozen([Pair(1, Phase.TRAIN), number, torch.tensor([number, torch.nan]), array, np.float32(number)])
+        outer = Limits(inner, {"w": torch.tensor(number, requires_grad=True)})
+        return {"a": outer, "b": [outer], "c": inner, "d": copy.deepcopy(outer)}
+
+    raw = stage(TrainingState(model=small_net(), extra=build(-0.0), rng=False))
+    extra = build(0.0)
+    live = extra["a"]
+    restore(TrainingState(model=small_net(), extra=extra, rng=False), [files.on_disk(raw)])
+    assert extra["a"] is extra["b"][0] is live
+    assert extra["c"] is live.inner
+    assert extra["d"] is not live
+    assert str(live.inner.a[1]) == "-0.0"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -0.0],
+        [1, True],
+        [torch.zeros(2), torch.zeros(2, dtype=torch.int64)],
+        [torch.zeros(2), -torch.zeros(2)],
+        [np.zeros(2), np.zeros(2, dtype=np.float32)],
+        [Pair(1, 2), (1, 2)],
+    ],
+)
+def test_shared_dataclass_whose_places_saved_values_of_other_bits_or_types_gets_both(
+    files: Files, values: list[Any]
+) -> None:
+    saved = {str(index): Limits(value, None) for index, value in enumerate(values)}
+    raw = stage(TrainingState(model=small_net(), extra=saved, rng=False))
+    live = Limits(values[0], None)
+    extra = {"0": live, "1": live}
+    restore(TrainingState(model=small_net(), extra=extra, rng=False), [files.on_disk(raw)])
+    assert extra["0"] is not extra["1"]
+    assert repr(extra["1"].inner) == repr(values[1])
+
+
+def test_enum_in_a_dict_of_averages_is_refused_by_its_path() -> None:
+    state = TrainingState(model=small_net(), ema={"m": [Phase.TRAIN]}, rng=False)
+    with pytest.raises(Unsupported, match=r"  ema\.m\[0\]: a Phase can be restored only in extra"):
+        check_restorable(state, state.capture(0, 1))
+
+
 @pytest.mark.parametrize(
     ("saved", "live", "message"),
     [
@@ -86,6 +175,10 @@ def test_dataclass_under_two_keys_gets_both_values(files: Files) -> None:
         ([1, Phase.TRAIN], [1], r"extra.value\[1\]: the checkpoint holds a Phase, .*: nothing"),
         ({"a": Phase.TRAIN}, {"a": "TRAIN"}, "extra.value.a: the checkpoint holds a Phase, .*: a str"),
         (Phase.TRAIN, enum.Enum("Phase", "OTHER").OTHER, "Phase.TRAIN, which is no member now"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B").A, "Parts.5, which is no member now"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B", boundary=enum.EJECT).A, "Parts.5, which"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Flag("Parts", "A B", boundary=enum.CONFORM).A, "Parts.5, which"),  # type: ignore[attr-defined]
+        (Parts.A | Parts.C, enum.Enum("Parts", "A B").A, "Parts.5, which is no member now"),  # type: ignore[attr-defined]
         (
             Progress(1, Phase.TRAIN, torch.ones(1)),
             dataclasses.make_dataclass("Progress", ["epoch", "step"])(1, 2),
@@ -102,6 +195,52 @@ def test_value_whose_class_the_live_state_lacks_is_a_mismatch_and_nothing_is_cha
     with pytest.raises(Mismatch, match=message):
         restore(state, [files.on_disk(raw)])
     assert extra["value"] is live
+
+
+def test_dataclass_with_a_field_that_cannot_be_set_is_refused_at_every_snapshot_and_restore(files: Files) -> None:
+    with pytest.raises(Unsupported, match=r"encode extra\.value: a restore could not set most of this Limit"):
+        state_of(with_property(None)).capture(0, 1)
+    raw = stage(state_of(with_property(lambda self, most: None)))
+    with pytest.raises(Unsupported, match=r"encode extra\.value: a restore could not set most of this Limit"):
+        restore(state_of(with_property(None)), [files.on_disk(raw)])
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({Phase.TRAIN: 1}, r"value\.<key <Phase\.TRAIN: 2>>"),
+        ({"a": {Phase.TRAIN}}, r"value\.a\[0\]"),
+        ([frozenset([Phase.TRAIN])], r"value\[0\]\[0\]"),
+        (collections.Counter([Phase.TRAIN]), r"value\.<key"),
+        (collections.defaultdict(int, {(1, Phase.TRAIN): 1}), r"value\.<key .*\[1\]"),
+        ({Pair(1, 2): 1}, r"value\.<key"),
+        ({Frozen(1)}, r"value\[0\]"),
+    ],
+)
+def test_class_in_a_key_or_a_set_is_refused_at_every_snapshot(value: object, path: str) -> None:
+    """No live value corresponds to them. Only the first snapshot plans a restore to check that it is possible."""
+    with pytest.raises(Unsupported, match=rf"encode extra\.{path}.*: .* which a key of a dict or an element of a set"):
+        state_of(value).capture(0, 1)
+
+
+def test_own_types_in_keys_and_sets_and_classes_beside_them_are_restored(files: Files) -> None:
+    hooks: dict[str, Any] = {
+        "encode": lambda value: ("phase", value.name) if type(value) is Phase else None,
+        "decode": lambda name, content: Phase[content],
+    }
+    raw = stage(state_of([{Phase.TRAIN: 1}, {Phase.TRAIN}, Frozen(2)], **hooks))
+    extra: dict[str, Any] = {"value": [{}, set(), Frozen(0)]}
+    restore(TrainingState(model=small_net(), extra=extra, rng=False, **hooks), [files.on_disk(raw)])
+    assert extra["value"] == [{Phase.TRAIN: 1}, {Phase.TRAIN}, Frozen(2)]
+
+
+def test_value_that_cannot_be_made_is_no_damage_of_the_checkpoint(files: Files) -> None:
+    """Corrupt would make the client report the replica, and restore an older step."""
+    raw = stage(state_of([with_property(lambda self, most: None)]))
+    with pytest.raises(TierdError, match=r"restore extra\.value\[0\]: to make a Limit raised ValueError") as caught:
+        restore(state_of([with_property(refuse)]), [files.on_disk(raw)])
+    assert type(caught.value) is TierdError
+    assert "half restored" in caught.value.hint
 
 
 def test_class_in_a_state_dict_is_refused_at_the_first_snapshot() -> None:

@@ -14,6 +14,7 @@ import torch
 from tierd_client.restore.replica import Replica
 from tierd_client.state.dict_state import DictState
 from tierd_client.state.ownership import assign_owners
+from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.cli import make_manifest
@@ -225,6 +226,77 @@ def test_tensors_outside_of_the_model_are_compared_between_ranks() -> None:
         captured = [build(rank).capture(rank, 2) for rank in range(2)]
         with pytest.raises(Unsupported, match=r"assign (ema\.)?w to a rank: ranks 0 and 1 hold different tensors"):
             assign_owners([each.held_tensors()[-1:] for each in captured])
+
+
+# ── parts of a state ──
+
+
+def part(**arguments: Any) -> RestoreFilter:
+    defaults: dict[str, Any] = {"only": None, "rename": None, "strict": True, "cast": False, "keep": ()}
+    return RestoreFilter.parse(**{**defaults, **arguments})
+
+
+def state_with_moments(rank: int, per_rank: list[str]) -> TrainingState:
+    """The moments of the weight, the learning rate of a group and an average differ by rank, the rest does not."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": torch.tensor(float(rank))}, {"params": [model.bias]}]
+    optimizer = torch.optim.AdamW(groups, foreach=False, capturable=False)
+    model.weight.grad = torch.full((2, 2), 1.0 + rank)
+    model.bias.grad = torch.ones(2)
+    optimizer.step()
+    torch.nn.init.ones_(model.weight)
+    ema = {"deep": {"mean": torch.full((2,), float(rank))}, "same": torch.ones(2)}
+    return TrainingState(model=model, optimizer=optimizer, ema=ema, rng=False, per_rank=per_rank)
+
+
+PARTS = ["optimizer.state.weight", "optimizer.param_groups.0.lr", "ema.deep"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ({"only": ["*.weight"]}, r"optimizer\.state\.weight\."),
+        ({"only": ["optimizer.*.weight", "model"], "keep": ["model"]}, r"optimizer\.state\.weight\."),
+        ({"only": ["*.lr"]}, r"optimizer\.param_groups\.0\.lr: "),
+        ({"only": ["*.deep"]}, r"ema\.deep\.mean: "),
+    ],
+)
+def test_pattern_that_names_the_entry_of_a_tensor_that_differs_is_refused(
+    files: Files, arguments: dict[str, Any], refused: str
+) -> None:
+    """The filter selects entries. The names of the tensors in an entry are longer, and match other patterns."""
+    with (
+        save(files, [state_with_moments(rank, PARTS) for rank in range(2)]) as replica,
+        pytest.raises(Mismatch, match=rf"{refused}.*it differs between the 2 ranks"),
+    ):
+        replica.read_into_state(state_with_moments(5, PARTS), 0, 1, part(**arguments))
+
+
+def test_entries_that_differ_and_are_kept_or_not_asked_for_stay_as_they_are(files: Files) -> None:
+    with save(files, [state_with_moments(rank, PARTS) for rank in range(2)]) as replica:
+        for arguments in ({"keep": [*PARTS, "model.bias"]}, {"only": ["model", "*.bias", "ema.same"]}):
+            live = state_with_moments(5, PARTS)
+            before = live.capture(0, 1)
+            expected = {tensor.name: tensor.tensor.clone() for tensor in before.tensors}
+            replica.read_into_state(live, 0, 1, part(**arguments))
+            for tensor in live.capture(0, 1).tensors:
+                if tensor.name.startswith(tuple(PARTS)):
+                    assert torch.equal(tensor.tensor, expected[tensor.name]), tensor.name
+
+
+def test_module_in_extra_that_differs_is_left_alone_if_it_is_kept(files: Files) -> None:
+    def module(value: int) -> torch.nn.Module:
+        return torch.nn.BatchNorm1d(value + 1)
+
+    with save(files, [state_of(extra={"m": module(rank), "n": 3}) for rank in range(2)]) as replica:
+        extra = {"m": module(5), "n": 0}
+        replica.read_into_state(state_of(extra=extra), 0, 1, part(keep=["extra.m"]))
+        assert extra["n"] == 3
+        assert replica.report is not None
+        assert "extra.m.weight" in replica.report.kept
+        with pytest.raises(Mismatch, match=r"extra\.m: it differs"):
+            replica.read_into_state(state_of(extra=extra), 0, 1, part(keep=["extra.n"]))
 
 
 # ── random numbers ──

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tierd_client.state.training_state import TrainingState
 
-from tests.support.state import Files, Training, assert_same, plan, restore, small_net, stage
-from tierd.errors import Corrupt, Mismatch
+from tests.support.state import Files, Loader, Training, assert_same, plan, restore, small_net, stage
+from tierd.errors import Corrupt, Mismatch, NotFound, TierdError, TierUnreachable
 
 
 @pytest.fixture
@@ -66,3 +66,18 @@ def test_sections_that_only_one_side_has_are_named_in_warnings(files: Files, cap
 def test_malformed_state_tree_is_corrupt(tree: object) -> None:
     with pytest.raises(Corrupt):
         TrainingState(model=small_net()).plan_restore(tree, {})
+
+
+@pytest.mark.parametrize("kind", [Corrupt, NotFound, TierUnreachable])
+def test_error_while_the_state_is_installed_blames_no_replica(files: Files, kind: type[TierdError]) -> None:
+    """For errors of these kinds the client tries the next replica."""
+
+    class Refusing(Loader):
+        def load_state_dict(self, state: object) -> None:
+            raise kind("the user's code refuses it")
+
+    raw = stage(TrainingState(model=small_net(), scheduler=Loader()))
+    with pytest.raises(TierdError, match="restore scheduler: the user's code refuses it") as caught:
+        restore(TrainingState(model=small_net(), scheduler=Refusing()), [files.on_disk(raw)])
+    assert type(caught.value) is TierdError
+    assert "half restored" in caught.value.hint
