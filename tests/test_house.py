@@ -352,6 +352,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
+    "client/tierd_client/frameworks/dcp_contents.py": "client/frameworks/test_dcp.py",
     "client/tierd_client/state/entry_selection.py": "client/state/test_partial_restore.py",
     "client/tierd_client/state/torchdata.py": "client/state/test_full_state.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",

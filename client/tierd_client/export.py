@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from tierd.errors import BadRequest, NotFound, TierdError
 from tierd.format.shard import Shard
-from tierd_client.frameworks.dcp import KIND as DCP_KIND
-from tierd_client.frameworks.dcp import OBJECT, DcpTree
+from tierd_client.frameworks.dcp_contents import KIND as DCP_KIND
+from tierd_client.frameworks.dcp_contents import OBJECT, DcpTree
 from tierd_client.restore.load import ReadPlan, read_headers
 from tierd_client.restore.resume import open_directory
 from tierd_client.state.objects import described

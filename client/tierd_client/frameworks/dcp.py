@@ -17,8 +17,8 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any, ClassVar, NoReturn
@@ -27,14 +27,9 @@ import msgspec
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -49,27 +44,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierd.errors import BadConfig, BadRequest, Corrupt, Mismatch, Unsupported
-from tierd.format.ids import CheckpointId, Generation, Run, Step
+from tierd.errors import BadConfig, BadRequest, Mismatch, Unsupported
 from tierd_client.client import Client, Found
+from tierd_client.frameworks.dcp_contents import KIND, OBJECT, Contents, DcpTree, contents_of, name_of
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.encoding import Collector, Json
-from tierd_client.state.restore_plan import Available, RestorePlan
-from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe, spanned_shape
+from tierd_client.state.restore_plan import RestorePlan
+from tierd_client.state.tensors import DTYPES, CapturedTensor, capture_tensor, describe
 from tierd_client.state.training_state import Captured
-
-KIND = "dcp"
-OBJECT = "#object"
-"""Suffix of tensors inside an object: DCP plans only the tensors that are entries of the state dict."""
-
-
-class DcpTree(msgspec.Struct):
-    """What one rank stores besides tensors. `paths`: for each DCP name the keys in the nested state dict."""
-
-    objects: dict[str, Json]
-    paths: dict[str, list[str | int]]
 
 
 class _OnAllRanks:
@@ -154,7 +138,7 @@ class TierdWriter(_OnAllRanks, StorageWriter):
             raise BadRequest(
                 f"dcp.save to tierd: step {self._step} was taken before", hint="a checkpoint is not overwritten"
             )
-        self.save_id = _name(self._step, self._client.generation)
+        self.save_id = name_of(self._step, self._client.generation)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._step is not None
@@ -252,64 +236,6 @@ def _encode(item: WriteItem, planner: SavePlanner, into: Collector) -> Json:
                 hint="leave the planner's flatten_state_dict as it is (True), or give the tensor a key of its own",
             )
     return encoded
-
-
-def _references(value: Json) -> Iterator[str]:
-    """The stored names of the tensors inside an encoded object."""
-    match value:
-        case {"$tensor": str(name)} | {"$tensor": {"name": str(name)}} | {"$ndarray": {"name": str(name)}}:
-            yield name
-        case dict():
-            for item in value.values():
-                yield from _references(item)
-        case list():
-            for item in value:
-                yield from _references(item)
-        case _:
-            return
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a checkpoint holds, from the headers of all its shards."""
-
-    id: CheckpointId
-    tensors: Available
-    objects: dict[str, Json] = field(default_factory=dict[str, Json])
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict[str, tuple[str | int, ...]])
-
-    def metadata(self, load_id: str) -> Metadata:
-        """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
-        inside = {name for value in self.objects.values() for name in _references(value)}
-        for name, stored in self.tensors.items():
-            if name in inside:
-                continue
-            parts = {part.saved_offsets: part.shape for part in stored}.items()
-            entries[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=DTYPES[stored[0].dtype]),
-                size=torch.Size(spanned_shape(parts)),
-                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
-            )
-        meta = StorageMeta(f"{self.id.step}", save_id=_name(self.id.step, self.id.generation), load_id=load_id)
-        return Metadata(entries, planner_data=self.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
-
-
-def contents_of(replica: Replica) -> Contents:
-    """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
-    shards, tensors = read_headers(replica.files())
-    contents = Contents(replica.manifest.id, tensors)
-    for name, shard in shards.items():
-        section = shard.tierd.get("state", {}).get(KIND)
-        if section is None:
-            continue
-        try:
-            tree = msgspec.convert(section["value"], DcpTree)
-        except (msgspec.ValidationError, TypeError, KeyError) as error:
-            raise Corrupt(f"read the state tree of {contents.id}/{name} in {replica.tier}: {error}") from error
-        contents.objects.update(tree.objects)
-        contents.paths.update({name: tuple(path) for name, path in tree.paths.items()})
-    return contents
 
 
 class TierdReader(_OnAllRanks, StorageReader):
@@ -433,11 +359,6 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     if number is None:
         raise BadConfig(f"checkpoint_id={os.fspath(checkpoint_id)!r} ends with no number", hint="end it with the step")
     return int(number[0])
-
-
-def _name(step: int, generation: int) -> str:
-    """As `tierd ls` names a checkpoint."""
-    return CheckpointId(Run(""), Step(step), Generation(generation)).name
 
 
 def _accelerator() -> torch.device:

@@ -1,0 +1,101 @@
+"""What a checkpoint that DCP saved holds: its tree in each shard, and the Metadata that DCP's planners read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierd.errors import Corrupt
+from tierd.format.ids import CheckpointId, Generation, Run, Step
+from tierd_client.restore.load import read_headers
+from tierd_client.restore.replica import Replica
+from tierd_client.state.encoding import Json
+from tierd_client.state.restore_plan import Available
+from tierd_client.state.tensors import DTYPES, spanned_shape
+
+KIND = "dcp"
+OBJECT = "#object"
+"""Suffix of tensors inside an object: DCP plans only the tensors that are entries of the state dict."""
+
+
+class DcpTree(msgspec.Struct):
+    """What one rank stores besides tensors. `paths`: for each DCP name the keys in the nested state dict."""
+
+    objects: dict[str, Json]
+    paths: dict[str, list[str | int]]
+
+
+def _references(value: Json) -> Iterator[str]:
+    """The stored names of the tensors inside an encoded object."""
+    match value:
+        case {"$tensor": str(name)} | {"$tensor": {"name": str(name)}} | {"$ndarray": {"name": str(name)}}:
+            yield name
+        case dict():
+            for item in value.values():
+                yield from _references(item)
+        case list():
+            for item in value:
+                yield from _references(item)
+        case _:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds, from the headers of all its shards."""
+
+    id: CheckpointId
+    tensors: Available
+    objects: dict[str, Json] = field(default_factory=dict[str, Json])
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict[str, tuple[str | int, ...]])
+
+    def metadata(self, load_id: str) -> Metadata:
+        """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
+        inside = {name for value in self.objects.values() for name in _references(value)}
+        for name, stored in self.tensors.items():
+            if name in inside:
+                continue
+            parts = {part.saved_offsets: part.shape for part in stored}.items()
+            entries[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[stored[0].dtype]),
+                size=torch.Size(spanned_shape(parts)),
+                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape in parts],
+            )
+        meta = StorageMeta(f"{self.id.step}", save_id=name_of(self.id.step, self.id.generation), load_id=load_id)
+        return Metadata(entries, planner_data=self.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
+
+
+def contents_of(replica: Replica) -> Contents:
+    """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
+    shards, tensors = read_headers(replica.files())
+    contents = Contents(replica.manifest.id, tensors)
+    for name, shard in shards.items():
+        section = shard.tierd.get("state", {}).get(KIND)
+        if section is None:
+            continue
+        try:
+            tree = msgspec.convert(section["value"], DcpTree)
+        except (msgspec.ValidationError, TypeError, KeyError) as error:
+            raise Corrupt(f"read the state tree of {contents.id}/{name} in {replica.tier}: {error}") from error
+        contents.objects.update(tree.objects)
+        contents.paths.update({name: tuple(path) for name, path in tree.paths.items()})
+    return contents
+
+
+def name_of(step: int, generation: int) -> str:
+    """As `tierd ls` names a checkpoint."""
+    return CheckpointId(Run(""), Step(step), Generation(generation)).name
