@@ -102,6 +102,21 @@ def test_nothing_is_written_where_space_cannot_be_reserved(buffered_disk: Path) 
         assert os.fstat(file.fileno()).st_size == 0
 
 
+def test_a_lock_that_cannot_be_checked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon goes on while its disk returns errors."""
+
+    def fail(path: Path) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Lock(tmp_path) as lock:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", fail)
+            with pytest.raises(TierUnreachable, match="Input/output error"):
+                lock.renew()
+        with pytest.raises(LockHeld):
+            Lock(tmp_path)
+
+
 def test_reserved_space_belongs_to_the_file(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         reserve(file.fileno(), 1 << 20)

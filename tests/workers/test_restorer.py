@@ -313,6 +313,22 @@ async def test_a_tier_that_does_not_answer_delays_a_find_for_a_bounded_time(
         await ask(rooms, step=300)
 
 
+async def test_an_unexpected_error_of_one_tier_does_not_end_a_find(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rooms.commit("hot", step=100)
+    await rooms.look()
+
+    async def fail(prefix: str = "") -> list[StoredObject]:
+        raise AttributeError("of botocore")
+
+    monkeypatch.setattr(rooms.cold["dr"].store, "list", fail)
+    found = await find_with(restorer(rooms))
+    close_all(found.descriptors)
+    assert found.manifest.step == 100
+    assert "AttributeError: of botocore" in found.passed_over[0]
+
+
 async def test_a_listing_that_began_earlier_does_not_undo_the_one_of_a_find(rooms: Rooms) -> None:
     await rooms.look()
     since, listing = rooms.catalog.changes, await rooms.cold["cold"].listing()

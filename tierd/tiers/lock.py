@@ -65,6 +65,8 @@ class Lock(AbstractContextManager["Lock"]):
             is_same = os.path.samestat(self._path.stat(), os.fstat(self._fd))
         except FileNotFoundError:
             is_same = not self._path.parent.is_dir()  # without a directory no other daemon can be there either
+        except OSError as error:
+            raise TierUnreachable(f"check {self._path}: {error.strerror}") from error
         if not is_same:
             replacement = Lock(self._path.parent, self._description)
             os.close(self._fd)

@@ -151,6 +151,9 @@ class Restorer:
                 unlisted[tier.name] = f"no answer to a listing of {run} within {timeout_s:.0f} s"
             except TierdError as error:
                 unlisted[tier.name] = error.message
+            except Exception as error:  # broad: whatever the cause, the other tiers can still answer
+                self._context.incidents.record("restore", error)
+                unlisted[tier.name] = f"{type(error).__name__}: {error}"
 
         await asyncio.gather(*map(list_in, self._cold.values()))
         return unlisted
