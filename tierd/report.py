@@ -15,12 +15,13 @@ import msgspec
 from tierd.catalog import Catalog, Entry
 from tierd.config import Config
 from tierd.decisions import decisions, forecasts
+from tierd.errors import TierdError
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action
-from tierd.tiers.tier import ReadableTier
+from tierd.tiers.tier import ReadableTier, Tier
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
@@ -163,6 +164,14 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
         },
         unhealthy_steps=[entry.id.step for entry in reversed(catalog.entries(run)) if entry.healthy is False],
     )
+
+
+async def free_bytes(tier: Tier) -> int | None:
+    """None where there is no limit, or no answer."""
+    try:
+        return await tier.store.free_bytes()
+    except TierdError:
+        return None
 
 
 def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -> TierReport:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.slots import CREATED_AT
 from tierd.api.operator import Operator
@@ -151,6 +152,17 @@ async def test_halted_deletion_shows_in_status_and_metrics(house: House) -> None
     samples = await house.samples()
     assert samples["tierd_halted", ("unreadable_manifest",)] == 1
     assert samples["tierd_halted", ("tier_unreachable",)] == 1
+
+
+async def test_status_and_metrics_answer_while_a_directory_hangs(house: House) -> None:
+    await with_history(house)
+    assert ("tierd_tier_free_bytes", ("cold",)) in await house.samples()
+    with hung_directory(house.rooms.folder("cold", checkpoint_id(RUN, 7, 1)).parent.parent):
+        for _ in range(3):
+            free = {tier["name"]: tier["free_bytes"] for tier in (await house.json("/api/v1/status"))["tiers"]}
+            assert free["hot"] is not None
+            assert free["cold"] is None
+            assert ("tierd_tier_free_bytes", ("cold",)) not in await house.samples()
 
 
 async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.support.cli import House, assert_same_files, make_checkpoint, make_ho
 from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
+from tierd.cli import opened_tiers
 
 WORKERS = 4  # concurrent pieces
 CHUNK_BYTES = 1 << 20
@@ -133,6 +135,53 @@ def test_restore_without_any_reachable_tier_is_exit_14_and_is_continued_later(
 
 
 # ── a part ──
+
+
+def is_silent(served: Bucket) -> None:
+    served.script = lambda operation, key: "silence"
+
+
+def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
+    buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the limit, three attempts of a minute each delay every answer."""
+    monkeypatch.setattr(opened_tiers, "SILENCE_S", 3.0)
+    monkeypatch.setattr(opened_tiers, "NOTE_AFTER_S", 0.1)
+    house, near, far = buckets
+    make_checkpoint(house.hot, step=100)
+    commit(house.root / "made", shards(1), chunk_bytes=CHUNK_BYTES)
+    far.fill(house.root / "made", "deep")
+    is_silent(near)
+
+    listed = house.tierd("ls")
+    assert listed.exit_code == 3
+    assert "waiting for near, which has not answered yet: s3://" in listed.stderr
+    assert "near is left out, it cannot be listed: list s3://checkpoints/deep: no answer for 3 s" in listed.stderr
+    assert [line.split()[3] for line in listed.stdout.splitlines()[1:]] == ["far", "hot"]
+
+    shown = house.tierd("status")
+    assert shown.exit_code == 13
+    assert "near" in shown.stdout
+    assert "NOT REACHABLE: list s3://checkpoints/deep: no answer" in shown.stdout
+    assert "get it back" in shown.stdout
+
+    refused = house.tierd("restore", "--tier", "near", "--to", house.root / "restored")
+    assert refused.exit_code == 14
+    assert "no answer for 3 s" in refused.stderr
+    assert house.tierd("restore", "--run", "run42", "--to", house.root / "restored").exit_code == 0
+
+
+def test_slow_bucket_that_answers_is_listed_whole(
+    buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is for silence: a listing of many pages may take minutes."""
+    monkeypatch.setattr(opened_tiers, "SILENCE_S", 3.0)
+    house, near, _ = buckets
+    commit(house.root / "made", shards(1, 1, 1), chunk_bytes=CHUNK_BYTES)
+    near.fill(house.root / "made", "deep")
+    near.page = 1
+    near.script = lambda operation, key: time.sleep(0.7) or ""
+    assert [row["tiers"] for row in house.json("ls", "--tier", "near")] == [["near"]]
 
 
 def test_restore_of_one_rank_reads_only_its_shard(buckets: tuple[House, Bucket, Bucket]) -> None:

@@ -7,15 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.hung_directory import hung_directory
 from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract, content, entry_of, read_whole
 from tierd.errors import BadRequest, Corrupt, Full, LockHeld, NotFound, TierUnreachable
+from tierd.tiers import directory
 from tierd.tiers.direct_io import reserve
-from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.lock import Lock
 
 
@@ -268,6 +272,123 @@ async def test_reading_creates_no_directory(tmp_path: Path) -> None:
         await strict.put_bytes("run/x", b"")
     await store.close()
     await strict.close()
+
+
+CALLS: dict[str, Callable[[DirectoryStore], Awaitable[object]]] = {
+    "put": lambda store: store.put("run/a", memoryview(bytearray(8)), size_bytes=8, chunk_bytes=8),
+    "put_bytes": lambda store: store.put_bytes("run/a", b"content"),
+    "get_bytes": lambda store: store.get_bytes("run/b", size_max=8),
+    "get_many": lambda store: store.get_many(["run/b"], size_max=8),
+    "read": lambda store: store.read("run/b", 0, memoryview(bytearray(1))),
+    "stored_checksum": lambda store: store.stored_checksum("run/b"),
+    "list": lambda store: store.list(),
+    "delete": lambda store: store.delete(["run/b"]),
+    "exists": lambda store: store.exists(),
+    "free_bytes": lambda store: store.free_bytes(),
+    "sweep": lambda store: store.sweep_partials(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_no_call_waits_for_ever_while_the_directory_hangs(store: DirectoryStore, name: str) -> None:
+    """A thread in a system call of a dead NFS server cannot be ended. Its caller continues, and a later call succeeds
+    once the server is back."""
+    await store.put_bytes("run/b", b"content")
+    store.pool.timeout_s = 0.05
+    with hung_directory(store.root) as hung:
+        with pytest.raises(TierUnreachable, match="no answer within"):
+            await CALLS[name](store)
+        hung.answer()
+        store.pool.timeout_s = 60.0
+        while True:
+            try:
+                await CALLS[name](store)
+                break
+            except TierUnreachable:  # until the call that was left behind has ended
+                await asyncio.sleep(0.001)
+
+
+async def settled(store: DirectoryStore) -> None:
+    """Waits until no call that was left behind may still change something."""
+    while True:
+        try:
+            return store.pool.check_settled()
+        except TierUnreachable:
+            await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_written_or_deleted_while_a_commit_without_an_answer_may_still_take_effect(
+    store: DirectoryStore,
+) -> None:
+    """Otherwise the files of a checkpoint could be deleted, and then its manifest appears."""
+    await store.put_bytes("run/b", b"content")
+    store.pool.timeout_s = 0.05
+    with hung_directory(store.root, "open") as hung:
+        with pytest.raises(TierUnreachable, match="no answer within"):
+            await store.put_bytes("run/manifest.json", b"{}")
+        for name in ("put", "put_bytes", "delete"):
+            with pytest.raises(TierUnreachable, match="may still take effect"):
+                await CALLS[name](store)
+        hung.answer()
+        await settled(store)
+    assert [stored.key for stored in await store.list()] == ["run/b", "run/manifest.json"], "it took effect"
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+async def test_put_without_an_answer_closes_its_file_when_the_last_write_ends(
+    store: DirectoryStore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed before, the descriptor's number could belong to another file, and the write would go there."""
+    await store.put_bytes("run/b", b"content")
+    is_answering, closed = threading.Event(), list[int]()
+    real, real_close = getattr(os, call), os.close
+
+    def hang(fd: int, *arguments: object) -> object:
+        is_answering.wait()
+        assert fd not in closed
+        return real(fd, *arguments)
+
+    def close(fd: int) -> None:
+        if not is_answering.is_set():
+            closed.append(fd)
+        real_close(fd)
+
+    before = len(os.listdir("/proc/self/fd"))
+    store.pool.timeout_s = 0.2
+    size_bytes = PIECE_BYTES + 4096
+    with monkeypatch.context() as patches:
+        patches.setattr(os, call, hang)
+        patches.setattr(os, "close", close)
+        with pytest.raises(TierUnreachable, match="no answer within"):
+            await store.put("run/a", BytesSource(bytes(size_bytes)), size_bytes=size_bytes, chunk_bytes=size_bytes)
+        is_answering.set()
+        await settled(store)
+    store.pool.timeout_s = 60.0
+    assert partials(store.root) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert await store.put("run/a", BytesSource(bytes(size_bytes)), size_bytes=size_bytes, chunk_bytes=size_bytes), (
+        "a later put succeeds, whether the former one was committed or not"
+    )
+
+
+async def test_deadline_of_a_listing_is_for_a_part_of_it(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large tree on a slow filesystem takes longer than one deadline."""
+    monkeypatch.setattr(directory, "WALK_FILES", 2)
+    keys = [f"run/{index:02d}" for index in range(9)]
+    for key in keys:
+        await store.put_bytes(key, b"")
+    calls: list[object] = []
+    real_query = store.pool.query
+
+    async def query(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return await real_query(*arguments)
+
+    monkeypatch.setattr(store.pool, "query", query)
+    assert sorted(stored.key for stored in await store.list()) == keys
+    assert len(calls) == 5
 
 
 async def test_concurrent_first_writes_create_the_root(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tierd.errors import TierUnreachable
 from tierd.tiers.pool import Buffers, ThreadPool, for_each
 
 
@@ -36,6 +37,90 @@ async def test_cancelled_caller_waits_for_its_thread(pool: ThreadPool) -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert ended.is_set()
+
+
+async def test_caller_of_a_call_without_an_answer_continues_at_the_deadline(pool: ThreadPool) -> None:
+    may_end = threading.Event()
+    with pytest.raises(TierUnreachable, match="no answer within 0 s"):
+        await pool.run(may_end.wait, timeout_s=0.01)
+    assert await pool.query(divmod, 7, 2) == (3, 1), "the other thread is free"
+    with pytest.raises(TierUnreachable, match="may still take effect"):
+        pool.check_settled()
+    may_end.set()
+    await settled(pool)
+
+
+async def test_calls_fail_at_once_while_every_thread_waits_and_succeed_later(pool: ThreadPool) -> None:
+    may_end = threading.Event()
+    for _ in range(2):
+        with pytest.raises(TierUnreachable, match="no answer within"):
+            await pool.query(may_end.wait, timeout_s=0.01)
+    pool.check_settled()  # queries change nothing
+    begun: list[int] = []
+    with pytest.raises(TierUnreachable, match="no answer to 2 earlier calls"):
+        await pool.run(begun.append, 1)
+    may_end.set()
+    while True:
+        try:
+            await pool.run(begun.append, 2)
+            break
+        except TierUnreachable:
+            await asyncio.sleep(0.001)
+    assert begun == [2]
+
+
+async def test_call_that_is_in_the_queue_at_its_deadline_never_begins(pool: ThreadPool) -> None:
+    may_end, begun = threading.Event(), list[int]()
+    busy = [asyncio.ensure_future(pool.run(may_end.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(TierUnreachable):
+        await pool.run(begun.append, 1, timeout_s=0.01)
+    may_end.set()
+    await asyncio.gather(*busy)
+    await settled(pool)
+    await asyncio.gather(*(pool.run(divmod, 7, 2) for _ in range(4)))
+    assert begun == []
+
+
+async def test_cancelled_query_is_left_behind_at_once(pool: ThreadPool) -> None:
+    may_end = threading.Event()
+    caller = asyncio.ensure_future(pool.query(may_end.wait))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not may_end.is_set()
+    may_end.set()
+
+
+async def test_cancelled_caller_waits_no_longer_than_the_deadline(pool: ThreadPool) -> None:
+    may_end = threading.Event()
+    caller = asyncio.ensure_future(pool.run(may_end.wait, timeout_s=0.05))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    may_end.set()
+    await settled(pool)
+
+
+async def test_cleaning_up_waits_for_no_call_that_was_left_behind(pool: ThreadPool) -> None:
+    may_end, cleaned = threading.Event(), threading.Event()
+    for _ in range(2):
+        with pytest.raises(TierUnreachable):
+            await pool.run(may_end.wait, timeout_s=0.01)
+    await pool.clean_up(cleaned.set)
+    assert not cleaned.is_set(), "no thread is free"
+    may_end.set()
+    assert await asyncio.to_thread(cleaned.wait, 60)
+
+
+async def settled(pool: ThreadPool) -> None:
+    while True:
+        try:
+            return pool.check_settled()
+        except TierUnreachable:
+            await asyncio.sleep(0.001)
 
 
 async def test_exception_of_a_call_reaches_the_caller(pool: ThreadPool) -> None:
@@ -103,6 +188,11 @@ async def test_buffers_are_limited_in_number_and_reused() -> None:
         assert other is not small
     async with buffers.borrow(8) as again:
         assert again is first
+    with pytest.raises(LookupError):
+        async with buffers.borrow(8):
+            raise LookupError
+    async with buffers.borrow(8) as other:
+        assert other is not first, "a call that was left behind may still write into it"
     buffers.close()
     async with buffers.borrow(8) as fresh:
         assert fresh is not first

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.decisions import HaltReason, decisions, deletions, halted, pending
 from tierd.errors import Retained, TierUnreachable
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
+from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.workers.reaper import RETENTION_S_MAX, RETENTION_S_MIN, Reaper, Retentions
 
@@ -93,6 +95,30 @@ async def test_a_tier_that_refuses_deletions_does_not_delay_others(rooms: Rooms)
     assert not await reaper(rooms).run_once()
     assert rooms.steps("hot") == [500, 400, 300]
     assert [incident["stage"] for incident in rooms.incidents.recent()] == ["reap"], "once per pass"
+
+
+@pytest.mark.parametrize("another", ["hot", "other"])
+async def test_a_cold_directory_that_hangs_does_not_stop_deletions_in_other_tiers(tmp_path: Path, another: str) -> None:
+    """A hard-mounted NFS whose server is gone blocks every call, and no thread in it can be ended."""
+    async with rooms_at(tmp_path, cold=("nas", "other")) as rooms:
+        for number, step in enumerate(STEPS):
+            await rooms.commit("nas", another, step=step, sequence=number + 1)
+        await rooms.look()
+        nas = rooms.cold["nas"].store
+        assert isinstance(nas, DirectoryStore)
+        nas.pool.timeout_s = 0.05
+        with hung_directory(nas.root) as hung:
+            assert not await reaper(rooms).run_once()
+            assert hung.blocked
+            assert rooms.steps(another) == [500, 400, 300]
+            reported = [rooms.catalog.tiers["nas"].error, *(found["message"] for found in rooms.incidents.recent())]
+            assert any("no answer within" in message for message in reported)
+            hung.answer()
+            nas.pool.timeout_s = 60.0
+            await rooms.look()
+            while not await reaper(rooms).run_once():
+                await asyncio.sleep(0.01)
+        assert rooms.steps("nas") == [500, 400, 300]
 
 
 async def test_a_change_during_a_pass_leads_to_a_new_plan(rooms: Rooms) -> None:

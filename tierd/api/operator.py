@@ -6,6 +6,7 @@ metrics cannot disagree. Nothing here changes anything.
 
 from __future__ import annotations
 
+import asyncio
 import html
 import time
 from collections import Counter
@@ -18,7 +19,6 @@ import tierd
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.decisions import halted, waiting
-from tierd.errors import TierdError
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
@@ -33,6 +33,7 @@ from tierd.report import (
     age_s,
     checkpoint_report,
     checkpoint_rows,
+    free_bytes,
     lifecycle_report,
     newest_report,
     read_diagnosis,
@@ -65,6 +66,7 @@ class Operator:
 
     async def status(self) -> StatusReport:
         slot_counts = self._memory.slot_counts()
+        free = await asyncio.gather(*map(free_bytes, self._context.tiers.values()))
         return StatusReport(
             version=tierd.__version__,
             node=self._context.config.daemon.node,
@@ -74,8 +76,8 @@ class Operator:
             halted=[str(halt) for halt in halted(self._catalog)],
             runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
-                tier_report(self._catalog, name, tier.store.url, await self._free_bytes(name))
-                for name, tier in self._context.tiers.items()
+                tier_report(self._catalog, name, tier.store.url, tier_free_bytes)
+                for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
             queues=self._queues(),
             slots={state.value: slot_counts[state] for state in SlotState},
@@ -105,12 +107,6 @@ class Operator:
             one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
             for one in self._memory.complete()
         ]
-
-    async def _free_bytes(self, tier: str) -> int | None:
-        try:
-            return await self._context.tiers[tier].store.free_bytes()
-        except TierdError:
-            return None
 
     def _queues(self) -> list[QueueReport]:
         ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]

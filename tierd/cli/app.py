@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
@@ -27,6 +30,7 @@ from tierd.errors import TierdError
 P = ParamSpec("P")
 
 _TRACEBACK = "TIERD_TRACEBACK"
+THREADS_END_S = 1.0  # a thread without a call ends within milliseconds of its pool
 
 
 class _Terminated(KeyboardInterrupt):
@@ -133,7 +137,26 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, terminate)
     arguments = config_first(sys.argv[1:])
-    make_app(called(arguments))(arguments)
+    try:
+        make_app(called(arguments))(arguments)
+    except SystemExit as end:
+        _end_despite_threads(end.code)
+        raise
+
+
+def _end_despite_threads(code: object) -> None:
+    """Ends the process at once if a thread still runs: Python would wait for it, and a call to a tier that does not
+    answer may never return."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    deadline_s = time.monotonic() + THREADS_END_S
+    for thread in threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code if isinstance(code, int) else 1)
 
 
 def config_first(arguments: Sequence[str]) -> list[str]:

@@ -1,13 +1,13 @@
 """The tiers that a verb uses, opened and listed: those of the config, or one place named on the command line.
 
-Needs no daemon: manifests and listings are the truth. A tier that cannot be reached is reported; the others still
-answer, and the exit code is 3, or 14 when no tier answers.
+Needs no daemon: manifests and listings are the truth. A tier that cannot be reached, or is silent for 10 s, is
+reported; the others still answer, and the exit code is 3, or 14 when no tier answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,12 @@ from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.pool import while_answered
 from tierd.tiers.tier import Tier
 
 PARTIAL = 3  # the exit code of an answer that lacks a part
+SILENCE_S = 10.0  # a listing in which a tier answers nothing for so long is given up
+NOTE_AFTER_S = 3.0  # a wait of this length is explained
 
 
 def exit_code(errors: Sequence[TierdError], *, of: int) -> int:
@@ -79,23 +82,47 @@ async def open_tiers(
     else:
         config = settings.config()
         check_tier(only, config)
-        opened = [Tier(HOT, DirectoryStore(config.hot_path))] if only in (None, HOT) else []
+        hot = DirectoryStore(config.hot_path, timeout_s=config.limits.request_timeout_s)
+        opened = [Tier(HOT, hot)] if only in (None, HOT) else []
         opened += [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
     catalog = Catalog([tier.name for tier in opened])
-    # To list a tier must not make its directory, and before the first `tierd serve` there is none.
-    absent = {tier.name for tier in opened if not tier.store.exists()}
-    for name in absent:
-        catalog.enter_listing(name, {}, {}, since=catalog.changes)
-    present = [tier for tier in opened if tier.name not in absent]
+    absent: set[str] = set()
+
+    async def list_tier(tier: Tier) -> None:
+        # To list a tier must not make its directory, and before the first `tierd serve` there is none.
+        if await tier.store.exists():
+            await refresh(catalog, tier)
+        else:
+            absent.add(tier.name)
+            catalog.enter_listing(tier.name, {}, {}, since=catalog.changes)
+
+    waiting = list(opened)
     try:
         # The nearest first, as in the daemon: where two manifests differ, the other tier's is the one not used.
-        for tier in present[:1]:
-            await refresh(catalog, tier)
-        await asyncio.gather(*(refresh(catalog, tier) for tier in present[1:]))
+        while waiting:
+            tier = waiting.pop(0)
+            await _unless_silent(catalog, tier, list_tier(tier))
+            if tier.name not in absent:
+                break
+        await asyncio.gather(*(_unless_silent(catalog, tier, list_tier(tier)) for tier in waiting))
         yield OpenedTiers({tier.name: tier for tier in opened}, catalog, absent)
     finally:
         for tier in opened:
             await tier.store.close()
+
+
+async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, Any, None]) -> None:
+    """Gives a listing up, and notes the tier as not known, when the tier has answered nothing for SILENCE_S."""
+    waits = f"tierd: waiting for {tier.name}, which has not answered yet: {tier.store.url}"
+    note = asyncio.get_running_loop().call_later(NOTE_AFTER_S, print_note, waits)
+    try:
+        await while_answered(listing, lambda: tier.store.answered_s, silence_s=SILENCE_S)
+    except TimeoutError:
+        catalog.listing_failed(tier.name, f"list {tier.store.url}: no answer for {SILENCE_S:.0f} s")
+    except TierdError as error:
+        catalog.listing_failed(tier.name, str(error))
+    finally:
+        note.cancel()
 
 
 def _open_place(place: str, settings: Settings) -> Tier:

@@ -16,7 +16,7 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.decisions import halted
 from tierd.errors import DaemonUnreachable
-from tierd.report import RunReport, StatusReport, TierReport, run_report, tier_report
+from tierd.report import RunReport, StatusReport, TierReport, free_bytes, run_report, tier_report
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
@@ -41,8 +41,8 @@ async def _list(settings: Settings) -> StatusReport:
         tiers: list[TierReport] = []
         for name, tier in opened.by_name.items():
             is_there = catalog.tiers[name].is_known and name not in opened.absent
-            free_bytes = await tier.store.free_bytes() if is_there else None
-            tiers.append(tier_report(catalog, name, tier.store.url, free_bytes))
+            tier_free_bytes = await free_bytes(tier) if is_there else None
+            tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes))
             if name in opened.absent:
                 tiers[-1].error = "no such directory"
         return StatusReport(

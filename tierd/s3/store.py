@@ -56,6 +56,10 @@ class S3Store:
         self._storage_class = cold.storage_class
         self._lasting_storage_class = cold.milestone_storage_class or cold.storage_class
 
+    @property
+    def answered_s(self) -> float:
+        return self.requests.pool.answered_s
+
     async def put(
         self,
         key: str,
@@ -214,7 +218,7 @@ class S3Store:
         for begin in range(1, len(keys), DELETE_KEYS_MAX):
             await self._delete_batch(keys[begin : begin + DELETE_KEYS_MAX])
 
-    def exists(self) -> bool:
+    async def exists(self) -> bool:
         return True
 
     async def free_bytes(self) -> int | None:

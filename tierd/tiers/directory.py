@@ -1,7 +1,8 @@
 """A directory as a store: each object is a file below the root.
 
 A put writes a file beside its final name and links it there, so an object is whole and durable, or absent. See
-new_file.py for how a file is written and tree.py for how paths are opened.
+new_file.py for how a file is written and tree.py for how paths are opened. Every call has a deadline: one that gets no
+answer raises TierUnreachable and is left behind; until it ends, nothing is written or deleted here.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from tierd.descriptors import read_all
@@ -29,22 +31,31 @@ from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
+TIMEOUT_S = 60.0  # of a call; limits.request_timeout_s in the daemon
+SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
+FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s
+WALK_FILES = 256  # one call of a walk: the deadline is not for a whole tree
 
 
 class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
-    """The root is made by the first put unless `create` is False."""
+    """The root is made by the first put unless `create` is False. `timeout_s`: of each call; more for each file that
+    one call deletes, and for the bytes of an fsync."""
 
     is_local = True
     # While one put fills the disk, the other fsyncs. More would only wait; an interrupted file begins again.
     puts_at_once = 2
     pieces_in_flight = 4
 
-    def __init__(self, root: Path, *, create: bool = True, max_write_mib_s: float = 0.0) -> None:
+    def __init__(
+        self, root: Path, *, create: bool = True, max_write_mib_s: float = 0.0, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.tree = Tree(root, create=create)
         self.root = self.tree.root
         self.url = self.tree.url
         # Two threads more than writes, so that a listing does not wait behind a large file.
-        self.pool = ThreadPool(self.pieces_in_flight + 2, "tierd-directory")
+        self.pool = ThreadPool(self.pieces_in_flight + 2, "tierd-directory", where=self.url, timeout_s=timeout_s)
+        # Not in the queue of the others, for the answer is needed at once.
+        self._free_space_pool = ThreadPool(1, "tierd-free-space", where=self.url, timeout_s=FREE_SPACE_TIMEOUT_S)
         self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=self.pieces_in_flight)
         self._bandwidth = Bandwidth(max_write_mib_s)
         self._has_swept = False
@@ -87,18 +98,27 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                 progress(length)
 
         with translated(action, missing=TierUnreachable):
+            self.pool.check_settled()
             try:
                 await self.pool.run(file.begin)
                 await for_each(self.pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
                 entry = sums.entry(key.rpartition("/")[2], expect, action)
                 if replace:
                     await self.pool.run(file.keep_damaged)
-                is_new = await self.pool.run(partial(file.commit, if_absent=not replace))
+                commit = partial(file.commit, if_absent=not replace)
+                is_new = await self.pool.run(commit, timeout_s=self.sync_timeout_s(size_bytes))
             finally:
-                await self.pool.run(file.close)
+                await self.pool.clean_up(file.close)
         if not is_new:
             await self._check_same(key, entry, action)
         return entry
+
+    @property
+    def answered_s(self) -> float:
+        return self.pool.answered_s
+
+    def sync_timeout_s(self, size_bytes: int) -> float:
+        return self.pool.timeout_s + size_bytes / SYNC_BYTES_PER_S
 
     async def _check_same(self, key: str, entry: FileEntry, action: str) -> None:
         """Raises Corrupt unless the file that another put has made has the bytes of `entry`."""
@@ -115,10 +135,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                 return file.commit(if_absent=if_absent)
 
         with translated(f"write {check_key(key)} in {self.url}", missing=TierUnreachable):
+            self.pool.check_settled()
             return await self.pool.run(write)
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        return await self.pool.run(self._get, key, size_max)
+        return await self.pool.query(self._get, key, size_max)
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
         def get(key: str) -> bytes | TierdError:
@@ -130,7 +151,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                 return error
 
         # One call in a thread for all: handing a call over costs more than reading a manifest.
-        return await self.pool.run(lambda: [get(key) for key in keys])
+        return await self.pool.query(lambda: [get(key) for key in keys])
 
     def _get(self, key: str, size_max: int) -> bytes:
         action = f"read {check_key(key)} in {self.url}"
@@ -141,10 +162,10 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
             return os.read(fd, size_bytes)
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        await self.pool.run(self.read_blocking, key, offset, buffer)
+        await self.pool.query(self.read_blocking, key, offset, buffer)
 
     def read_blocking(self, key: str, offset: int, buffer: memoryview) -> None:
-        """As `read`, in the caller's thread."""
+        """As `read`, in the caller's thread and without a deadline."""
         action = f"read {len(buffer)} bytes at {offset} of {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:
             # Also for no bytes at all: the file has been opened, so a missing one is NotFound.
@@ -155,39 +176,62 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         return Source(partial(self.read, key), partial(self.read_blocking, key))
 
     async def stored_checksum(self, key: str) -> str | None:
+        def open_file() -> None:
+            os.close(self.tree.open_file(key))
+
         with translated(f"open {check_key(key)} in {self.url}"):
-            os.close(await self.pool.run(self.tree.open_file, key))
+            await self.pool.query(open_file)
         return None  # no filesystem in use provides a checksum
 
     async def list(self, prefix: str = "") -> list[StoredObject]:
-        def walk() -> list[StoredObject]:
-            objects: list[StoredObject] = []
-            for key, entry in self.tree.walk(prefix.rpartition("/")[0]):
-                if key.startswith(prefix) and is_key(key):
-                    with suppress(FileNotFoundError):  # deleted since the folder was read
-                        stat = entry.stat(follow_symlinks=False)
-                        objects.append(StoredObject(key, stat.st_size, written_at_s=stat.st_mtime))
-            return objects
+        objects: list[StoredObject] = []
+
+        def add(key: str, entry: os.DirEntry[str]) -> None:
+            if key.startswith(prefix) and is_key(key):
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    stat = entry.stat(follow_symlinks=False)
+                    objects.append(StoredObject(key, stat.st_size, written_at_s=stat.st_mtime))
 
         with translated(f"list {self.url}"):
-            return await self.pool.run(walk)
+            await self._walk(self.pool.query, prefix.rpartition("/")[0], add)
+        return objects
+
+    async def _walk(
+        self,
+        run: Callable[[Callable[[], bool]], Awaitable[bool]],
+        below: str,
+        visit: Callable[[str, os.DirEntry[str]], None],
+    ) -> None:
+        """Calls visit(key, entry), in a thread, for every file in this folder. `run`: of the pool."""
+        entries = self.tree.walk(below)
+
+        def walk() -> bool:
+            count = 0
+            for key, entry in islice(entries, WALK_FILES):
+                visit(key, entry)
+                count += 1
+            return count == WALK_FILES
+
+        while await run(walk):
+            pass
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
         if keys:
             with translated(f"delete {keys[0]} and {len(keys) - 1} more in {self.url}"):
-                await self.pool.run(self.tree.delete, keys)
+                self.pool.check_settled()
+                await self.pool.run(self.tree.delete, keys, timeout_s=self.pool.timeout_s + len(keys))
 
-    def exists(self) -> bool:
-        return self.root.is_dir()
+    async def exists(self) -> bool:
+        return await self.pool.query(self.root.is_dir)
 
     async def free_bytes(self) -> int | None:
         def measure() -> int:
             return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
 
         with translated(f"measure the free space of {self.url}"):
-            return await self.pool.run(measure)
+            return await self._free_space_pool.query(measure)
 
     def limit_writes(self, mib_s: float) -> None:
         self._bandwidth.limit(mib_s)
@@ -206,28 +250,30 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         it returns True for (key, Unix time of the last write).
         """
 
-        def sweep() -> int:
-            swept = 0
-            for key, entry in self.tree.walk(below):
-                if not entry.name.endswith(layout.PARTIAL_SUFFIX):
-                    continue
-                if layout.is_partial_download(entry.name) and not (
-                    is_given_up and is_given_up(key, entry.stat(follow_symlinks=False).st_mtime)
-                ):
-                    continue
-                if is_abandoned(entry.path):
-                    os.unlink(entry.path)
-                    swept += 1
-                    with suppress(OSError):  # not empty
-                        if "/" in key:
-                            os.rmdir(os.path.dirname(entry.path))
-            return swept
+        swept = 0
+
+        def sweep(key: str, entry: os.DirEntry[str]) -> None:
+            nonlocal swept
+            if not entry.name.endswith(layout.PARTIAL_SUFFIX):
+                return
+            if layout.is_partial_download(entry.name) and not (
+                is_given_up and is_given_up(key, entry.stat(follow_symlinks=False).st_mtime)
+            ):
+                return
+            if is_abandoned(entry.path):
+                os.unlink(entry.path)
+                swept += 1
+                with suppress(OSError):  # not empty
+                    if "/" in key:
+                        os.rmdir(os.path.dirname(entry.path))
 
         with translated(f"sweep {self.url}"):
-            return await self.pool.run(sweep)
+            await self._walk(self.pool.run, below, sweep)
+        return swept
 
     async def close(self) -> None:
         self.pool.close()
+        self._free_space_pool.close()
         self.buffers.close()
 
     async def __aexit__(self, *error: object) -> None:

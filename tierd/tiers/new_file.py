@@ -1,20 +1,60 @@
 """A file that a put writes: under a temporary name until `commit`, absent after `close` without a commit.
 
 Written with O_DIRECT where the filesystem allows, fsynced, linked to its name, and its folder fsynced. All calls block.
+`close` may be called while others still run, because their callers no longer wait for them: the last one to end closes
+the file, so no write reaches a descriptor that belongs to another file meanwhile.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import secrets
-from contextlib import suppress
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Concatenate, ParamSpec, TypeVar
 
 from tierd.format import layout
 from tierd.format.shard import ALIGN_BYTES, round_up
 from tierd.tiers.direct_io import page_aligned, reserve, set_direct, write_all
 from tierd.tiers.tree import NO_LINK, Tree, closing_fd
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Uses(AbstractContextManager["Uses"]):
+    """The calls that use a file now. Once `is_over`, the last one to end calls `release`."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.is_over = False
+        self._count = 0
+        self._lock = threading.Lock()
+        self._release = release
+
+    def __enter__(self) -> Uses:
+        with self._lock:
+            self._count += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            is_last = self.is_over and self._count == 0
+        if is_last:
+            self._release()
+
+
+def _counted(call: Callable[Concatenate[NewFile, P], T]) -> Callable[Concatenate[NewFile, P], T]:
+    @functools.wraps(call)
+    def counted(file: NewFile, *arguments: P.args, **options: P.kwargs) -> T:
+        with file.uses:
+            return call(file, *arguments, **options)
+
+    return counted
 
 
 class NewFile:
@@ -27,7 +67,9 @@ class NewFile:
         self._fd = -1
         self._name = ""
         self._temporary_name = ""
+        self.uses = Uses(self._release)
 
+    @_counted
     def begin(self) -> None:
         self._folder, self._name = self._tree.open_folder(self._key, create=True)
         # Random, because two writers of one key must not write into one file.
@@ -41,6 +83,7 @@ class NewFile:
             reserve(self._fd, self._size_bytes)
             self._is_direct = set_direct(self._fd)
 
+    @_counted
     def write(self, offset: int, piece: memoryview, length: int) -> None:
         """Writes `length` bytes of `piece`; may also write the rest of it, up to a multiple of 4096."""
         views = [piece[:length]]
@@ -55,6 +98,7 @@ class NewFile:
                 self._is_direct = False
             offset += len(view)
 
+    @_counted
     def keep_damaged(self) -> None:
         """Gives the file that `commit` will replace a second name, which no listing shows, as evidence."""
         kept = layout.damaged_copy_name(self._name)
@@ -63,6 +107,7 @@ class NewFile:
                 os.unlink(kept, dir_fd=self._folder)  # only the newest is kept
             os.link(self._name, kept, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
 
+    @_counted
     def commit(self, *, if_absent: bool = False) -> bool:
         """Makes the file visible and durable. `if_absent`: returns False and changes nothing where the name exists."""
         os.ftruncate(self._fd, self._size_bytes)
@@ -78,7 +123,11 @@ class NewFile:
         os.fsync(self._folder)
         return True
 
+    @_counted
     def close(self) -> None:
+        self.uses.is_over = True
+
+    def _release(self) -> None:
         if self._temporary_name:
             with suppress(FileNotFoundError):
                 os.unlink(self._temporary_name, dir_fd=self._folder)

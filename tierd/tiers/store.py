@@ -94,6 +94,11 @@ class Store(ReadableStore, Protocol):
     is_local: bool
     puts_at_once: int
 
+    @property
+    def answered_s(self) -> float:
+        """When it last answered a call, by the event loop's clock; -inf: never."""
+        ...
+
     async def put(
         self,
         key: str,
@@ -138,7 +143,7 @@ class Store(ReadableStore, Protocol):
         where the store refuses to delete an object for some time."""
         ...
 
-    def exists(self) -> bool:
+    async def exists(self) -> bool:
         """False where the directory is missing, so that no object can be there. True for a bucket, which only a
         request can tell."""
         ...

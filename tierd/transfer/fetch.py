@@ -79,12 +79,13 @@ class Fetch:
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Verifies what the directory has already, and makes files for the rest. `progress`: of what is read."""
+        self.store.pool.check_settled()
         folder = layout.checkpoint_prefix(self.manifest.id)
         sizes = {stored.key: stored.size_bytes for stored in await self.store.list(folder)}
 
         async def prepare(file: _File) -> None:
             has_size = sizes.get(file.partial.key) == file.entry.size_bytes
-            file.is_in_place = has_size and not await self.store.pool.run(file.partial.exists)
+            file.is_in_place = has_size and not await self.store.pool.query(file.partial.exists)
             if not file.is_in_place and not await self.store.pool.run(file.partial.begin, all(file.wanted)):
                 self.missing_bytes += file.forget()  # an earlier file may have been removed
                 file.is_blank = True
@@ -132,8 +133,9 @@ class Fetch:
         if any(any(file.missing) or not all(file.wanted) for file in self._files.values()):
             raise BadRequest(f"finish the fetch of {self.manifest.id}: chunks are missing")
         new = [file.partial for file in self._files.values() if not file.is_in_place]
-        await for_each(self.store.pieces_in_flight, new, lambda file: self.store.pool.run(file.make_durable))
-        await for_each(self.store.pieces_in_flight, new, lambda file: self.store.pool.run(file.publish))
+        run, limit = self.store.pool.run, self.store.pieces_in_flight
+        await for_each(limit, new, lambda file: run(file.make_durable, timeout_s=file.sync_timeout_s))
+        await for_each(limit, new, lambda file: run(file.publish))
 
     def source(self, name: str) -> Source:
         """A file as it is here. Its wanted chunks are verified once `missing_bytes` is 0."""

@@ -35,11 +35,12 @@ class PartialFile:
         self._store = store
         self.key = key
         self._size_bytes = entry.size_bytes
+        self.sync_timeout_s = store.sync_timeout_s(entry.size_bytes)
         self._name = partial_name(entry)
         # A piece that ends within a block would be rounded up into the next piece.
         self._is_aligned = entry.chunk_bytes % ALIGN_BYTES == 0
         self._action = f"write {key} in {store.url}"
-        self.source = Source(partial(store.pool.run, self._read), self._read)
+        self.source = Source(partial(store.pool.query, self._read), self._read)
 
     def begin(self, is_whole: bool) -> bool:
         """Makes the file, in its full size, unless it exists; returns whether it existed. `is_whole`: all of it will
