@@ -18,7 +18,7 @@ def open_cold_tier(
     """`on_request` gets (operation, outcome) of each attempt of a request to a bucket."""
     if config.url.startswith("file://"):
         root = Path(config.url.removeprefix("file://"))
-        timeout_s = limits.request_timeout_s
+        timeout_s = 2 * limits.request_timeout_s
         return Tier(config.name, DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s))
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store

@@ -131,7 +131,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cold_list_interval_s: Positive = 600.0  # how often a cold tier is listed again
     retry_min_s: Positive = 1.0  # backoff of a failing worker: doubles from retry_min_s to retry_max_s, with jitter
     retry_max_s: Positive = 300.0
-    request_timeout_s: Positive = 60.0  # for one S3 request without progress, or one call to a directory
+    request_timeout_s: Positive = 60.0  # for one S3 request without progress; twice that for a call to a directory
     parts_in_flight: PositiveCount = 4  # concurrent chunks per cold tier: 4 MiB of memory each
 
 

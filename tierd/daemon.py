@@ -94,7 +94,7 @@ class _Daemon:
         self._throttle = WriteThrottle(
             names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
-        hot_store = DirectoryStore(config.hot_path, timeout_s=config.limits.request_timeout_s)
+        hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
         context = self._context = DaemonContext(
             config=config,
             catalog=Catalog(names),

@@ -82,7 +82,7 @@ async def open_tiers(
     else:
         config = settings.config()
         check_tier(only, config)
-        hot = DirectoryStore(config.hot_path, timeout_s=config.limits.request_timeout_s)
+        hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
         opened = [Tier(HOT, hot)] if only in (None, HOT) else []
         opened += [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
     catalog = Catalog([tier.name for tier in opened])

@@ -31,7 +31,7 @@ from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
-TIMEOUT_S = 60.0  # of a call; limits.request_timeout_s in the daemon
+TIMEOUT_S = 120.0  # of a call; twice limits.request_timeout_s where there is a config, as a request to a bucket
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
 FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s
 WALK_FILES = 256  # one call of a walk: the deadline is not for a whole tree
