@@ -136,6 +136,32 @@ def test_ls_with_one_unreachable_tier_is_exit_3_and_lists_the_others(house_with_
     assert "dr is left out" in result.stderr
 
 
+HUNG_LS = """
+import sys
+from pathlib import Path
+from tests.support.hung_directory import hung_directory
+from tierd.cli import app, opened_tiers
+
+opened_tiers.SILENCE_S = 1.0
+config, cold = sys.argv[1:]
+sys.argv = ["tierd", "--config", config, "ls"]
+with hung_directory(Path(cold)) as hung:
+    hung.answer = lambda: None
+    app.main()
+"""
+
+
+def test_ls_lists_the_other_tiers_and_ends_while_a_directory_hangs(house: House) -> None:
+    """The process must not wait at its exit for the thread that hangs."""
+    make_checkpoint(house.hot, step=100)
+    command = [sys.executable, "-c", HUNG_LS, str(house.config), str(house.cold)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=os.getcwd())
+    assert ended.returncode == 3, ended.stderr
+    assert "cold is left out, it cannot be listed" in ended.stderr
+    assert "no answer for 1 s" in ended.stderr
+    assert [line.split()[1] for line in ended.stdout.splitlines()[1:]] == ["100"]
+
+
 def test_restore_from_an_unreachable_tier_is_exit_14(house_with_dead_s3: House) -> None:
     result = house_with_dead_s3.tierd("restore", "--tier", "dr", "--to", house_with_dead_s3.root / "restored")
 
