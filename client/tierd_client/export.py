@@ -27,8 +27,9 @@ from tierd_client.frameworks.dcp_contents import KIND as DCP_KIND
 from tierd_client.frameworks.dcp_contents import OBJECT, DcpTree
 from tierd_client.restore.load import ReadPlan, read_headers
 from tierd_client.restore.resume import open_directory
+from tierd_client.state.encoding import Json
 from tierd_client.state.objects import described
-from tierd_client.state.optimizers import OptimizersSection, OptimizerTree, prefixes_of
+from tierd_client.state.optimizers import GroupTree, OptimizersSection, OptimizerTree, prefixes_of
 from tierd_client.state.restore_filter import StoredEntries
 from tierd_client.state.restore_plan import Available, RestorePlan
 from tierd_client.state.sections import ModuleSection
@@ -89,14 +90,56 @@ def _state(shards: Sequence[Shard], plan: _ExportPlan) -> dict[str, Any]:
             _fill_dcp(state, saved, plan)
             continue
         if any(section.per_rank is not None for section in saved):
-            raise BadRequest(
-                f"export {name}: its ranks hold different tensors (per_rank), which one state cannot hold",
-                hint="export the tensors of a prefix, or read the shards with safetensors",
-            )
-        is_per_rank = bool(saved[0].suffix)
-        values = [_value(name, sections, plan) for sections in (trees if is_per_rank else trees[:1])]
-        set_element(state, tuple(name.split(".", 1)), values if is_per_rank else values[0])
+            raise _differs(name, "tensors (per_rank)")
+        if saved[0].suffix:
+            value: Any = [_value(name, sections, plan) for sections in trees]
+        else:
+            value = _value(name, {**trees[0], name: _merged(name, saved)}, plan)
+        set_element(state, tuple(name.split(".", 1)), value)
     return state
+
+
+def _merged(name: str, saved: Sequence[SectionTree]) -> SectionTree:
+    """The section `name` of all ranks as one. The ranks of a pipeline hold different parts of a model."""
+    merged, *others = saved
+    for other in others:
+        if other.value == merged.value:
+            continue
+        if merged.kind == ModuleSection.kind:
+            value = _union(name, merged.value, other.value)
+        elif merged.kind == OptimizersSection.kind and len(merged.value) == len(other.value):
+            optimizers = zip(
+                *(msgspec.convert(each.value, list[OptimizerTree]) for each in (merged, other)), strict=True
+            )
+            value = msgspec.to_builtins([_merged_optimizer(name, *pair) for pair in optimizers])
+        else:
+            raise _differs(name, "values")
+        merged = msgspec.structs.replace(merged, value=value)
+    return merged
+
+
+def _merged_optimizer(name: str, tree: OptimizerTree, other: OptimizerTree) -> OptimizerTree:
+    if [group.options for group in tree.groups] != [group.options for group in other.groups]:
+        raise _differs(name, "options of parameter groups")
+    groups = [
+        GroupTree(params=list(dict.fromkeys([*group.params, *others.params])), options=group.options)
+        for group, others in zip(tree.groups, other.groups, strict=True)
+    ]
+    foreign = list(dict.fromkeys([*tree.foreign, *other.foreign]))
+    return OptimizerTree(tree.defaults, foreign, groups, _union(name, tree.state, other.state))
+
+
+def _union(name: str, values: Mapping[str, Json], others: Mapping[str, Json]) -> dict[str, Json]:
+    if differing := [key for key in values.keys() & others.keys() if values[key] != others[key]]:
+        raise _differs(name, f"values of {min(differing)}")
+    return {**values, **others}
+
+
+def _differs(name: str, what: str) -> BadRequest:
+    return BadRequest(
+        f"export {name}: its ranks hold different {what}, which one state cannot hold",
+        hint="export the tensors of a prefix, or read the shards with safetensors",
+    )
 
 
 def _value(name: str, sections: Mapping[str, SectionTree], plan: _ExportPlan) -> Any:

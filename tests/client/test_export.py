@@ -101,6 +101,33 @@ def test_tensor_that_two_ranks_share_is_whole_in_the_values_of_both(tmp_path: Pa
     assert_same(exported["v"], [[table], [table]])
 
 
+def _pipeline_stage(rank: int, lr: float = 0.1) -> TrainingState:
+    """One layer of a model of two, and its optimizer after a step."""
+    model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model[f"stage{rank}"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return TrainingState(model=model, optimizer=optimizer, rng=False)
+
+
+def test_stages_of_a_pipeline_become_one_model_and_one_optimizer(tmp_path: Path) -> None:
+    stages = [_pipeline_stage(rank) for rank in range(2)]
+    raws = [stage(state, rank=rank, world_size=2) for rank, state in enumerate(stages)]
+    exported = whole_state(commit(tmp_path, raws))
+    parts = [whole_state(commit(tmp_path / f"{rank}", [stage(state)])) for rank, state in enumerate(stages)]
+    assert_same(exported["model"], parts[0]["model"] | parts[1]["model"])
+    assert_same(exported["optimizer"]["state"], parts[0]["optimizer"]["state"] | parts[1]["optimizer"]["state"])
+    names = [name for part in parts for name in part["optimizer"]["param_groups"][0]["params"]]
+    assert len(names) == 4
+    assert exported["optimizer"]["param_groups"][0]["params"] == names
+
+
+def test_export_of_optimizers_whose_options_differ_by_rank_is_refused(tmp_path: Path) -> None:
+    raws = [stage(_pipeline_stage(rank, lr=0.1 + rank), rank=rank, world_size=2) for rank in range(2)]
+    with pytest.raises(BadRequest, match="export optimizer: its ranks hold different options of parameter groups"):
+        whole_state(commit(tmp_path, raws))
+
+
 def test_prefix_gives_a_flat_dict(tmp_path: Path) -> None:
     folder = commit(tmp_path, [stage(DictState({"model": {"a": torch.ones(1)}, "other": torch.ones(2)}))])
     assert_same(whole_state(folder, "model."), {"a": torch.ones(1)})

@@ -57,8 +57,8 @@ def training_state(
     added |= {f"scheduler_{index}": scheduler for index, scheduler in enumerate(private._schedulers) if index}
     added |= {f"dataloader_{index}": loader for index, loader in enumerate(loaders) if index}
     added |= {f"registered_{index}": registered for index, registered in enumerate(private._custom_objects)}
-    own = {} if extra is None else extra
-    if taken := added.keys() & own.keys():
+    values = {} if extra is None else extra
+    if taken := added.keys() & values.keys():
         raise BadConfig(f"training_state(extra=…): {', '.join(sorted(taken))} is taken", hint="give it another name")
     return TrainingState(
         model=models[0] if len(models) == 1 else torch.nn.ModuleList(models),
@@ -68,7 +68,7 @@ def training_state(
         ema=ema,
         dataloader=next(iter(loaders), None),
         # A restore assigns values into the first of the two: the caller's own dict.
-        extra=cast("dict[str, Any]", ChainMap(own, cast("dict[str, Any]", added))),
+        extra=cast("dict[str, Any]", ChainMap(values, cast("dict[str, Any]", added))),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica
 from tierd_client.state.encoding import Json
 from tierd_client.state.restore_plan import Available
+from tierd_client.state.stored_entries import tensor_names
 from tierd_client.state.tensors import DTYPES, spanned_shape
 
 KIND = "dcp"
@@ -38,21 +38,6 @@ class DcpTree(msgspec.Struct):
     paths: dict[str, list[str | int]]
 
 
-def _references(value: Json) -> Iterator[str]:
-    """The stored names of the tensors inside an encoded object."""
-    match value:
-        case {"$tensor": str(name)} | {"$tensor": {"name": str(name)}} | {"$ndarray": {"name": str(name)}}:
-            yield name
-        case dict():
-            for item in value.values():
-                yield from _references(item)
-        case list():
-            for item in value:
-                yield from _references(item)
-        case _:
-            return
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What a checkpoint holds, from the headers of all its shards."""
@@ -65,7 +50,7 @@ class Contents:
     def metadata(self, load_id: str) -> Metadata:
         """As DCP's Metadata. A TrainingState's checkpoint appears as its tensors only."""
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
-        inside = {name for value in self.objects.values() for name in _references(value)}
+        inside = {name for value in self.objects.values() for name in tensor_names(value)}
         for name, stored in self.tensors.items():
             if name in inside:
                 continue

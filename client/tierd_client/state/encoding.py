@@ -39,7 +39,7 @@ class Collector:
     tensor. Without `objects`, values of the user's classes and generators are refused.
 
     With several ranks, the tensors that `per_rank` names are stored under a name that ends in `rank_suffix`, a DTensor
-    as this rank's local part. `own` lists their names without it, in one section.
+    as this rank's local part. `per_rank_names` lists their names in one section, without the suffix.
     """
 
     suffix: str = ""
@@ -48,7 +48,7 @@ class Collector:
     rank_suffix: str = ""
     tensors: list[CapturedTensor] = field(default_factory=list[CapturedTensor])
     live: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    own: list[str] = field(default_factory=list[str])
+    per_rank_names: list[str] = field(default_factory=list[str])
 
     def add(self, path: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> str:
         """Adds `tensor`; returns its name in the state tree. Raises Unsupported when a shard cannot store it."""
@@ -59,7 +59,7 @@ class Collector:
         stored_name, stored = name, tensor
         if self.per_rank and not has_suffix and self.per_rank.matches(path) and self.rank_suffix:
             stored_name, stored = name + self.rank_suffix, local_part(tensor)
-            self.own.append(name)
+            self.per_rank_names.append(name)
         self.tensors.append(capture_tensor(stored_name, stored, is_buffer=is_buffer))
         self.live[name] = tensor
         return name

@@ -39,7 +39,8 @@ class EntrySelection:
         return sources
 
     def take(self, name: str) -> str | None:
-        """The stored entry for the entry `name` of the state. None: that one stays as it is, as is reported."""
+        """The stored entry to restore into the entry `name` of the state, which counts as restored from now on. None
+        when the filter keeps `name` or does not ask for it, or the checkpoint lacks it; the report says which."""
         if self.keep(name, name):
             return None
         if name in self.sources:
@@ -50,7 +51,8 @@ class EntrySelection:
         return None
 
     def keep(self, name: str, entry: str) -> bool:
-        """Whether the entry `name` of the state stays as it is by request; `entry` is the one that it would get."""
+        """Whether the filter keeps the entry `name` of the state. `entry`: the name of the stored one in `sources`,
+        which then counts as used."""
         if not self.filter.keeps(name):
             return False
         self.report.kept.append(name)
@@ -65,11 +67,11 @@ class EntrySelection:
         return all(self.keep(name, name) for name in names)
 
     def use(self, name: str) -> None:
-        """Marks an entry as restored by other means than `take`."""
+        """Records that the entry was restored without `take`."""
         self._taken.add(name)
 
     def take_section(self, section: str) -> None:
-        """All entries of a section that is restored as a whole."""
+        """Records that a section was restored as a whole, so that none of its entries is left over."""
         self._taken.update(name for name in self.sources if name == section or name.startswith(f"{section}."))
 
     def has_source(self, section: str) -> bool:
@@ -77,14 +79,14 @@ class EntrySelection:
         return section in self.sources or any(name.startswith(f"{section}.") for name in self.sources)
 
     def miss(self, name: str) -> None:
-        """The checkpoint has no such entry."""
+        """Records that the checkpoint has no entry `name`: a difference if the filter is strict."""
         if self.filter.strict:
             self.differences.append(f"{name}: not in the checkpoint")
         else:
             self.report.missing.append(name)
 
     def mismatch(self, name: str, why: str) -> None:
-        """The stored entry does not fit."""
+        """Records that the stored entry does not fit, and why: a difference if the filter is strict."""
         if self.filter.strict:
             self.differences.append(f"{name}: {why}")
         else:

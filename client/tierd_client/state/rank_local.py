@@ -70,7 +70,7 @@ class RankLocal:
         elif self.rank == 0:
             log.warning("restore: %s: %s, and this state lacks it: skipped", name, self.difference)
 
-    def own_names(self, sections: Sequence[str], selection: RestoreFilter) -> tuple[dict[str, str], list[str]]:
+    def per_rank_names(self, sections: Sequence[str], selection: RestoreFilter) -> tuple[dict[str, str], list[str]]:
         """(the stored names of the tensors that `TrainingState(per_rank=…)` named in these sections, by their names in
         the state tree; a sentence for the first whose entry is asked for and that is not the same on all ranks)."""
         by_rank: list[dict[str, str]] = []
@@ -87,14 +87,14 @@ class RankLocal:
             return sum(entry.size_bytes for entry in self.available.get(stored, ()))
 
         stored = {name: [stored_names.get(name, "") for stored_names in by_rank] for name in names}
-        own = {name: next(filter(None, by_name)) for name, by_name in stored.items()}
+        per_rank_names = {name: next(filter(None, by_name)) for name, by_name in stored.items()}
         for name in sorted(names, key=lambda name: (size_bytes(name), name)):  # those that cost the least to compare
             entry = containing.get(name, name)
             is_asked = selection.takes(entry) and not selection.keeps(selection.destination(entry))
             if is_asked and not self._are_equal_tensors(stored[name]):
                 count = len(self.rank_trees)
-                return own, [f"{name}: {self.difference}: restore it on {count} ranks, as it was saved"]
-        return own, []
+                return per_rank_names, [f"{name}: {self.difference}: restore it on {count} ranks, as it was saved"]
+        return per_rank_names, []
 
     def _are_equal_tensors(self, names: Sequence[str]) -> bool:
         entries = [self.available.get(name, ()) for name in names]

@@ -63,16 +63,16 @@ class RestorePlan(EntrySelection):
         rebuild: Rebuild | None = None,
         filter: RestoreFilter = EXACT,
         entries: StoredEntries | None = None,
-        own_names: Mapping[str, str] = MappingProxyType({}),
+        per_rank_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`is_dry`: the plan is only checked, never run; it makes no tensor on an accelerator. `objects`: how the state
         stores values of the user's classes. `rebuild` makes them in `decode`, which otherwise refuses them. `entries`:
-        those of the checkpoint, for sections that `take` them. `own_names`: of tensors that differ by rank, the name in
-        the shards by the name in the state tree."""
+        those of the checkpoint, for sections that `take` them. `per_rank_names`: of tensors that differ by rank, the
+        name in the shards by the name in the state tree."""
         super().__init__(entries or StoredEntries(), filter)
         self.destinations: dict[str | tuple[str, int], CapturedTensor] = {}
         self.available = available
-        self._own_names = own_names
+        self._per_rank_names = per_rank_names
         self._accelerator = accelerator
         self._is_dry = is_dry
         self._memory = MemoryRanges()
@@ -176,11 +176,11 @@ class RestorePlan(EntrySelection):
 
     def _destination(self, name: str, tensor: torch.Tensor) -> CapturedTensor:
         """`tensor`, or its own part, by the stored name."""
-        return capture_tensor(self._own_names.get(name, name), self.own_part(name, tensor))
+        return capture_tensor(self._per_rank_names.get(name, name), self.own_part(name, tensor))
 
     def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or its local part if the stored tensor `name` differs by rank."""
-        return local_part(tensor) if name in self._own_names else tensor
+        return local_part(tensor) if name in self._per_rank_names else tensor
 
     def add_destination(self, tensor: CapturedTensor) -> None:
         """Reads the stored bytes of `tensor.name` into it. One stored tensor may have several destinations."""
@@ -192,7 +192,7 @@ class RestorePlan(EntrySelection):
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
         """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
         equal."""
-        stored = self._find_stored(self._own_names.get(name, name))
+        stored = self._find_stored(self._per_rank_names.get(name, name))
         if stored is None:
             return torch.empty(0, device="cpu")
         form = _torch_form(*stored)
@@ -353,7 +353,7 @@ class RestorePlan(EntrySelection):
 
     def stored_form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """(dtype, global shape) of a stored tensor, or None if there is none of that name that torch can hold."""
-        stored_name = self._own_names.get(name, name)
+        stored_name = self._per_rank_names.get(name, name)
         stored = self._find_stored(stored_name) if stored_name in self.available else None
         return None if stored is None else _torch_form(*stored)
 

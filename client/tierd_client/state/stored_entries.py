@@ -19,23 +19,23 @@ _RANK = re.compile(r"@\d{5}(?:#\d+)?$")  # ends the names of tensors that differ
 
 
 def stored_entries(
-    saved: Mapping[str, SectionTree], available: Available, own_names: Mapping[str, str]
+    saved: Mapping[str, SectionTree], available: Available, per_rank_names: Mapping[str, str]
 ) -> StoredEntries:
-    """The entries of a checkpoint with the sections `saved` and the tensors `available`. `own_names`: of tensors that
-    differ by rank, the name in the shards by the name in the state tree.
+    """The entries of a checkpoint with the sections `saved` and the tensors `available`. `per_rank_names`: of tensors
+    that differ by rank, the name in the shards by the name in the state tree.
 
     Raises Corrupt when a section is not what its kind says.
     """
     entries = StoredEntries()
     values = [section.value for section in saved.values() if section.kind != OptimizersSection.kind]
-    in_values = {name for value in values for name in _tensor_names(value)}
+    in_values = {name for value in values for name in tensor_names(value)}
     for name, section in saved.items():
         if section.kind in (ModuleSection.kind, TensorsSection.kind):
             if not isinstance(section.value, dict):
                 raise Corrupt(f"read the state tree: {name} holds no {section.kind}")
             if section.kind == ModuleSection.kind:
                 tensors = [tensor for tensor in available if tensor not in in_values]
-                _add_module(f"{name}.", section, tensors, own_names, entries)
+                _add_module(f"{name}.", section, tensors, per_rank_names, entries)
             else:
                 _add_values(name, section.value, entries)
         elif section.kind == OptimizersSection.kind:
@@ -46,13 +46,13 @@ def stored_entries(
 
 
 def _add_module(
-    prefix: str, section: SectionTree, tensors: Iterable[str], own_names: Mapping[str, str], entries: StoredEntries
+    prefix: str, section: SectionTree, tensors: Iterable[str], per_rank_names: Mapping[str, str], entries: StoredEntries
 ) -> None:
     for key, value in section.value.items():
         entries.objects[prefix + key] = value
         entries.tensors[prefix + key] = ""
     for stored in tensors:
-        if (name := _RANK.sub("", stored)) in own_names and stored.startswith(prefix):
+        if (name := _RANK.sub("", stored)) in per_rank_names and stored.startswith(prefix):
             entries.tensors[name] = name
         elif stored.startswith(prefix):
             is_own = stored.endswith(section.suffix)
@@ -67,7 +67,7 @@ def _add_module(
 def _add_values(section_name: str, items: dict[str, Json], entries: StoredEntries) -> None:
     for entry, path, value in _values(section_name, items):
         is_tensor = isinstance(value, dict) and "$tensor" in value
-        entries.tensors[entry] = next(_tensor_names(value), "") if is_tensor else ""
+        entries.tensors[entry] = next(tensor_names(value), "") if is_tensor else ""
         if not is_tensor:
             entries.objects[entry] = value
             entries.paths[entry] = path
@@ -108,20 +108,20 @@ def containing_entries(saved: Mapping[str, SectionTree]) -> dict[str, str]:
                     values += [(f"{prefix}.param_groups.{index}.{key}", value) for key, value in options]
         else:
             values.append((name, section.value))
-    return {tensor: entry for entry, value in values for tensor in _tensor_names(value)}
+    return {tensor: entry for entry, value in values for tensor in tensor_names(value)}
 
 
-def _tensor_names(value: Json) -> Iterator[str]:
+def tensor_names(value: Json) -> Iterator[str]:
     """The stored names of the tensors and arrays in an encoded value."""
     if isinstance(value, dict):
         for tag, item in value.items():
             if tag in ("$tensor", "$ndarray"):
                 yield str(item["name"] if isinstance(item, dict) else item)
             else:
-                yield from _tensor_names(item)
+                yield from tensor_names(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _tensor_names(item)
+            yield from tensor_names(item)
 
 
 def _optimizer_trees(section_name: str, value: Json) -> list[tuple[str, OptimizerTree]]:

@@ -122,7 +122,7 @@ def capture_sections(
     tree: dict[str, Json] = {}
     for name, section in sections.items():
         into.suffix = rank_suffix if name in per_rank else ""
-        into.own = []
+        into.per_rank_names = []
         try:
             value = section.capture(into)
         except TierdError:
@@ -133,8 +133,8 @@ def capture_sections(
                 hint="state_dict must work on every rank at any time",
             ) from error
         tree[name] = {"kind": section.kind, "suffix": into.suffix, "value": value}
-        if into.own:
-            tree[name]["per_rank"] = {"suffix": rank_suffix, "names": into.own}
+        if into.per_rank_names:
+            tree[name]["per_rank"] = {"suffix": rank_suffix, "names": into.per_rank_names}
     return Captured(into.tensors, tree)
 
 
@@ -238,8 +238,10 @@ class TrainingState:
         # For tensors that were saved from an accelerator and belong to no live object.
         accelerator = min(devices, key=str, default=torch.device("cpu"))
         live = self._sections()
-        own_names, difference = _own_names(saved, rank_local, [name for name in live if name in saved], filter)
-        entries = stored_entries(saved, available, own_names)
+        per_rank_names, difference = _per_rank_names(
+            saved, rank_local, [name for name in live if name in saved], filter
+        )
+        entries = stored_entries(saved, available, per_rank_names)
         plan = RestorePlan(
             available,
             accelerator,
@@ -247,7 +249,7 @@ class TrainingState:
             filter=filter,
             entries=entries,
             objects=self._objects,
-            own_names=own_names,
+            per_rank_names=per_rank_names,
         )
         plan.differences += difference
         sections = live | self._values_only_in(saved, plan.sources)
@@ -309,13 +311,13 @@ class TrainingState:
         }
 
 
-def _own_names(
+def _per_rank_names(
     saved: Mapping[str, SectionTree], rank_local: RankLocal | None, sections: Sequence[str], filter: RestoreFilter
 ) -> tuple[dict[str, str], list[str]]:
     """(the stored names of the tensors of this rank that `per_rank` named, by their names in the state tree; why they
     cannot be restored)."""
     if rank_local is not None:
-        return rank_local.own_names(sections, filter)
+        return rank_local.per_rank_names(sections, filter)
     trees = [tree.per_rank for tree in saved.values() if tree.per_rank is not None]
     return {name: stored for tree in trees for name, stored in tree.stored_names().items()}, []
 
@@ -354,7 +356,8 @@ def _plan_section(
     elif rank_local is not None and name.startswith(PER_RANK):
         rank_local.plan(name, section, plan, source=source, is_required=is_live)
     elif rank_local is not None and stored is not None and not is_part and not rank_local.is_shared(source):
-        plan.mismatch(name, f"{rank_local.difference}: restore without it in the state")
+        if not plan.keep_section(name):
+            plan.mismatch(name, f"{rank_local.difference}: restore without it in the state")
     elif stored is not None:
         section.plan(stored.value, stored.suffix, plan)
     else:

@@ -33,10 +33,9 @@ def page() -> str:
         [
             code(file.name),
             f"{len(file.covered)}",
-            f"{len(file.covered)}",
             cell("; ".join(f"{name}: {reason}" for name, reason in file.excluded.items())),
         ]
         for file in files
     ]
-    head = ["file of PyTorch", "tests that apply", "pass", "what is excluded, and why"]
+    head = ["file of PyTorch", "tests that apply and pass", "what is excluded, and why"]
     return INTRODUCTION.format(release=source["RELEASE"], covered=covered) + table(head, rows) + "\n"

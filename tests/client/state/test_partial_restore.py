@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tierd_client.restore.load import SourceFile
+from tierd_client.restore.resume import open_directory
 from tierd_client.state.restore_filter import RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import State, TrainingState
 from torch import nn
 
-from tests.support.state import Files, Loader, Training, assert_same, one_step, restore, stage
+from tests.support.state import Files, Loader, Training, assert_same, commit, one_step, restore, stage
 from tierd.errors import Mismatch
 
 
@@ -307,6 +308,22 @@ def test_optimizer_of_another_kind_may_be_kept_whole(files: Files, pretrained: P
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert not optimizer.state
     assert report.left_over == ["scheduler"]
+
+
+def test_optimizer_that_differs_by_rank_may_be_kept_on_another_number_of_ranks(tmp_path: Path) -> None:
+    source, live = net(seed=0), net(seed=1)
+    raws: list[bytes] = []
+    for rank in range(2):
+        state = TrainingState(model=source, optimizer=torch.optim.SGD(source.parameters(), lr=1.0 + rank), rng=False)
+        raws.append(stage(state, rank=rank, world_size=2, owned=set() if rank else None))
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.5)
+    state = TrainingState(model=live, optimizer=optimizer, rng=False)
+    with open_directory(str(commit(tmp_path, raws))) as replica:
+        with pytest.raises(Mismatch, match="optimizer: it differs between the 2 ranks"):
+            replica.read_into_state(state, 0, 1)
+        replica.read_into_state(state, 0, 1, filter_of(keep=["optimizer"]))
+    assert_same(live.state_dict(), source.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_part_of_a_pipeline_stage_is_restored_by_the_rank_that_holds_it(files: Files) -> None:
