@@ -21,6 +21,8 @@ PUBLIC = {
     "tierd_snapshot_stall_seconds": ("histogram", set[str]()),
     "tierd_persist_seconds": ("histogram", set[str]()),
     "tierd_replicate_seconds": ("histogram", {"tier"}),
+    "tierd_last_copy_timestamp_seconds": ("gauge", {"tier"}),
+    "tierd_copies_given_up_total": ("counter", {"tier", "reason"}),
     "tierd_restore_seconds": ("histogram", {"tier"}),
     "tierd_bytes_total": ("counter", {"tier", "direction"}),
     "tierd_last_committed_step": ("gauge", {"run", "tier"}),
@@ -122,6 +124,7 @@ def test_series_with_known_labels_exist_at_zero(metrics: Metrics) -> None:
     assert value(metrics, "tierd_halted", reason="unreadable_manifest") == 0
     assert value(metrics, "tierd_replicate_seconds_count", tier="cold") == 0
     assert value(metrics, "tierd_replicate_seconds_count", tier="hot") is None
+    assert value(metrics, "tierd_copies_given_up_total", tier="cold", reason="no_space") == 0
 
 
 def test_an_unknown_value_has_no_series(metrics: Metrics) -> None:

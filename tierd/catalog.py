@@ -62,6 +62,8 @@ class Catalog:
         self._generations: dict[Run, int] = {}
         self.changes = 0
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
+        self._copying: dict[str, CheckpointId] = {}  # by tier
+        self._copying_unknown: set[str] = set()  # tiers
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     # ── reports of the workers ──
@@ -199,7 +201,28 @@ class Catalog:
         self.tiers[tier].error = error
         self.changes += 1
 
+    def forget_copying(self, tier: str) -> None:
+        """What a former daemon was copying to `tier` is not known, until `set_copying` is called."""
+        self._copying_unknown.add(tier)
+        self.changes += 1
+
+    def set_copying(self, tier: str, checkpoint: CheckpointId | None) -> None:
+        """What is being copied to `tier` now, or is to be continued after an error; None: nothing."""
+        if tier in self._copying_unknown or self._copying.get(tier) != checkpoint:
+            self.changes += 1
+        self._copying_unknown.discard(tier)
+        self._copying.pop(tier, None)
+        if checkpoint is not None:
+            self._copying[tier] = checkpoint
+
     # ── questions ──
+
+    def copying(self, tier: str) -> CheckpointId | None:
+        """What is being copied to `tier`, as far as it is known."""
+        return self._copying.get(tier)
+
+    def is_copying_known(self, tier: str) -> bool:
+        return tier not in self._copying_unknown
 
     def get(self, checkpoint: CheckpointId) -> Entry | None:
         return self._entries.get(checkpoint)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
 from tierd.catalog import Catalog
 from tierd.config import Config
+from tierd.copies import CopyRecords
 from tierd.format import wire
 from tierd.format.ids import Run
 from tierd.incidents import Incidents
@@ -66,6 +67,7 @@ class DaemonContext:
     incidents: Incidents
     throttle: WriteThrottle
     notify: Notifier
+    copies: CopyRecords = field(default_factory=CopyRecords)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
 

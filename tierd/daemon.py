@@ -108,6 +108,8 @@ class _Daemon:
             notify=self,
         )
         self._group: asyncio.TaskGroup
+        for name in context.cold:
+            context.catalog.forget_copying(name)
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
         intervals_s = {HOT: config.limits.reconcile_interval_s}

@@ -13,8 +13,11 @@ from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle import policy
+from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, Decision
+
+ROOM_CHECKPOINTS = 2  # one is written completely before an older one is evicted; one more while copies are given up
 
 
 class HaltReason(StrEnum):
@@ -49,11 +52,23 @@ def halted(catalog: Catalog) -> list[Halt]:
 def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run."""
     unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    copying = _copying(catalog, config)
+    if unknown := [cold.name for cold in config.cold if not catalog.is_copying_known(cold.name)]:
+        # Soon after a start, any checkpoint in hot may be half copied.
+        in_hot = {manifest.id for manifest in catalog.manifests_in(HOT)}
+        copying |= dict.fromkeys(unknown, in_hot)
     decided: list[Decision] = []
     for run, views in policy.by_run(catalog.views()):
         is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
         cold = {cold.name: is_known[cold.name] for cold in config.cold}
-        decided += policy.explain(views, config.lifecycle, cold=cold, hot_known=is_known[HOT], own=config.own_policies)
+        decided += policy.explain(
+            views,
+            config.lifecycle,
+            cold=cold,
+            hot_known=is_known[HOT],
+            own=config.own_policies,
+            copying=copying,
+        )
     return decided
 
 
@@ -64,17 +79,20 @@ def deletions(catalog: Catalog, config: Config) -> list[Decision]:
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
-    milestones = {entry.id for entry in catalog.entries() if entry.all_milestones}
+    rules = config.own_policies.get(tier, config.lifecycle.cold)
+    views = catalog.views()
+    milestones = {view.id for view in views if view.milestones}
+    copies = [copy for copy in _about_copies(catalog, config) if copy.tier == tier]
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
     unreadable = catalog.tiers[tier].unreadable
-    copies = [copy.checkpoint for copy in policy.copies(_copying(catalog, config), milestones) if copy.tier == tier]
-    return [checkpoint for checkpoint in copies if checkpoint not in unreadable]
+    ordered = [copy.checkpoint for copy in policy.copies(copies, milestones, policy.lasting(views, rules))]
+    return [checkpoint for checkpoint in ordered if checkpoint not in unreadable]
 
 
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
     missing: dict[str, list[CheckpointId]] = {cold.name: [] for cold in config.cold}
-    for one in _copying(catalog, config):
+    for one in _about_copies(catalog, config):
         if one.action in (Action.REPLICATE, Action.WAIT):
             missing[one.tier].append(one.checkpoint)
     return missing
@@ -87,7 +105,43 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
     return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
 
 
-def _copying(catalog: Catalog, config: Config) -> list[Decision]:
+def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list[Decision]:
+    """The replicas to delete from hot although cold tiers should still get them, so that hot has room for the next two
+    checkpoints. `free_bytes`: the free space of hot; None: not limited."""
+    if free_bytes is None:
+        return []
+    sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
+    to_free_bytes = ROOM_CHECKPOINTS * max(sizes.values(), default=0) - free_bytes
+    if to_free_bytes <= 0 or not all(catalog.is_copying_known(cold.name) for cold in config.cold):
+        return []
+    copying = {checkpoint for cold in config.cold if (checkpoint := catalog.copying(cold.name))}
+    waits = {
+        decision.checkpoint
+        for decision in decisions(catalog, config)
+        if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in copying
+    }
+    unreadable = {checkpoint.run for tier, checkpoint in catalog.unreadable() if tier == HOT}
+    waiting: list[policy.CheckpointView] = []
+    for run, views in policy.by_run(view for view in catalog.views() if HOT in view.tiers):
+        if catalog.tiers[HOT].is_known and run not in unreadable:
+            kept = policy.kept(views, config.lifecycle.hot)
+            waiting += [view for view in views if view.id in waits and view.id not in kept]
+    return give_up(waiting, sizes, to_free_bytes)
+
+
+def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:
     """The decisions about copies. An unreadable manifest of a run stops its deletions, but no copy."""
-    cold = {cold.name: catalog.tiers[cold.name].is_known for cold in config.cold}
-    return policy.explain(catalog.views(), config.lifecycle, cold=cold, hot_known=True, own=config.own_policies)
+    return policy.explain(
+        catalog.views(),
+        config.lifecycle,
+        cold={cold.name: catalog.tiers[cold.name].is_known for cold in config.cold},
+        hot_known=True,
+        own=config.own_policies,
+        copying=_copying(catalog, config),
+    )
+
+
+def _copying(catalog: Catalog, config: Config) -> dict[str, set[CheckpointId]]:
+    """By cold tier, what is being copied to it."""
+    copying = {cold.name: catalog.copying(cold.name) for cold in config.cold}
+    return {name: {checkpoint} for name, checkpoint in copying.items() if checkpoint is not None}

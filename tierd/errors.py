@@ -41,6 +41,10 @@ class Full(TierdError):
     exit_code = 16
 
 
+class GivenUp(TierdError):
+    """Recorded when a checkpoint that a policy keeps is deleted, because hot has no room. It cannot be retried."""
+
+
 class Corrupt(TierdError):
     """Raised when bytes do not match their checksum, size or format. They are never retried or deleted: alert."""
 

@@ -27,7 +27,8 @@ from tierd import __version__
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
 STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
 VERDICTS = ("healthy", "unhealthy", "failed")
-FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
+FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
+GIVEN_UP_REASONS = ("replaced", "no_space")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
 PROOFS = ("deep", "checksum", "size")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
@@ -74,6 +75,17 @@ class Metrics:
             "Time to copy one checkpoint from the hot tier and commit it in a cold tier.",
             ["tier"],
             buckets=_TRANSFER_BUCKETS_S,
+        )
+        self.last_copy_timestamp_seconds = gauge(
+            "last_copy_timestamp_seconds",
+            "When the last copy was committed in the tier since the daemon's start (Unix time).",
+            ["tier"],
+        )
+        self.copies_given_up_total = counter(
+            "copies_given_up_total",
+            "Checkpoints that hot deleted before they were copied to the tier: replaced (by newer ones, because copies "
+            "are slower than snapshots); no_space (in hot).",
+            ["tier", "reason"],
         )
         self.restore_seconds = histogram(
             "restore_seconds",
@@ -188,6 +200,8 @@ class Metrics:
             self.restore_seconds.labels(tier)
             if tier != "hot":
                 self.replicate_seconds.labels(tier)
+                for reason in GIVEN_UP_REASONS:
+                    self.copies_given_up_total.labels(tier, reason)
             for direction in DIRECTIONS:
                 self.bytes_total.labels(tier, direction)
         self.restore_seconds.labels("memory")

@@ -59,11 +59,17 @@ class TierReport(msgspec.Struct, kw_only=True):
 
 
 class QueueReport(msgspec.Struct, kw_only=True):
-    """The checkpoints that a tier should have and lacks."""
+    """The checkpoints that a tier should have and lacks. Of a cold tier also: `copying`, the one in progress; and since
+    the daemon's start, `copy_s`, how long a copy takes, the age of the last commit, and how many copies were given up,
+    by reason: "replaced" by newer ones, "no_space" in hot."""
 
     tier: str
     checkpoints: int
     oldest_age_s: float = 0.0
+    copying: str | None = None
+    copy_s: float | None = None
+    last_copy_age_s: float | None = None
+    given_up: dict[str, int] = {}
 
 
 class FailureReport(msgspec.Struct, kw_only=True):

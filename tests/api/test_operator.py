@@ -18,6 +18,7 @@ from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.slots import CREATED_AT
 from tierd.api.operator import Operator
+from tierd.copies import Reason
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format.ids import checkpoint_id
 
@@ -171,6 +172,27 @@ async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:
     house.rooms.catalog.listing_failed("cold", "503")
     queues = (await house.json("/api/v1/status"))["queues"]
     assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
+
+
+async def test_facts_of_slow_copies_are_in_status_metrics_and_page(house: House) -> None:
+    await with_history(house)
+    copies = house.rooms.context.copies
+    assert ("tierd_last_copy_timestamp_seconds", ("cold",)) not in await house.samples(), "0 would be wrong"
+    for seconds in (300.0, 360.0, 420.0):
+        copies.committed("cold", seconds=seconds, at_s=NOW.timestamp() - 50)
+    copies["cold"].given_up[Reason.REPLACED] += 5
+    house.rooms.catalog.set_copying("cold", checkpoint_id(RUN, 7, 1))
+    queue = (await house.json("/api/v1/status"))["queues"][1]
+    assert (queue["copying"], queue["copy_s"], queue["last_copy_age_s"], queue["given_up"]) == (
+        f"{RUN}/000000000007-g0001",
+        360.0,
+        50.0,
+        {"replaced": 5},
+    )
+    samples = await house.samples()
+    assert samples["tierd_last_copy_timestamp_seconds", ("cold",)] == NOW.timestamp() - 50
+    _, page, _ = await house.get("/")
+    assert f"<td>{RUN}/000000000007-g0001<td>360 s<td>50 s ago<td>5 replaced" in page
 
 
 async def test_checkpoints_are_listed_with_sizes_including_the_memory_tier(house: House) -> None:

@@ -287,6 +287,28 @@ def test_daemon_of_another_directory_is_ignored(house: House) -> None:
     assert rows[0]["tiers"] == ["hot"]
 
 
+def test_status_says_which_tier_does_not_keep_up_and_what_was_given_up(house: House) -> None:
+    queue = {
+        "tier": "cold",
+        "checkpoints": 4,
+        "oldest_age_s": 400.0,
+        "copying": "run42/000000000100-g0001",
+        "copy_s": 360.0,
+        "last_copy_age_s": 65.0,
+        "given_up": {"replaced": 5, "no_space": 2},
+    }
+    hot = {"name": "hot", "url": f"file://{house.hot}", "is_known": True}
+    facts = {"version": "0.1.0", "node": "n", "pid": 7, "uptime_s": 1.0, "is_ready": True}
+    with answering(house, msgspec.json.encode({**facts, "tiers": [hot], "queues": [queue]})):
+        status = house.tierd("status")
+    assert status.stdout.splitlines()[-3:] == [
+        "waiting for cold: 4, the oldest for 6 min 40 s; run42/000000000100-g0001 is being copied; "
+        "last copy 1 min 5 s ago",
+        "cold DOES NOT KEEP UP: 5 checkpoints were replaced before their copy, a copy takes 6 min 0 s",
+        "GIVEN UP: 2 checkpoints were deleted before cold had them: hot had no room",
+    ]
+
+
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"version": 1}', b"null"])
 def test_answer_that_is_not_from_a_daemon_is_exit_13(house: House, body: bytes) -> None:
     with answering(house, body):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.policy import plan, sequences, view
+from tests.support.policy import brief, by_replica, plan, sequences, view
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept
 
 DEFAULT = LifecycleConfig()
-
-
-def brief(decisions: Iterable[Decision]) -> list[tuple[str, int, str]]:
-    return [(one.action.value, one.checkpoint.step // 10, one.tier) for one in decisions]
 
 
 # ── what one policy keeps ──
@@ -338,10 +333,6 @@ def test_ten_thousand_checkpoints_are_planned_at_once() -> None:
 
 
 # ── why ──
-
-
-def by_replica(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Action, str]]:
-    return {(one.checkpoint.step // 10, one.tier): (one.action, one.reason) for one in found}
 
 
 def test_explanation_covers_every_replica_and_every_selected_one() -> None:

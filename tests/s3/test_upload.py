@@ -286,6 +286,15 @@ async def test_abandoned_upload_is_aborted_after_its_grace(served: Bucket) -> No
     await store.close()
 
 
+async def test_unfinished_uploads_are_those_below_the_prefix_of_the_tier(served: Bucket) -> None:
+    store = await interrupted(served)
+    await store.requests.request("create_multipart_upload", "begin", Key="elsewhere/another")
+    assert await store.unfinished() == [KEY]
+    await put(store)
+    assert await store.unfinished() == []
+    await store.close()
+
+
 # ── lost answers ──
 
 

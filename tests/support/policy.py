@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 
 from tierd.config import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.lifecycle.policy import CheckpointView, Decision, copies, deletions, explain
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, copies, deletions, explain
 
 
 def view(
@@ -40,11 +40,22 @@ def plan(
     cold: Mapping[str, bool],
     hot_known: bool,
     own: Mapping[str, TierPolicy] = MappingProxyType({}),
+    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
 ) -> list[Decision]:
     """What is carried out: the copies in their order, then the deletions in theirs. Arguments as of `explain`."""
     views = list(checkpoints)
-    decisions = explain(views, rules, cold=cold, hot_known=hot_known, own=own)
+    decisions = explain(views, rules, cold=cold, hot_known=hot_known, own=own, copying=copying)
     return copies(decisions, {one.id for one in views if one.milestones}) + deletions(decisions)
+
+
+def brief(decisions: Iterable[Decision]) -> list[tuple[str, int, str]]:
+    """Of each: the action, the number of the checkpoint, the tier."""
+    return [(one.action.value, one.checkpoint.step // 10, one.tier) for one in decisions]
+
+
+def by_replica(found: Iterable[Decision]) -> dict[tuple[int, str], tuple[Action, str]]:
+    """By number of the checkpoint and tier: the action and its reason."""
+    return {(one.checkpoint.step // 10, one.tier): (one.action, one.reason) for one in found}
 
 
 def sequences(views: Iterable[CheckpointView], found: Iterable[CheckpointId]) -> list[int]:

@@ -245,6 +245,7 @@ class StoreContract:
             await store.read("run/absent", 0, memoryview(bytearray(0)))
         assert await store.list() == []
         assert await store.list("run/") == []
+        assert await store.unfinished() == []
 
     async def test_small_objects_are_read_up_to_their_limit(self, store: Store) -> None:
         assert await store.put_bytes("run/x", b"0123456789")

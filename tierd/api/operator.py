@@ -113,7 +113,14 @@ class Operator:
         queues = [_queue(HOT, ages)]
         for tier, checkpoints in waiting(self._catalog, self._context.config).items():
             entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
-            queues.append(_queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries]))
+            queue = _queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries])
+            record, copying = self._context.copies[tier], self._catalog.copying(tier)
+            queue.copying = str(copying) if copying else None
+            queue.copy_s = record.copy_s
+            if record.committed_at_s is not None:
+                queue.last_copy_age_s = round(max(0.0, self._now().timestamp() - record.committed_at_s), 1)
+            queue.given_up = {str(reason): count for reason, count in record.given_up.items()}
+            queues.append(queue)
         return queues
 
     async def refresh_gauges(self) -> None:
@@ -150,6 +157,8 @@ class Operator:
         for queue in status.queues:
             metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)
             metrics.queue_oldest_age_seconds.labels(queue.tier).set(queue.oldest_age_s)
+            if (committed_at_s := self._context.copies[queue.tier].committed_at_s) is not None:
+                metrics.last_copy_timestamp_seconds.labels(queue.tier).set(committed_at_s)
         for state, count in status.slots.items():
             metrics.slots.labels(state).set(count)
         reasons = {halt.reason for halt in halted(self._catalog)}
@@ -237,7 +246,19 @@ def _render(status: StatusReport) -> str:
         ]
         for tier in status.tiers
     ]
-    queues = [[queue.tier, str(queue.checkpoints), f"{queue.oldest_age_s:.0f} s"] for queue in status.queues]
+    queues = [
+        [
+            queue.tier,
+            str(queue.checkpoints),
+            f"{queue.oldest_age_s:.0f} s",
+            queue.copying or "",
+            "" if queue.copy_s is None else f"{queue.copy_s:.0f} s",
+            "" if queue.last_copy_age_s is None else f"{queue.last_copy_age_s:.0f} s ago",
+            ", ".join(f"{count} {reason}" for reason, count in sorted(queue.given_up.items())),
+        ]
+        for queue in status.queues
+    ]
+    queue_heads = ["to", "checkpoints", "oldest", "copying", "a copy takes", "last copy", "given up"]
     failures = [[one.at, one.stage, one.kind, one.message, one.hint] for one in status.failures]
     return (
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
@@ -247,7 +268,7 @@ def _render(status: StatusReport) -> str:
         f"{status.uptime_s:.0f} s; deletion halted: {html.escape('; '.join(status.halted) or 'no')}</p>"
         + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
-        + _table("Still to be copied", ["to", "checkpoints", "oldest"], queues)
+        + _table("Still to be copied", queue_heads, queues)
         + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)
     )
 

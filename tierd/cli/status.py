@@ -16,7 +16,7 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.decisions import halted
 from tierd.errors import DaemonUnreachable
-from tierd.report import RunReport, StatusReport, TierReport, free_bytes, run_report, tier_report
+from tierd.report import QueueReport, RunReport, StatusReport, TierReport, free_bytes, run_report, tier_report
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
@@ -83,9 +83,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
         right=("CHECKPOINTS", "USED", "FREE"),
     )
     for queue in report.queues:
-        if queue.checkpoints:
-            oldest = duration(queue.oldest_age_s)
-            print_result(f"waiting for {queue.tier}: {queue.checkpoints}, the oldest for {oldest}")
+        _print_queue(queue)
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     for reason in report.halted:
@@ -95,6 +93,19 @@ def _print(report: StatusReport, settings: Settings) -> None:
         print_result(f"failure {where}: {failure.message}")
         if failure.hint:
             print_result(f"  hint: {failure.hint}")
+
+
+def _print_queue(queue: QueueReport) -> None:
+    if queue.checkpoints:
+        parts = [f"waiting for {queue.tier}: {queue.checkpoints}, the oldest for {duration(queue.oldest_age_s)}"]
+        parts += [f"{queue.copying} is being copied"] if queue.copying else []
+        parts += [] if queue.last_copy_age_s is None else [f"last copy {duration(queue.last_copy_age_s)} ago"]
+        print_result("; ".join(parts))
+    if replaced := queue.given_up.get("replaced"):
+        takes = "" if queue.copy_s is None else f", a copy takes {duration(queue.copy_s)}"
+        print_result(f"{queue.tier} DOES NOT KEEP UP: {replaced} checkpoints were replaced before their copy{takes}")
+    if no_space := queue.given_up.get("no_space"):
+        print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
 
 
 def _print_run(run: RunReport, settings: Settings) -> None:

@@ -1,8 +1,8 @@
 """The lifecycle as one pure function: which replicas to copy, evict or expire, given which exist.
 
 last_replica: it never deletes the last committed replica of a checkpoint that any policy keeps, the newest healthy
-checkpoint, or a hot replica whose selected cold copy is pending. halt, not guess: it deletes nothing in a tier whose
-contents are unknown, and nothing because of what such a tier might hold.
+checkpoint, or a hot replica whose cold copy is selected or in progress. halt, not guess: it deletes nothing in a tier
+whose contents are unknown, and nothing because of what such a tier might hold.
 """
 
 from __future__ import annotations
@@ -54,10 +54,27 @@ class Decision:
     reason: str
 
 
-def copies(decisions: Iterable[Decision], milestones: Container[CheckpointId]) -> list[Decision]:
-    """The copies to make, in order: milestones first, then the newest."""
+def copies(
+    decisions: Iterable[Decision], milestones: Container[CheckpointId], lasting: Container[CheckpointId] = ()
+) -> list[Decision]:
+    """The copies to make, in order: milestones, then those of `lasting`, then the others; of each the newest first."""
     copied = [decision for decision in decisions if decision.action is Action.REPLICATE]
-    return sorted(copied, key=lambda copy: (copy.checkpoint in milestones, copy.checkpoint.recency), reverse=True)
+
+    def urgency(copy: Decision) -> tuple[bool, bool, tuple[int, int]]:
+        return copy.checkpoint in milestones, copy.checkpoint in lasting, copy.checkpoint.recency
+
+    return sorted(copied, key=urgency, reverse=True)
+
+
+def lasting(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> set[CheckpointId]:
+    """Of those that the policy keeps, the ones that newer checkpoints do not replace: kept for good, or kept although
+    there are `keep_last` newer ones. It may name others too, which the policy does not keep."""
+    found: set[CheckpointId] = set()
+    for _, views in by_run(checkpoints):
+        healthy = sorted((view for view in views if view.healthy is not False), key=lambda view: view.id.recency)
+        found |= {view.id for view in healthy[: -policy.keep_last]}
+        found |= {view.id for view in views if kept_forever(view, policy)}
+    return found
 
 
 def deletions(decisions: Iterable[Decision]) -> list[Decision]:
@@ -73,15 +90,17 @@ def explain(
     cold: Mapping[str, bool],
     hot_known: bool,
     own: Mapping[str, TierPolicy] = MappingProxyType({}),
+    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
 ) -> list[Decision]:
     """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name.
 
     `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
-    not use the common one.
+    not use the common one. `copying`: by cold tier, what is being copied to it. The tier selects it until it is there,
+    whatever is newer by then; unless it was found unhealthy.
     """
     decisions: list[Decision] = []
     for _, views in by_run(checkpoints):
-        run_policy = _RunPolicy(views, policy, cold=cold, hot_known=hot_known, own=own)
+        run_policy = _RunPolicy(views, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
         for view in sorted(views, key=lambda view: view.id.recency, reverse=True):
             decisions += run_policy.decide(view)
     return decisions
@@ -109,6 +128,7 @@ class _RunPolicy:
         cold: Mapping[str, bool],
         hot_known: bool,
         own: Mapping[str, TierPolicy],
+        copying: Mapping[str, Container[CheckpointId]],
     ) -> None:
         self._cold = cold
         self._hot_known = hot_known
@@ -117,6 +137,10 @@ class _RunPolicy:
         present = [view for view in views if view.tiers & self._known]
         # What each tier should hold, of all checkpoints that exist.
         self._selects = {tier: kept(present, rules) for tier, rules in policies.items()}
+        for tier in cold:
+            for view in present:
+                if view.id in copying.get(tier, ()) and tier not in view.tiers and view.healthy is not False:
+                    self._selects[tier].setdefault(view.id, "it is being copied")
         self._orphaned = {} if cold else kept(present, policy.cold)
         # A tier also keeps what its policy selects from its own contents alone. Otherwise a cold tier that lags would
         # delete its newest checkpoints because of newer ones that have not arrived there yet.

@@ -237,6 +237,12 @@ class S3Store:
                 aborted += 1
         return aborted
 
+    async def unfinished(self) -> list[str]:
+        action = f"look for unfinished uploads in {self.url} in {self.requests.name}"
+        uploads = await unfinished_uploads(self.requests, self.requests.prefix, action)
+        keys = (upload.object_key.removeprefix(self.requests.prefix) for upload in uploads)
+        return [key for key in keys if is_key(key)]
+
     async def close(self) -> None:
         await self.requests.close()
 

@@ -243,6 +243,9 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         self._has_swept = True
         return swept
 
+    async def unfinished(self) -> list[str]:
+        return []  # an interrupted file begins again
+
     async def sweep_partials(self, below: str = "", *, is_given_up: Callable[[str, float], bool] | None = None) -> int:
         """Removes partial files whose writer is dead. Returns how many.
 

@@ -163,3 +163,7 @@ class Store(ReadableStore, Protocol):
         older than `grace_s`.
         """
         ...
+
+    async def unfinished(self) -> list[str]:
+        """The keys of the objects that puts have begun and never finished, and that a later put continues."""
+        ...

@@ -1,7 +1,8 @@
 """Deletes replicas that the lifecycle does not keep: evicts one of several, expires the last. Manifest first.
 
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
-tier cannot be listed, nothing of the run is deleted there. Also frees the slots of runs whose trainers have left.
+tier cannot be listed, nothing of the run is deleted there. While hot has no room for the next checkpoints, copies that
+wait there are given up, one by one and never in silence. Also frees the slots of runs whose trainers have left.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import math
 from collections.abc import Collection
 from functools import partial
 
+from tierd.catalog import Entry
 from tierd.context import DaemonContext
-from tierd.decisions import deletions
-from tierd.errors import Corrupt, Retained, TierdError
+from tierd.copies import Reason
+from tierd.decisions import decisions, deletions, to_give_up
+from tierd.errors import Corrupt, GivenUp, Retained, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
+from tierd.lifecycle import policy
 from tierd.lifecycle.policy import HOT, Action, Decision
 from tierd.listing import files_of, missing_file
 
 log = logging.getLogger("tierd")
 
 _HINT = "hot keeps its replica, and the scrub or `tierd verify --repair` repairs the other one"
+_GIVEN_UP_HINT = "copies are slower than the checkpoints that are kept; see docs/RUNBOOK.md#copies-given-up"
 RETENTION_S_MIN = 60.0
 RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
 
@@ -36,19 +41,20 @@ class Reaper:
         self._catalog = context.catalog
         self._done_at = -1  # the catalog's changes at the end of the last pass that left nothing to do
         self._retentions = Retentions()
+        self._selected: dict[CheckpointId, set[str]] = {}  # of each in hot: the tiers that should get it
 
     async def run_once(self) -> bool:
         grace_s = self._context.config.daemon.memory_grace_s
         for run in self._context.memory.forget_departed(now_s=self._context.monotonic_s(), grace_s=grace_s):
             self._context.notify.run_forgotten(run)
             log.info("gave back the memory of %s: its trainers left %.0f s ago", run, grace_s)
-        if self._catalog.changes == self._done_at and self._context.monotonic_s() < self._retentions.due_s:
-            return True
-        self._retentions.forget_due(now_s=self._context.monotonic_s())
         failed_tiers: set[str] = set()
-        while not await self._delete(failed_tiers):
-            pass
-        self._done_at = -1 if failed_tiers else self._catalog.changes
+        if self._catalog.changes != self._done_at or self._context.monotonic_s() >= self._retentions.due_s:
+            self._retentions.forget_due(now_s=self._context.monotonic_s())
+            while not await self._delete(failed_tiers):
+                pass
+            self._done_at = -1 if failed_tiers else self._catalog.changes
+        await self._make_room()
         return not failed_tiers
 
     async def _delete(self, failed_tiers: set[str]) -> bool:
@@ -57,7 +63,7 @@ class Reaper:
         A tier where a deletion fails is added to `failed_tiers` and skipped; the others go on. Of a retained checkpoint
         only that one is skipped."""
         decided_at = self._catalog.changes
-        for action in deletions(self._catalog, self._context.config):
+        for action in policy.deletions(self._decide()):
             now_s = self._context.monotonic_s()
             if action.tier in failed_tiers or self._retentions.holds(action.tier, action.checkpoint, now_s=now_s):
                 continue
@@ -77,13 +83,65 @@ class Reaper:
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 continue
             is_unchanged = self._catalog.changes == decided_at
-            self._catalog.drop(action.checkpoint, action.tier)
+            entry = self._catalog.get(action.checkpoint)
+            if action.tier == HOT and entry is not None and entry.healthy is not False:
+                self._record_given_up(entry, Reason.REPLACED)
+            self._drop(action)
             if is_unchanged:
                 decided_at = self._catalog.changes
-            self._context.notify.space_freed()
-            verb = "evicted" if action.action is Action.EVICT else "expired"
-            log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
         return self._catalog.changes == decided_at
+
+    def _drop(self, action: Decision) -> None:
+        self._catalog.drop(action.checkpoint, action.tier)
+        self._context.notify.space_freed()
+        verb = "evicted" if action.action is Action.EVICT else "expired"
+        log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
+
+    def _decide(self) -> list[Decision]:
+        """The plan. Also notes which cold tiers should get what is in hot, to tell later which of them did not."""
+        decided = decisions(self._catalog, self._context.config)
+        for decision in decided:
+            if decision.action in (Action.REPLICATE, Action.WAIT):
+                self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)
+        entries = [entry for checkpoint in self._selected if (entry := self._catalog.get(checkpoint))]
+        self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
+        return decided
+
+    async def _make_room(self) -> None:
+        """Give up copies that wait in hot, while hot has no room for the next checkpoints."""
+        try:
+            free_bytes = await self._context.hot_store.free_bytes()
+        except TierdError:
+            return
+        for action in to_give_up(self._catalog, self._context.config, free_bytes):
+            if action.action is Action.EVICT and not await self._is_elsewhere(action, set()):
+                continue
+            confirm = partial(self._is_still_given_up, action, free_bytes)
+            try:
+                if not await self._context.hot.delete(action.checkpoint, confirm=confirm):
+                    return
+            except TierdError as error:
+                self._context.incidents.record(self.name, error, action.checkpoint)
+                return
+            if (entry := self._catalog.get(action.checkpoint)) is not None:
+                tiers = ", ".join(self._record_given_up(entry, Reason.NO_SPACE))
+                error = GivenUp(f"copy {action.checkpoint} to {tiers}: {action.reason}", hint=_GIVEN_UP_HINT)
+                self._context.incidents.record(self.name, error, action.checkpoint)
+            self._drop(action)
+
+    def _is_still_given_up(self, action: Decision, free_bytes: int | None, names: Collection[str]) -> bool:
+        """As `_is_still_decided`."""
+        is_milestone = any(layout.milestone_of(name) is not None for name in names)
+        given_up = to_give_up(self._catalog, self._context.config, free_bytes)
+        return not is_milestone and action.checkpoint in (decision.checkpoint for decision in given_up)
+
+    def _record_given_up(self, entry: Entry, reason: Reason) -> list[str]:
+        """Count that hot loses a checkpoint. Returns the cold tiers that should get it and have not."""
+        tiers = sorted(self._selected.get(entry.id, set()) - entry.tiers)
+        for tier in tiers:
+            self._context.copies[tier].given_up[reason] += 1
+            self._context.metrics.copies_given_up_total.labels(tier=tier, reason=reason).inc()
+        return tiers
 
     def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the

@@ -1,19 +1,24 @@
 """Copies committed checkpoints from the hot tier to one cold tier. A pass is safe to repeat and to kill.
 
 The plan comes from lifecycle. Every byte is checked against the manifest while it is copied, so a damaged hot replica
-is never copied. Each cold tier has its own replicator, so a slow or dead tier does not delay the others.
+is never copied. Each cold tier has its own replicator, so a slow or dead tier does not delay the others. What is being
+copied stays in hot until it is committed, however slow the tier is: so the tier advances at the pace of its bandwidth.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 
+from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, Run
 from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted
@@ -21,6 +26,31 @@ from tierd.workers.recovery import clear_uncommitted
 log = logging.getLogger("tierd")
 
 GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
+FORMER_COPY_S = 600.0  # assumed for a copy of a former daemon: how long it took is not known
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy in progress, over all its attempts. `sent_bytes`: in this attempt; `sent_max`: the most in any. Times by
+    the monotonic clock; `failing_since_s`: when an attempt first failed since there was progress."""
+
+    checkpoint: CheckpointId
+    began_s: float
+    sent_bytes: int = 0
+    sent_max: int = 0
+    failing_since_s: float | None = None
+
+    def sent(self, size_bytes: int) -> None:
+        self.sent_bytes += size_bytes
+        if self.sent_bytes > self.sent_max:  # an attempt counts again what an earlier one has sent
+            self.sent_max, self.failing_since_s = self.sent_bytes, None
+
+    def is_continued(self, now_s: float) -> bool:
+        """Whether the next attempt is of this checkpoint, after one that ended. Without progress, attempts go on for as
+        long as the copy had taken until then: a longer wait costs more than a new copy, which is of a newer one."""
+        if self.failing_since_s is None:
+            self.failing_since_s = now_s
+        return self.sent_max > 0 and now_s - self.failing_since_s <= self.failing_since_s - self.began_s
 
 
 class Replicator:
@@ -37,62 +67,132 @@ class Replicator:
         self._retentions = Retentions()
         self._swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
+        self._copy: Copy | None = None
+        self._went_back: set[Run] = set()  # runs whose last copy was older than what the tier had already
+        self._turns: dict[Run, int] = {}  # the number of the last copy of each run
+        self._turn = count(1)
         self._done_at = -1  # the catalog's changes at the start of the last pass that left nothing to do
 
     async def run_once(self) -> bool:
-        """Copy until nothing is pending. After an error of the tier the pass ends, and the checkpoint that failed comes
-        last in the next one; after an error of a checkpoint the others are still copied."""
+        """Copy until nothing is pending. After an error of the tier the pass ends, and the next one continues the same
+        copy if that had progressed, else the checkpoint that failed comes last. After an error of a checkpoint the
+        others are still copied."""
         began_at = self._catalog.changes
         if began_at == self._done_at:
             return True
+        self._drop_stalled_copy()
+        await self._find_former_copy()
         await self._clear_leftovers()
         await self._mark()
         tried: set[CheckpointId] = set()
         while untried := [c for c in pending(self._catalog, self._config, self._cold.name) if c not in tried]:
-            checkpoint = min(untried, key=lambda checkpoint: self._failures[checkpoint])
+            checkpoint = self._next(untried)
             tried.add(checkpoint)
             try:
-                await self._replicate(checkpoint)
+                await self._replicate(checkpoint, self._begin(checkpoint))
                 del self._failures[checkpoint]
+                self._end_copy()
             except NotFound:
                 # It was deleted or evicted while it was copied. What was sent is removed later, as a leftover.
+                self._end_copy()
                 self._catalog.drop(checkpoint, self._hot.name)
             except (Transient, Full):
-                self._failures[checkpoint] += 1
+                self._drop_stalled_copy()
                 raise
             except TierdError as error:
+                self._end_copy()
                 self._failures[checkpoint] += 1
                 if isinstance(error, Corrupt):
                     self._context.metrics.verify_failures_total.labels(tier=self._hot.name).inc()
                 self._context.incidents.record(self.name, error, checkpoint)
         self._failures = Counter({failed: self._failures[failed] for failed in tried & self._failures.keys()})
-        if not self._failures:
+        if not self._failures and self._copy is None:
             self._done_at = began_at
         return not self._failures
 
-    async def _replicate(self, checkpoint: CheckpointId) -> None:
+    # ── the copy in progress ──
+
+    def _next(self, untried: list[CheckpointId]) -> CheckpointId:
+        """The copy in progress, then those with the fewest failures. Runs take turns. After a copy of a checkpoint that
+        was older than what the tier has of the run, a newer one is copied: the tier advances at least every second
+        time, however many older ones wait. Otherwise in the order of the plan."""
+        newest = {run: self._catalog.newest(run, self._cold.name) for run in self._went_back}
+        least = {run: manifest.id.recency for run, manifest in newest.items() if manifest is not None}
+
+        def urgency(checkpoint: CheckpointId) -> tuple[bool, int, int, bool]:
+            is_begun = self._copy is not None and self._copy.checkpoint == checkpoint
+            is_older = checkpoint.run in least and checkpoint.recency < least[checkpoint.run]
+            return not is_begun, self._failures[checkpoint], self._turns.get(checkpoint.run, 0), is_older
+
+        return min(untried, key=urgency)
+
+    def _begin(self, checkpoint: CheckpointId) -> Copy:
+        if self._copy is None or self._copy.checkpoint != checkpoint:
+            self._copy = Copy(checkpoint, self._context.monotonic_s())
+        self._copy.sent_bytes = 0
+        self._catalog.set_copying(self._cold.name, checkpoint)
+        return self._copy
+
+    def _end_copy(self) -> None:
+        self._copy = None
+        self._catalog.set_copying(self._cold.name, None)
+
+    def _drop_stalled_copy(self) -> None:
+        """A copy that fails without progress for long does not stay in hot: the tier may be down for days."""
+        if self._copy is not None and not self._copy.is_continued(self._context.monotonic_s()):
+            self._failures[self._copy.checkpoint] += 1
+            self._end_copy()
+
+    async def _find_former_copy(self) -> None:
+        """After a start, once: the copy that a former daemon has begun is continued, the newest of several. The tier
+        shows it by files without a manifest or by unfinished uploads. A tier that cannot be listed shows nothing."""
+        knowledge = self._catalog.tiers[self._cold.name]
+        if self._catalog.is_copying_known(self._cold.name) or knowledge.error == NOT_LISTED_YET:
+            return
+        begun = set(knowledge.partial)
+        with suppress(TierdError):
+            begun |= {parsed for key in await self._cold.store.unfinished() if (parsed := layout.parse_key(key))}
+        in_hot = {manifest.id for manifest in self._catalog.manifests_in(self._hot.name)}
+        in_cold = {manifest.id for manifest in self._catalog.manifests_in(self._cold.name)}
+        if checkpoint := max((begun & in_hot) - in_cold, key=lambda begun: begun.recency, default=None):
+            self._copy = Copy(checkpoint, self._context.monotonic_s() - FORMER_COPY_S, sent_max=1)
+        self._catalog.set_copying(self._cold.name, checkpoint)
+
+    # ── one copy ──
+
+    async def _replicate(self, checkpoint: CheckpointId, copy: Copy) -> None:
         entry = self._catalog.get(checkpoint)
         if entry is None:
             return
-        began_s = self._context.monotonic_s()
-        with self._context.throttle.writing(self._cold.name) as count_written:
+        context, run = self._context, checkpoint.run
+        began_s = context.monotonic_s()
+        with context.throttle.writing(self._cold.name) as count_written:
+
+            def progress(size_bytes: int) -> None:
+                count_written(size_bytes)
+                copy.sent(size_bytes)
+
             await copy_checkpoint(
                 entry.manifest,
                 self._hot,
                 self._cold,
                 milestones=entry.all_milestones,
                 is_healthy=entry.healthy,
-                progress=count_written,
+                progress=progress,
             )
+        newest = self._catalog.newest(run, self._cold.name)
+        (self._went_back.add if newest and checkpoint.recency < newest.id.recency else self._went_back.discard)(run)
+        self._turns[run] = next(self._turn)
         self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
-        metrics = self._context.metrics
-        metrics.replicate_seconds.labels(tier=self._cold.name).observe(self._context.monotonic_s() - began_s)
-        metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(entry.manifest.size_bytes)
-        self._context.notify.send(
-            checkpoint.run,
-            wire.Replicated(step=checkpoint.step, generation=checkpoint.generation, tier=self._cold.name),
-        )
-        self._context.notify.replicated()
+        seconds = context.monotonic_s() - began_s
+        context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
+        context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)
+        context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(entry.manifest.size_bytes)
+        message = wire.Replicated(step=checkpoint.step, generation=checkpoint.generation, tier=self._cold.name)
+        context.notify.send(run, message)
+        context.notify.replicated()
+
+    # ── leftovers and markers ──
 
     async def _clear_leftovers(self) -> None:
         """Delete what a killed copy left of checkpoints that will not be copied again, as often as the tier is listed.

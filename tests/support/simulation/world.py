@@ -295,7 +295,7 @@ class World:
 def simulate(schedule: Schedule) -> Outcome:
     """Run a schedule to its end or to its first violation."""
     loop = SimulatedLoop(schedule.seed)
-    with _isolated(schedule.seed) as root:
+    with isolated(schedule.seed) as root:
         world = World(schedule, root, loop)
         try:
             with failing_calls(world.disk_fails):
@@ -311,7 +311,7 @@ def simulate(schedule: Schedule) -> Outcome:
 
 
 @contextmanager
-def _isolated(seed: int) -> Iterator[Path]:
+def isolated(seed: int) -> Iterator[Path]:
     """A folder in memory, a seeded `random`, no log, no garbage collection, whose time would differ. Afterwards every
     descriptor that was left open is closed."""
     memory = Path("/dev/shm")
