@@ -6,6 +6,7 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +16,7 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle import policy
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.lifecycle.pressure import hot_deletions_for
 
 
 class HaltReason(StrEnum):
@@ -60,6 +62,25 @@ def decisions(catalog: Catalog, config: Config) -> list[Decision]:
 def deletions(catalog: Catalog, config: Config) -> list[Decision]:
     """The replicas to delete now, by run, the oldest first."""
     return policy.deletions(decisions(catalog, config))
+
+
+def deletions_for_space(
+    catalog: Catalog, config: Config, need_bytes: int, *, without: Container[CheckpointId] = ()
+) -> list[Decision]:
+    """The deletions in hot that free `need_bytes`, or as much as may be freed, beyond what its policy keeps.
+
+    `without`: checkpoints to leave alone.
+    """
+    if not catalog.tiers[HOT].is_known:
+        return []
+    halted_runs = {checkpoint.run for tier, checkpoint in catalog.unreadable() if tier == HOT}
+    decided = [
+        decision
+        for decision in decisions(catalog, config)
+        if decision.checkpoint.run not in halted_runs and decision.checkpoint not in without
+    ]
+    sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
+    return hot_deletions_for(need_bytes, decided, cold=[cold.name for cold in config.cold], sizes=sizes)
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:

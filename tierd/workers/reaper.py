@@ -1,18 +1,19 @@
 """Deletes replicas that the lifecycle does not keep: evicts one of several, expires the last. Manifest first.
 
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
-tier cannot be listed, nothing of the run is deleted there. Also frees the slots of runs whose trainers have left.
+tier cannot be listed, nothing of the run is deleted there. When the hot disk is full, it also evicts what every cold
+tier holds, beyond the policy. Also frees the slots of runs whose trainers have left.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from tierd.context import DaemonContext
-from tierd.decisions import deletions
+from tierd.decisions import deletions, deletions_for_space
 from tierd.errors import Corrupt, Retained, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -46,46 +47,85 @@ class Reaper:
             return True
         self._retentions.forget_due(now_s=self._context.monotonic_s())
         failed_tiers: set[str] = set()
-        while not await self._delete(failed_tiers):
+        plan = partial(deletions, self._catalog, self._context.config)
+        while not await self._delete(plan, failed_tiers):
             pass
         self._done_at = -1 if failed_tiers else self._catalog.changes
         return not failed_tiers
 
-    async def _delete(self, failed_tiers: set[str]) -> bool:
+    async def make_room(self, need_bytes: int) -> int:
+        """Free `need_bytes` in hot, or as much as may be freed: evict what every cold tier holds, oldest first, beyond
+        what the policy keeps. Returns the freed bytes."""
+        freed_bytes = 0
+        failed_tiers: set[str] = set()
+        skipped: set[CheckpointId] = set()
+
+        def plan() -> list[Decision]:
+            missing_bytes = need_bytes - freed_bytes
+            return deletions_for_space(self._catalog, self._context.config, missing_bytes, without=skipped)
+
+        def count(action: Decision, size_bytes: int) -> None:
+            nonlocal freed_bytes
+            freed_bytes += size_bytes
+            if action.action is Action.EVICT:
+                self._context.metrics.pressure_evictions_total.inc()
+
+        while HOT not in failed_tiers and (planned := plan()):
+            while not await self._delete(plan, failed_tiers, on_deleted=count, is_patient=False):
+                pass
+            skipped |= {action.checkpoint for action in planned}  # what is left of them could not be deleted
+        return freed_bytes
+
+    async def _delete(
+        self,
+        plan: Callable[[], list[Decision]],
+        failed_tiers: set[str],
+        *,
+        on_deleted: Callable[[Decision, int], None] = lambda action, size_bytes: None,
+        is_patient: bool = True,
+    ) -> bool:
         """Carry out one plan. False when the catalog changed meanwhile, so that the plan may be out of date.
 
         A tier where a deletion fails is added to `failed_tiers` and skipped; the others go on. Of a retained checkpoint
-        only that one is skipped."""
+        only that one is skipped. `is_patient`: wait for another deletion of the same checkpoint, instead of skipping
+        it."""
         decided_at = self._catalog.changes
-        for action in deletions(self._catalog, self._context.config):
+        for action in plan():
             now_s = self._context.monotonic_s()
+            lock, entry = self._context.lock(action.checkpoint), self._catalog.get(action.checkpoint)
             if action.tier in failed_tiers or self._retentions.holds(action.tier, action.checkpoint, now_s=now_s):
                 continue
-            if self._catalog.changes != decided_at:
-                return False
-            if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
+            if entry is None or (lock.locked() and not is_patient):
                 continue
-            confirm = partial(self._is_still_decided, action, decided_at)
-            try:
-                if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+            async with lock:
+                if self._catalog.changes != decided_at:
                     return False
-            except TierdError as error:
-                if isinstance(error, Retained):
-                    self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
-                else:
-                    failed_tiers.add(action.tier)
-                self._context.incidents.record(self.name, error, action.checkpoint)
-                continue
-            is_unchanged = self._catalog.changes == decided_at
-            self._catalog.drop(action.checkpoint, action.tier)
-            if is_unchanged:
-                decided_at = self._catalog.changes
+                if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
+                    continue
+                confirm = partial(self._is_still_decided, action, plan, decided_at)
+                try:
+                    if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+                        return False
+                except TierdError as error:
+                    if isinstance(error, Retained):
+                        self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
+                    else:
+                        failed_tiers.add(action.tier)
+                    self._context.incidents.record(self.name, error, action.checkpoint)
+                    continue
+                is_unchanged = self._catalog.changes == decided_at
+                self._catalog.drop(action.checkpoint, action.tier)
+                if is_unchanged:
+                    decided_at = self._catalog.changes
+            on_deleted(action, entry.manifest.size_bytes)
             self._context.notify.space_freed()
             verb = "evicted" if action.action is Action.EVICT else "expired"
             log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
         return self._catalog.changes == decided_at
 
-    def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
+    def _is_still_decided(
+        self, action: Decision, plan: Callable[[], list[Decision]], decided_at: int, names: Collection[str]
+    ) -> bool:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
         checkpoint's files in the tier; a milestone that another machine has set there enters the catalog."""
         entry = self._catalog.get(action.checkpoint)
@@ -94,7 +134,7 @@ class Reaper:
             log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
             self._catalog.add(entry.manifest, action.tier, unknown)
             return False
-        return self._catalog.changes == decided_at or action in deletions(self._catalog, self._context.config)
+        return self._catalog.changes == decided_at or action in plan()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
