@@ -7,7 +7,9 @@ makes room; if it cannot, the snapshot is left to workers/write_through.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from tierd.context import DaemonContext
@@ -21,8 +23,11 @@ from tierd.report import free_bytes
 from tierd.tiers.pool import for_each
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
+log = logging.getLogger("tierd")
+
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
 MARGIN_BYTES = 1 << 20  # of free space beside the shards: for the manifest, the markers and the folder
+ROOM_TIMEOUT_S = 60.0  # to make room takes listings of cold tiers, which must not stop the snapshots of other runs
 
 
 class Persister:
@@ -101,15 +106,24 @@ class Persister:
         size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshot_set.snapshots.values())
         missing_bytes = await self._missing_bytes(size_bytes)
         if missing_bytes > 0:
-            await self._make_room(missing_bytes)
+            await self._free(missing_bytes)
         try:
             return await self._write(snapshot_set)
         except Full:
             # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
             missing_bytes = await self._missing_bytes(size_bytes)
-            if not await self._make_room(missing_bytes if missing_bytes > 0 else size_bytes):
+            if not await self._free(missing_bytes if missing_bytes > 0 else size_bytes):
                 raise
             return await self._write(snapshot_set)
+
+    async def _free(self, need_bytes: int) -> int:
+        """The bytes that were freed in hot; 0 also when it took too long."""
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                return await self._make_room(need_bytes)
+        except TimeoutError:
+            log.warning("make room in hot: no answer from the cold tiers within %.0f s", ROOM_TIMEOUT_S)
+            return 0
 
     async def _missing_bytes(self, size_bytes: int) -> int:
         """How much more free space a checkpoint of this size needs in hot; 0 where the free space is not known."""

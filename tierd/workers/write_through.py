@@ -8,6 +8,7 @@ get as much time again, so that a slow tier does not occupy the slots. `Replicat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from tierd.context import DaemonContext
@@ -20,6 +21,7 @@ from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
+from tierd.tiers.pool import for_each
 from tierd.tiers.tier import ReadableTier, Tier, copy_checkpoint
 
 log = logging.getLogger("tierd")
@@ -70,30 +72,24 @@ class WriteThrough:
         return is_durable
 
     async def _write_to_all(self, snapshot_set: SnapshotSet) -> bool:
-        clock = asyncio.get_running_loop().time
         await self._memory.compute_checksums(snapshot_set)
         sequence = self._catalog.sequence_max(snapshot_set.id.run) + 1
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
-        copies = {
-            asyncio.create_task(self._write_to(cold, source, manifest, snapshot_set))
-            for cold in self._context.cold.values()
-        }
-        began_s, deadline_s, unfinished = clock(), None, copies
-        try:
-            while unfinished:
-                left_s = None if deadline_s is None else max(0.0, deadline_s - clock())
-                ended, unfinished = await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if deadline_s is None and any(copy.result() for copy in ended):
-                    deadline_s = clock() + max(EXTRA_TIME_MIN_S, clock() - began_s)
-                elif not ended:
-                    break
-        finally:
-            for copy in unfinished:
-                copy.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
-        return deadline_s is not None
+        clock = asyncio.get_running_loop().time
+        began_s, is_durable = clock(), False
+
+        async def write(cold: Tier) -> None:
+            nonlocal is_durable
+            if await self._write_to(cold, source, manifest, snapshot_set) and not is_durable:
+                is_durable = True
+                limit.reschedule(clock() + max(EXTRA_TIME_MIN_S, clock() - began_s))
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:  # none, until the first tier has committed
+                await for_each(len(self._context.cold), self._context.cold.values(), write)
+        return is_durable
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
         """Whether the tier has committed the checkpoint."""
