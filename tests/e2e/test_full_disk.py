@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def test_snapshots_that_hot_cannot_take_become_durable_in_cold_and_go_to_hot_aga
 
 def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_path: Path, hot: Path) -> None:
     """The copy of step 2 goes on, and step 4 takes the slot of step 3, which waits behind it."""
-    cold = 'url = "file://cold"\nmax_upload_mib_s = 0.5'
+    cold = 'url = "file://cold"\nmax_upload_mib_s = 0.01'
     with Daemon(tmp_path, cold=cold) as daemon, Peer(daemon.socket) as peer:
         attach(peer)
         fill(hot, leaving=MIB // 2)
@@ -117,6 +118,8 @@ def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_p
                 pass
         assert daemon.steps("cold") == [1]
         seal(peer, 0, 4)
+        daemon.config.write_text(daemon.config.read_text().replace("max_upload_mib_s = 0.01", ""))
+        daemon.signal(signal.SIGHUP)
         assert [peer.hear(wire.Replicated).step for _ in range(2)] == [2, 4]
         lost = [message.step for message in peer.heard if isinstance(message, wire.Failed) and message.is_final]
         assert lost == [3]
