@@ -30,6 +30,7 @@ PUBLIC = {
     "tierd_checkpoints": ("gauge", {"run", "tier"}),
     "tierd_tier_used_bytes": ("gauge", {"tier"}),
     "tierd_tier_free_bytes": ("gauge", {"tier"}),
+    "tierd_pressure_evictions_total": ("counter", set[str]()),
     "tierd_queue_checkpoints": ("gauge", {"tier"}),
     "tierd_queue_oldest_age_seconds": ("gauge", {"tier"}),
     "tierd_slots": ("gauge", {"state"}),
@@ -139,6 +140,16 @@ def test_series_of_a_run_begin_at_zero_and_are_created_once(metrics: Metrics) ->
     metrics.snapshots_total.labels("gpt", "skipped").inc()
     metrics.begin_run("gpt")
     assert value(metrics, "tierd_snapshots_total", run="gpt", outcome="skipped") == 1
+
+
+def test_series_of_runs_that_are_not_kept_are_removed(metrics: Metrics) -> None:
+    for run in ("gpt", "old"):
+        metrics.begin_run(run)
+        metrics.drill_newest_step_proven.labels(run, "cold").set(7)
+    metrics.snapshots_total.labels("gpt", "persisted").inc()
+    metrics.keep_runs({"gpt"})
+    assert value(metrics, "tierd_snapshots_total", run="gpt", outcome="persisted") == 1
+    assert {sample.labels["run"] for sample in samples(metrics) if "run" in sample.labels} == {"gpt"}
 
 
 def test_process_metrics_exist(metrics: Metrics) -> None:

@@ -5,17 +5,19 @@ The daemon builds it once. Clocks are injected, so that tests decide what time i
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.copies import CopyRecords
 from tierd.format import wire
-from tierd.format.ids import Run
+from tierd.format.ids import CheckpointId, Run
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory.tier import MemoryTier
@@ -42,6 +44,9 @@ class Notifier(Protocol):
 
     def examined(self) -> None:
         """A checkpoint has a health verdict: the plan may be different now."""
+
+    def hot_is_full(self) -> None:
+        """Hot has no space for a snapshot, and could make none: a cold tier may take it."""
 
     def space_freed(self) -> None:
         """A replica was deleted: its tier has room again."""
@@ -70,11 +75,17 @@ class DaemonContext:
     copies: CopyRecords = field(default_factory=CopyRecords)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
+    _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     @property
     def tiers(self) -> dict[str, Tier]:
         """The tiers with a store, by name: hot first, then the cold ones in the order of the config."""
         return {HOT: self.hot, **self.cold}
+
+    def lock(self, checkpoint: CheckpointId) -> asyncio.Lock:
+        """To be held while a replica of the checkpoint is deleted, or a marker is written beside one: a marker that is
+        written after the deletion would leave a folder without a manifest."""
+        return self._locks.setdefault(checkpoint, asyncio.Lock())
 
     def timestamp(self) -> str:
         """The time as ISO 8601 in UTC, to the millisecond."""

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
+from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
@@ -54,6 +55,7 @@ from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
 from tierd.workers.scrubber import Scrubber
 from tierd.workers.worker import Wake, Worker, run_forever
+from tierd.workers.write_through import WriteThrough
 
 log = logging.getLogger("tierd")
 
@@ -126,7 +128,10 @@ class _Daemon:
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config = self._context, self._config
-        workers: dict[str, Worker] = {"persist": Persister(context), "reap": Reaper(context)}
+        reaper = Reaper(context)
+        workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
+        if config.cold:
+            workers["write through"] = WriteThrough(context)
         if config.health.examine:
             workers["examine"] = self._examiner
         if config.scrub.interval_s:
@@ -143,7 +148,7 @@ class _Daemon:
         """Raises LockHeld when another daemon has locked the hot directory meanwhile. `about`: describes this daemon in
         the lock's file."""
         stop = self._catch_signals()
-        missing: list[CheckpointId] = []
+        missing: list[SnapshotSet] = []
         context = self._context
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         listener = open_listener(self._config.daemon.socket)
@@ -176,11 +181,7 @@ class _Daemon:
         if self._lock_error:
             raise self._lock_error
         if missing:
-            raise Transient(
-                f"drain: {', '.join(map(str, missing))} did not reach the hot tier within "
-                f"{self._config.daemon.drain_timeout_s:.0f} s",
-                hint="a trainer that still runs will send it again to the next daemon",
-            )
+            raise _drain_error(missing, self._config.daemon.drain_timeout_s)
 
     def start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         limits, record = self._config.limits, self._context.incidents.record
@@ -215,21 +216,30 @@ class _Daemon:
             except TierdError as error:
                 log.warning("%s", error)
 
-    async def _drain(self) -> list[CheckpointId]:
-        """Wait until every sealed snapshot is in the hot tier, for `daemon.drain_timeout_s` at most, and a while for
-        those that ranks are about to seal: a shutdown stops the trainers at the same time. Returns those that are not.
+    async def _drain(self) -> list[SnapshotSet]:
+        """Wait until every sealed snapshot is durable, for `daemon.drain_timeout_s` at most, and a while for those that
+        ranks are about to seal: a shutdown stops the trainers at the same time. Does not wait for a snapshot that hot
+        has no space for and that every cold tier has failed to take. Returns those that are not durable.
         """
         self._throttle.hurry(self)
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
         now_s = time.monotonic()
         deadline_s = now_s + self._config.daemon.drain_timeout_s
         seal_deadline_s = min(deadline_s, now_s + SEAL_TIMEOUT_S)
-        while (self._memory.pending() and time.monotonic() < deadline_s) or (
+        for snapshot_set in self._memory.pending():
+            snapshot_set.refused_by.clear()  # every tier is tried once more
+        while (not self._is_hopeless() and time.monotonic() < deadline_s) or (
             self._memory.unsealed() and time.monotonic() < seal_deadline_s
         ):
-            self._wakes["persist"].set()  # without backoff: there is little time left
+            # Without backoff: there is little time left.
+            self._wakes["persist"].set()
+            self._wakes["write through"].set()
             await self._persist_ended.take(DRAIN_POLL_S)
-        return [snapshot_set.id for snapshot_set in self._memory.pending()]
+        return self._memory.pending()
+
+    def _is_hopeless(self) -> bool:
+        """Whether no snapshot is left that a tier may still take."""
+        return all(snapshot_set.refused_by >= self._context.tiers.keys() for snapshot_set in self._memory.pending())
 
     def _notify_systemd(self, state: str) -> None:
         """sd_notify(3): one datagram, if systemd started us."""
@@ -319,6 +329,9 @@ class _Daemon:
             if name == "reap" or name.startswith("replicate"):
                 self._wakes[name].set()
 
+    def hot_is_full(self) -> None:
+        self._wakes["write through"].set()
+
     def space_freed(self) -> None:
         self._wakes["persist"].set()
 
@@ -339,6 +352,18 @@ class _Daemon:
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)
         return task
+
+
+def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
+    """The error of a daemon that ends although these snapshots are in its memory only."""
+    names = ", ".join(str(snapshot_set.id) for snapshot_set in missing)
+    hint = "a trainer that still runs will send it again to the next daemon"
+    if any(HOT in snapshot_set.refused_by for snapshot_set in missing):
+        refusing = ", ".join(sorted(set[str]().union(*(each.refused_by for each in missing)) - {HOT}))
+        others = f", and {refusing} did not take it" if refusing else ""
+        hint += "; free space in hot: docs/RUNBOOK.md#disk-full"
+        return Transient(f"drain: {names} is lost with this daemon: hot has no space for it{others}", hint=hint)
+    return Transient(f"drain: {names} did not reach the hot tier within {timeout_s:.0f} s", hint=hint)
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:

@@ -6,6 +6,7 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,6 +17,7 @@ from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.lifecycle.pressure import hot_deletions_for
 
 ROOM_CHECKPOINTS = 2  # one is written completely before an older one is evicted; one more while copies are given up
 
@@ -77,6 +79,25 @@ def deletions(catalog: Catalog, config: Config) -> list[Decision]:
     return policy.deletions(decisions(catalog, config))
 
 
+def deletions_for_space(
+    catalog: Catalog, config: Config, need_bytes: int, *, without: Container[CheckpointId] = ()
+) -> list[Decision]:
+    """The deletions in hot that free `need_bytes`, or as much as may be freed, beyond what its policy keeps.
+
+    `without`: checkpoints to leave alone.
+    """
+    if not catalog.tiers[HOT].is_known:
+        return []
+    halted_runs = {checkpoint.run for tier, checkpoint in catalog.unreadable() if tier == HOT}
+    decided = [
+        decision
+        for decision in decisions(catalog, config)
+        if decision.checkpoint.run not in halted_runs and decision.checkpoint not in without
+    ]
+    sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
+    return hot_deletions_for(need_bytes, decided, cold=[cold.name for cold in config.cold], sizes=sizes)
+
+
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
     rules = config.own_policies.get(tier, config.lifecycle.cold)
@@ -108,10 +129,8 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
 def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list[Decision]:
     """The replicas to delete from hot although cold tiers should still get them, so that hot has room for the next two
     checkpoints. `free_bytes`: the free space of hot; None: not limited."""
-    if free_bytes is None:
-        return []
     sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
-    to_free_bytes = ROOM_CHECKPOINTS * max(sizes.values(), default=0) - free_bytes
+    to_free_bytes = missing_room_bytes(catalog, free_bytes)
     if to_free_bytes <= 0 or not all(catalog.is_copying_known(cold.name) for cold in config.cold):
         return []
     copying = {checkpoint for cold in config.cold if (checkpoint := catalog.copying(cold.name))}
@@ -127,6 +146,12 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
             kept = policy.kept(views, config.lifecycle.hot)
             waiting += [view for view in views if view.id in waits and view.id not in kept]
     return give_up(waiting, sizes, to_free_bytes)
+
+
+def missing_room_bytes(catalog: Catalog, free_bytes: int | None) -> int:
+    """How much less than the room for the next two checkpoints is free in hot; 0 when that is free or not limited."""
+    largest_bytes = max((manifest.size_bytes for manifest in catalog.manifests_in(HOT)), default=0)
+    return 0 if free_bytes is None else max(0, ROOM_CHECKPOINTS * largest_bytes - free_bytes)
 
 
 def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:

@@ -2,14 +2,14 @@
 
 An attribute is the metric's name without `tierd_`: `metrics.persist_seconds.observe(0.3)`. The registry is injected,
 one per daemon. Series with known labels exist at 0 from the start, so rate() and increase() also see the first
-failure. A step number is never a label.
+failure. A step number is never a label, and the number of runs with series is bounded: RUNS_MAX.
 """
 
 from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,7 +24,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from tierd import __version__
 
-SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
+RUNS_MAX = (
+    100  # runs that have series of their own: those with trainers or slots, then those with the newest checkpoint
+)
+OTHER_RUNS = "(other)"  # no run can have this name; sums over the runs without series of their own
+SNAPSHOT_OUTCOMES = ("persisted", "written_through", "skipped", "failed", "lost")
 STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
@@ -57,7 +61,8 @@ class Metrics:
         self.build_info = gauge("build_info", "Always 1. The labels have the versions.", ["version", "python"])
         self.snapshots_total = counter(
             "snapshots_total",
-            "Snapshots by outcome: persisted; skipped (no free slot); failed (not staged); lost (never persisted).",
+            "Snapshots by outcome: persisted (in hot); written_through (hot had no space: in cold only); skipped (no "
+            "free slot); failed (not staged); lost (never durable).",
             ["run", "outcome"],
         )
         self.snapshot_stall_seconds = histogram(
@@ -104,9 +109,17 @@ class Metrics:
             "Creation time of the newest checkpoint committed in the tier (Unix time).",
             ["run", "tier"],
         )
-        self.checkpoints = gauge("checkpoints", "Checkpoints committed in the tier.", ["run", "tier"])
+        self.checkpoints = gauge(
+            "checkpoints",
+            f"Checkpoints committed in the tier. Of more than {RUNS_MAX} runs, the older ones are run={OTHER_RUNS}.",
+            ["run", "tier"],
+        )
         self.tier_used_bytes = gauge("tier_used_bytes", "Size of the checkpoints committed in the tier.", ["tier"])
         self.tier_free_bytes = gauge("tier_free_bytes", "Free space of the tier, if it is limited.", ["tier"])
+        self.pressure_evictions_total = counter(
+            "pressure_evictions_total",
+            "Replicas that hot evicted beyond its policy, because its disk was full and every cold tier had them.",
+        )
         self.queue_checkpoints = gauge("queue_checkpoints", "Checkpoints that have not reached the tier yet.", ["tier"])
         self.queue_oldest_age_seconds = gauge(
             "queue_oldest_age_seconds",
@@ -182,6 +195,16 @@ class Metrics:
         for verdict in VERDICTS:
             self.examinations_total.labels(run, verdict)
         self.stale_snapshots_total.labels(run)
+
+    def keep_runs(self, runs: Collection[str]) -> None:
+        """Remove the series of all other runs, which would add up for ever. Gauges that are set at each scrape are
+        cleared there."""
+        of_runs = (self.snapshots_total, self.examinations_total, self.stale_snapshots_total)
+        for metric in (*of_runs, self.drill_newest_step_proven):
+            for family in list(metric.collect()):
+                for sample in family.samples:
+                    if sample.labels["run"] not in runs:
+                        metric.remove(*sample.labels.values())
 
     def render(self) -> tuple[bytes, str]:
         """The text exposition, and the value of the Content-Type header with its parameters."""

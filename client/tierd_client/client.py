@@ -247,6 +247,7 @@ class Client:
         With staging="overlap" the parameters and the optimizer state are copied during the next step. The next
         optimizer step waits for that copy; any other change of them in place before then fails the shot with Torn.
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time: no snapshot was taken, training may go on.
+        After a stop request, it waits for a slot as long as the grace time allows.
         A second call with the same step returns the first one's handle.
         Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over. Raises
         TargetNotEmpty when the run has checkpoints and `restore` was not called: the new ones would push them out.
@@ -263,15 +264,20 @@ class Client:
             began = time.perf_counter()
             try:
                 shot = self._snapshotter.take(
-                    step, state, metrics=metrics or {}, milestone=milestone, parent=self._parent
+                    step,
+                    state,
+                    metrics=metrics or {},
+                    milestone=milestone,
+                    parent=self._parent,
+                    last_wait_s=self._grace_left_s() if self._requests.reason else None,
                 )
             except BaseException as error:  # an interrupt too: the slot must become free again
                 if self._generation.is_open:
+                    seconds = time.perf_counter() - began
                     self._generation.pool.reclaim(keep=self._snapshotter.overlap.slot)
-                    self._requests.not_taken(error)
+                    self._requests.not_taken(error, seconds)
                     if self._ranks.rank == 0:  # the same on all ranks: counted once
                         outcome = "skipped" if isinstance(error, SlotsBusy | DaemonUnreachable) else "failed"
-                        seconds = time.perf_counter() - began
                         self._generation.session.report(outcome, step, seconds=seconds, detail=str(error))
                 raise
             self._last_shot = shot
@@ -297,8 +303,7 @@ class Client:
         wait_s = 0.0 if isinstance(error, KeyboardInterrupt) else CLOSE_TIMEOUT_S
         try:
             if outcome.state == "stopped" and self._generation.is_open:
-                grace_s = self._requests.grace_s(self._generation.settings.stop_grace_s)
-                wait_last_snapshot(self._requests.last_step, self._last_shot, grace_s)
+                wait_last_snapshot(self._requests.last_step, self._last_shot, self._grace_left_s())
         except BaseException as late:  # an interrupt too: it changes the outcome
             outcome, wait_s = outcome_of(late, ""), 0.0
             raise
@@ -327,6 +332,9 @@ class Client:
             lost = self._close(wire.Goodbye(state="finished", reason=""), CLOSE_TIMEOUT_S)
             if lost is not None:
                 raise lost
+
+    def _grace_left_s(self) -> float:
+        return self._requests.grace_left_s(self._generation.settings.stop_grace_s)
 
     def _close(self, outcome: wire.Goodbye, wait_s: float) -> DaemonUnreachable | None:
         """Returns the error of a last snapshot that is lost because the daemon refuses this client."""

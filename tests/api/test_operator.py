@@ -20,7 +20,8 @@ from tests.support.slots import CREATED_AT
 from tierd.api.operator import Operator
 from tierd.copies import Reason
 from tierd.errors import Corrupt, TierUnreachable
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import Run, checkpoint_id
+from tierd.metrics import OTHER_RUNS
 
 NOW = datetime.fromisoformat(CREATED_AT) + timedelta(seconds=90)
 
@@ -141,6 +142,24 @@ async def test_metrics_parse_as_prometheus_text_and_have_no_step_labels(house: H
     labels = {key for family in text_string_to_metric_families(body) for one in family.samples for key in one.labels}
     assert labels <= {"run", "tier", "outcome", "direction", "state", "stage", "kind", "op", "code", "reason", "le",
                       "version", "python", "verdict", "proof"}  # fmt: skip
+
+
+async def test_only_the_newest_runs_have_series_of_their_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who names a run by its time makes a new one for each start."""
+    monkeypatch.setattr("tierd.api.operator.RUNS_MAX", 2)
+    rooms = house.rooms
+    for number in range(4):
+        await rooms.commit("hot", "cold", run=f"old{number}", step=number + 1)
+        rooms.metrics.examinations_total.labels(f"old{number}", "healthy").inc()
+    rooms.seal(7, run="live")
+    await rooms.look()
+    rooms.catalog.saw_generation(Run("claimed-only"), 3)
+    samples = await house.samples()
+    assert {labels[0] for name, labels in samples if name == "tierd_unhealthy_checkpoints"} == {"live", "old0"}
+    assert {labels[0] for name, labels in samples if name == "tierd_checkpoints"} == {"live", "old0", OTHER_RUNS}
+    assert samples["tierd_checkpoints", (OTHER_RUNS, "cold")] == 3
+    assert samples["tierd_snapshots_total", ("persisted", "live")] == 0
+    assert all("old3" not in labels and "claimed-only" not in labels for _, labels in samples)
 
 
 async def test_halted_deletion_shows_in_status_and_metrics(house: House) -> None:

@@ -36,8 +36,9 @@ from tierd_client.session import DaemonSession
 from tierd_client.snapshot.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Stager
 
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, serving
 from tests.support.processes import ENVIRONMENT
+from tests.support.small_disk import small_disk
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
@@ -346,14 +347,9 @@ def test_unreadable_manifest_is_passed_over_and_reported(
 
 
 def test_full_disk_fails_the_wait_and_the_snapshot_is_persisted_once_there_is_room(tmp_path: Path) -> None:
-    small = tmp_path / "hot"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    filler = small / "filler"
-    try:
-        with Daemon(tmp_path) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
+    with small_disk(tmp_path / "hot", size_mib=4) as small:
+        filler = small / "filler"
+        with serving(tmp_path) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
             lab.durable(1)
             filler.write_bytes(bytes(2 << 20))
             shot = lab.client.snapshot(2, lab.state)
@@ -365,8 +361,22 @@ def test_full_disk_fails_the_wait_and_the_snapshot_is_persisted_once_there_is_ro
             filler.unlink()
             shot.wait_persisted(DEADLINE_S)
             lab.durable(3)
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_wait_ends_when_a_snapshot_is_durable_in_cold_because_hot_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "hot", size_mib=4) as small:
+        (small / "filler").write_bytes(bytes(7 << 19))
+        with Daemon(tmp_path) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
+            for step in (1, 2, 3, 4):
+                lab.durable(step)
+            lab.set(5)
+            shot = lab.client.snapshot(5, lab.state)
+            shot.wait_replicated("cold", DEADLINE_S)
+            assert shot.is_persisted
+            with pytest.raises(TierdError):
+                shot.wait_replicated("hot", 0.1)
+            assert {tier for row in lab.rows() for tier in row["tiers"]} == {"memory", "cold"}
+            assert lab.restore() == (5, 1, "memory")
 
 
 # ── interruptions ──
@@ -377,8 +387,8 @@ def test_interrupted_snapshot_is_lost_and_its_slot_is_free_again(lab: Lab, monke
     for number, (owner, method) in enumerate(((SlotPool, "take"), (Stager, "begin")), start=2):
         real = getattr(owner, method)
 
-        def interrupted(*arguments: Any, real: Any = real) -> Any:
-            real(*arguments)
+        def interrupted(*arguments: Any, real: Any = real, **options: Any) -> Any:
+            real(*arguments, **options)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

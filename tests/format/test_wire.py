@@ -22,6 +22,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
     wire.Ask(step=7, generation=1),
+    wire.Ask(step=7, generation=1, needs_slot=True, is_last=True),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
     wire.Stepped(seconds=0.25),
     wire.Convene(meeting=3),

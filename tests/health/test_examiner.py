@@ -19,6 +19,8 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
 from tierd.health import examiner as examiner_module
 from tierd.health.examiner import Examiner
+from tierd.workers.reaper import Reaper
+from tierd.workers.write_through import WriteThrough
 
 
 @pytest.fixture
@@ -183,3 +185,45 @@ async def test_equal_weights_at_two_steps_are_stale_unless_the_learning_rate_is_
     assert rooms.count("tierd_stale_snapshots_total", run=RUN) == 1
     assert "steps 1 and 2 have the same weights" in rooms.incidents.recent()[0]["message"]
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="healthy") == 5
+
+
+async def test_no_marker_is_left_of_a_checkpoint_that_is_deleted_while_it_is_examined(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3, 4):
+        rooms.seal(step, [shard(1.0)])
+        await rooms.persister().run_once()
+    await rooms.look()
+    await rooms.replicator().run_once()
+    oldest = checkpoint_id(RUN, 1, 1)
+    is_deleting = asyncio.Event()
+    delete = rooms.hot_store.delete
+
+    async def examine(*_: object) -> Diagnosis:
+        await is_deleting.wait()
+        return Diagnosis(healthy=True)
+
+    async def delete_slowly(keys: list[str]) -> None:
+        await delete(keys)
+        is_deleting.set()
+        await asyncio.wait({examining}, timeout=0.5)  # an examiner that does not wait for the deletion ends first
+
+    monkeypatch.setattr(examiner_module, "_run_program", examine)
+    monkeypatch.setattr(rooms.hot_store, "delete", delete_slowly)
+    examining = asyncio.ensure_future(examiner(rooms).examine(oldest))
+    await asyncio.sleep(0)
+    assert await Reaper(rooms.context).run_once()
+    await examining
+    assert not rooms.folder("hot", oldest).exists()
+
+
+async def test_a_checkpoint_that_is_only_in_cold_gets_its_marker_there(rooms: Rooms) -> None:
+    """Hot had no space for it, so the replicator has no marker to copy."""
+    snapshot_set = rooms.seal(1, [shard(math.nan)])
+    snapshot_set.refused_by.add("hot")
+    await rooms.look()
+    assert await WriteThrough(rooms.context).run_once()
+    assert markers(rooms, "cold", 1) == []
+    assert await examiner(rooms).run_once()
+    assert markers(rooms, "cold", 1) == ["unhealthy.json"]
+    assert rooms.catalog.get(snapshot_set.id).healthy is False  # type: ignore[union-attr]

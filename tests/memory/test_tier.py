@@ -410,3 +410,50 @@ def test_the_list_of_given_up_steps_is_bounded_and_ends_with_the_generation(memo
     assert sum(memory.is_given_up(checkpoint_id(RUN, step, 1)) for step in range(100)) == 16
     Trainers(memory, generation=2)
     assert not memory.is_given_up(checkpoint_id(RUN, 99, 1))
+
+
+# ── a rank that waits for a slot ──
+
+
+def test_a_set_that_waits_for_its_turn_gives_way_only_to_the_last_snapshot_of_a_run(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    trainers.seal(1, 0).move(SlotEvent.PERSIST)
+    waiting = trainers.seal(2, 1)
+    assert memory.give_way(RUN, Rank(0), is_last=False) is None
+    assert memory.give_way(RUN, Rank(0), is_last=True) is waiting
+    assert trainers.restorable() == [1]
+    assert trainers.states() == [SlotState.PERSISTING, SlotState.FREE]
+    assert memory.give_way(RUN, Rank(0), is_last=True) is None, "a slot is free now"
+
+
+def test_a_set_that_failed_gives_way_while_another_one_is_being_written(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    trainers.seal(1, 0).move(SlotEvent.PERSIST)
+    failed = trainers.seal(2, 1)
+    trainers.persist(failed, succeeds=False)
+    assert memory.give_way(RUN, Rank(0), is_last=False) is failed
+
+
+def test_the_only_complete_set_never_gives_way(memory: MemoryTier) -> None:
+    trainers = Trainers(memory, world_size=2)
+    trainers.persist(trainers.seal(1, 0), succeeds=False)
+    trainers.seal(2, 1, ranks=[0])
+    assert memory.give_way(RUN, Rank(0), is_last=True) is None
+    assert trainers.restorable() == [1]
+
+
+def test_the_slots_of_all_ranks_become_free_together(memory: MemoryTier) -> None:
+    trainers = Trainers(memory, world_size=2)
+    trainers.seal(1, 0).move(SlotEvent.PERSIST)
+    waiting = trainers.seal(2, 1)
+    assert memory.give_way(RUN, Rank(1), is_last=True) is waiting
+    assert trainers.states(0) == trainers.states(1) == [SlotState.PERSISTING, SlotState.FREE]
+    assert memory.give_way(RUN, Rank(0), is_last=True) is None
+
+
+def test_the_last_snapshot_of_a_run_that_stops_is_pending_first(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    first, second = trainers.seal(1, 0), trainers.seal(2, 1)
+    assert memory.pending() == [first, second]
+    second.is_last = True
+    assert memory.pending() == [second, first]

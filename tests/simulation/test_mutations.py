@@ -17,6 +17,7 @@ from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
+from tierd.workers.write_through import WriteThrough
 
 SEEDS = range(30)
 
@@ -56,6 +57,11 @@ async def evict_all(reaper: Reaper) -> bool:
     return True
 
 
+async def evict_unchecked(reaper: Reaper, need_bytes: int) -> int:
+    await evict_all(reaper)
+    return need_bytes
+
+
 async def pass_without_work(worker: object) -> bool:
     return True
 
@@ -72,6 +78,11 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
     "hot deleted what its policy keeps": (Reaper, "run_once", evict_all),
     "hot keeps too much": (Reaper, "run_once", pass_without_work),
     "cold lacks what it keeps": (Replicator, "run_once", pass_without_work),
+}
+
+MUTATIONS_OF_FULL_DISKS: dict[str, tuple[object, str, object]] = {
+    "a full disk stopped durability": (WriteThrough, "run_once", pass_without_work),
+    "hot deleted a checkpoint before its cold copy": (Reaper, "make_room", evict_unchecked),
 }
 
 
@@ -110,6 +121,14 @@ def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pyte
     else:
         monkeypatch.setattr(owner, name, broken)
     assert kinds() == {kind}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MUTATIONS_OF_FULL_DISKS)
+def test_a_daemon_is_caught_that_does_not_survive_a_full_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken = MUTATIONS_OF_FULL_DISKS[kind]
+    monkeypatch.setattr(owner, name, broken)
+    assert kinds("full disk") == {kind}
 
 
 @pytest.mark.filterwarnings("ignore")

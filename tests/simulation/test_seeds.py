@@ -14,6 +14,7 @@ from tests.support.simulation.schedule import Event, Schedule, make_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, shrink
 
 SEEDS = 300
+SEEDS_FULL = 20  # with a full disk; each simulates an hour or two
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 
 RARE_DEFECTS = {
@@ -42,6 +43,10 @@ def unexpected(outcomes: list[SeedOutcome]) -> list[str]:
 def test_no_seed_breaks_a_promise(outcomes: list[SeedOutcome]) -> None:
     assert len(outcomes) == SEEDS
     assert unexpected(outcomes) == []
+
+
+def test_a_full_disk_breaks_no_promise() -> None:
+    assert unexpected(run_seeds(0, SEEDS_FULL, scenario="full disk")) == []
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.persister import Persister
+from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
 
 RUN = Run("run42")
@@ -97,6 +98,9 @@ class Rooms:
     def examined(self) -> None:
         self.events.append(("examined",))
 
+    def hot_is_full(self) -> None:
+        self.events.append(("hot_is_full",))
+
     def space_freed(self) -> None:
         self.events.append(("space_freed",))
 
@@ -109,7 +113,7 @@ class Rooms:
     # ── workers ──
 
     def persister(self) -> Persister:
-        return Persister(self.context)
+        return Persister(self.context, Reaper(self.context).make_room)
 
     def replicator(self, tier: str = "cold") -> Replicator:
         return Replicator(self.context, self.cold[tier])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 from collections.abc import AsyncIterator
@@ -16,7 +17,8 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
-from tierd.memory.slot import SlotState
+from tierd.memory.slot import SlotEvent, SlotState
+from tierd.tiers import direct_io
 
 MIB = 1 << 20
 
@@ -229,3 +231,111 @@ async def test_bytes_that_differ_from_earlier_checksums_are_not_committed(rooms:
     assert not await persister.run_once()
     assert rooms.incidents.recent()[0]["kind"] == "corrupt"
     assert rooms.steps("hot") == []
+
+
+# ── a full disk ──
+
+
+def limit_space(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, capacity_bytes: int) -> None:
+    """Hot has no space beyond `capacity_bytes` of shards, as with a quota: the free space does not show it."""
+    real = direct_io.fallocate
+
+    def fallocate(fd: int, size_bytes: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        used = sum(file.stat().st_size for file in rooms.hot_store.root.rglob("*.safetensors"))
+        if path.startswith(str(rooms.hot_store.root)) and used + size_bytes > capacity_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, size_bytes)
+
+    monkeypatch.setattr(direct_io, "fallocate", fallocate)
+
+
+async def commit_three(rooms: Rooms, *tiers: str) -> None:
+    for number, step in enumerate((100, 200, 300)):
+        await rooms.commit(*tiers, step=step, sequence=number + 1)
+    await rooms.look()
+
+
+async def test_a_full_hot_disk_makes_room_by_evicting_what_cold_holds(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await commit_three(rooms, "hot", "cold")
+    limit_space(rooms, monkeypatch, 125_000)
+    rooms.seal(400, [bytes(20_000), bytes(20_000)])
+    assert await rooms.persister().run_once()
+    assert rooms.steps("hot") == [400, 300, 200]
+    assert rooms.steps("cold") == [300, 200, 100]
+    assert [type(message) for message in rooms.sent] == [wire.Persisted]
+    assert ("hot_is_full",) not in rooms.events
+
+
+async def test_room_is_made_before_a_write_that_will_not_fit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    await commit_three(rooms, "hot", "cold")
+    written: list[str] = []
+    real_put = rooms.hot_store.put
+
+    async def put(key: str, *arguments: object, **options: object) -> object:
+        written.append(f"{len(rooms.steps('hot'))} in hot")
+        return await real_put(key, *arguments, **options)  # type: ignore[arg-type]
+
+    async def free_bytes() -> int:
+        return 1 << 20
+
+    monkeypatch.setattr(rooms.hot_store, "put", put)
+    monkeypatch.setattr(rooms.hot_store, "free_bytes", free_bytes)
+    rooms.seal(400, [bytes(20_000), bytes(20_000)])
+    assert await rooms.persister().run_once()
+    assert written[0] == "2 in hot"
+    assert rooms.incidents.recent() == []
+
+
+@pytest.mark.parametrize("tiers", [("hot",), ("cold",)])
+async def test_a_snapshot_that_hot_has_no_space_for_is_left_to_the_cold_tiers(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch, tiers: tuple[str, ...]
+) -> None:
+    await commit_three(rooms, *tiers)
+    limit_space(rooms, monkeypatch, 1000)
+    snapshot_set = rooms.seal(400, [bytes(20_000)])
+    assert not await rooms.persister().run_once()
+    assert snapshot_set.refused_by == {"hot"}
+    assert rooms.events[-2:] == [("hot_is_full",), ("persist_ended", RUN)]
+    (message,) = rooms.sent
+    assert isinstance(message, wire.Failed)
+    assert (message.kind, message.is_final) == ("full", False)
+    assert rooms.steps("hot") == ([300, 200, 100] if tiers == ("hot",) else []), "no last replica is deleted"
+
+
+async def test_a_snapshot_that_is_being_written_to_cold_is_not_written_to_hot(rooms: Rooms) -> None:
+    copied = rooms.seal(7)
+    copied.move(SlotEvent.PERSIST)
+    other = rooms.seal(8, run="other")
+    assert await rooms.persister().run_once()
+    assert rooms.steps("hot") == []
+    assert not other.is_pending
+    copied.move(SlotEvent.PERSISTED)
+
+
+async def test_once_there_is_space_again_snapshots_go_to_hot(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_space(rooms, monkeypatch, 1000)
+    snapshot_set = rooms.seal(7, [bytes(20_000)])
+    persister = rooms.persister()
+    assert not await persister.run_once()
+    monkeypatch.undo()
+    assert await persister.run_once()
+    assert rooms.steps("hot") == [7]
+    assert not snapshot_set.is_pending
+
+
+async def test_the_last_snapshot_of_a_run_that_stops_is_written_first(rooms: Rooms) -> None:
+    for step in (10, 20, 30):
+        rooms.seal(step)
+    rooms.memory.pending()[2].is_last = True
+    assert [each.id.step for each in rooms.memory.pending()] == [30, 10, 20]
+
+
+async def test_a_resent_snapshot_that_only_cold_has_is_reported_for_cold(rooms: Rooms) -> None:
+    committed = await rooms.commit("cold", step=7)
+    await rooms.look()
+    rooms.seal(7, [content(committed.id, rank, 20_000) for rank in (0, 1)], resent=True)
+    assert await rooms.persister().run_once()
+    assert rooms.sent == [wire.Replicated(step=7, generation=1, tier="cold")]

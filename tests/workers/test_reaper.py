@@ -273,3 +273,57 @@ def test_first_retention_that_ends_is_due() -> None:
     assert retentions.due_s == 200
     retentions.forget_due(now_s=200.0)
     assert retentions.due_s == math.inf
+
+
+# ── when hot is full ──
+
+
+async def test_a_full_hot_disk_evicts_what_cold_holds_beyond_the_policy(rooms: Rooms) -> None:
+    assert await reaper(rooms).run_once()
+    assert rooms.steps("hot") == [500, 400, 300]
+    assert await reaper(rooms).make_room(50_000) == 80_000, "two checkpoints of 40,000 bytes"
+    assert rooms.steps("hot") == [500]
+    assert rooms.steps("cold") == [500, 400, 300]
+    assert rooms.count("tierd_pressure_evictions_total") == 2
+    assert await reaper(rooms).run_once()
+    assert rooms.steps("cold") == [500, 400, 300], "cold keeps what hot's policy selects and hot no longer has"
+
+
+async def test_room_is_made_first_of_what_no_policy_keeps(rooms: Rooms) -> None:
+    assert await reaper(rooms).make_room(1) == 40_000
+    assert rooms.steps("hot") == [500, 400, 300, 200]
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "rank-00000-of-00002.safetensors"])
+async def test_no_room_is_made_of_a_checkpoint_that_cold_has_lost_meanwhile(rooms: Rooms, damage: str) -> None:
+    await reaper(rooms).run_once()
+    (rooms.folder("cold", checkpoint_id(RUN, 300, 1)) / damage).unlink()
+    assert await reaper(rooms).make_room(1) == 40_000
+    assert rooms.steps("hot") == [500, 300], "the next one instead"
+
+
+async def test_no_room_is_made_while_cold_does_not_answer(rooms: Rooms) -> None:
+    await reaper(rooms).run_once()
+
+    async def fails(prefix: str = "") -> list[StoredObject]:
+        raise TierUnreachable("list: no answer")
+
+    rooms.cold["cold"].store.list = fails  # type: ignore[method-assign]
+    assert await reaper(rooms).make_room(10**9) == 0
+    assert rooms.steps("hot") == [500, 400, 300]
+    assert "cold" in rooms.catalog.unlisted()
+
+
+async def test_no_room_is_made_of_a_run_whose_manifest_in_hot_is_unreadable(rooms: Rooms) -> None:
+    await reaper(rooms).run_once()
+    (rooms.folder("hot", checkpoint_id(RUN, 400, 1)) / "manifest.json").write_text("{")
+    await rooms.look()
+    assert await reaper(rooms).make_room(10**9) == 0
+
+
+async def test_making_room_does_not_wait_for_a_deletion_in_cold(rooms: Rooms) -> None:
+    """Nor may it delete the replica that the deletion in cold counts on."""
+    await reaper(rooms).run_once()
+    async with rooms.context.lock(checkpoint_id(RUN, 300, 1)):
+        assert await reaper(rooms).make_room(10**9) == 80_000
+    assert rooms.steps("hot") == [300]

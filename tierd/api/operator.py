@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotState
-from tierd.metrics import HALT_REASONS
+from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.report import (
     FailureReport,
     QueueReport,
@@ -136,7 +137,11 @@ class Operator:
             metrics.tier_free_bytes,
         ):
             gauge.clear()
+        shown = self._runs_with_series(status.runs)
+        metrics.keep_runs(shown)
         for run in status.runs:
+            if run.run not in shown:
+                continue
             metrics.begin_run(run.run)
             metrics.unhealthy_checkpoints.labels(run.run).set(len(run.unhealthy_steps))
             for tier, newest in run.tiers.items():
@@ -151,8 +156,9 @@ class Operator:
             if tier.free_bytes is not None:
                 metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
             metrics.damaged_checkpoints.labels(tier.name).set(len(self._catalog.tiers[tier.name].damaged))
-            counts = Counter(manifest.run for manifest in self._catalog.manifests_in(tier.name))
-            for run in self._catalog.runs():
+            manifests = self._catalog.manifests_in(tier.name)
+            counts = Counter(manifest.run if manifest.run in shown else OTHER_RUNS for manifest in manifests)
+            for run in {*shown, *counts}:
                 metrics.checkpoints.labels(run, tier.name).set(counts[run])
         for queue in status.queues:
             metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)
@@ -164,6 +170,17 @@ class Operator:
         reasons = {halt.reason for halt in halted(self._catalog)}
         for reason in HALT_REASONS:
             metrics.halted.labels(reason).set(reason in reasons)
+
+    def _runs_with_series(self, reports: Sequence[RunReport]) -> set[str]:
+        """The runs with trainers or slots, then those with the newest checkpoint; at most RUNS_MAX."""
+        in_memory = set(self._memory.runs())
+
+        def age(report: RunReport) -> tuple[bool, float]:
+            ages_s = [newest.age_s for newest in report.tiers.values() if newest is not None]
+            return report.run not in in_memory, min((each for each in ages_s if each is not None), default=math.inf)
+
+        live = [report for report in reports if report.run in in_memory or any(report.tiers.values())]
+        return {report.run for report in sorted(live, key=age)[:RUNS_MAX]}
 
     # ── routes ──
 

@@ -14,6 +14,7 @@ from tierd.descriptors import close_all, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
+from tierd.lifecycle.policy import HOT
 
 ANSWER_TIMEOUT_S = 60.0  # the daemon may have to read a whole snapshot for its checksums
 RECEIVE_TIMEOUT_MIN_S = 0.05  # 0 would make the socket non-blocking
@@ -56,36 +57,42 @@ def stop_run(socket_path: Path, run: str, *, is_forced: bool, wait_s: float) -> 
     return agreed
 
 
-def take_snapshot(socket_path: Path, run: str, milestone: str | None, *, wait_s: float) -> wire.Agreed:
-    """Request a snapshot of the run, and wait until it is durable. Raises as `stop_run` does."""
+def take_snapshot(socket_path: Path, run: str, milestone: str | None, *, wait_s: float) -> tuple[wire.Agreed, str]:
+    """Request a snapshot of the run, and wait until it is durable. The second value is the tier: hot, or a cold one
+    when hot has no space. Raises as `stop_run` does."""
     deadline_s = time.monotonic() + wait_s
     with _connected(socket_path, run) as sock:
-        agreed, persisted = _request(sock, run, "snapshot", milestone, deadline_s)
-        while (agreed.step, agreed.generation) not in persisted:
+        agreed, durable = _request(sock, run, "snapshot", milestone, deadline_s)
+        while (agreed.step, agreed.generation) not in durable:
             message = _receive_until(sock, deadline_s)
             if message is None:
                 raise Transient(
                     f"wait for step {agreed.step} of {run}: it is sealed in memory, but not yet in the hot tier",
                     hint="wait longer with --wait; `tierd status` shows what failed",
                 )
-            if isinstance(message, wire.Persisted):
-                persisted.add((message.step, message.generation))
+            _note_durable(durable, message)
             if isinstance(message, wire.Failed) and message.is_final and message.step == agreed.step:
                 raise from_kind(message.kind, message.message, message.hint)
-    return agreed
+    return agreed, durable[agreed.step, agreed.generation]
+
+
+def _note_durable(durable: dict[tuple[int, int], str], message: wire.ToClient) -> None:
+    """`durable`: the tier that first had it, by (step, generation)."""
+    if isinstance(message, wire.Persisted | wire.Replicated):
+        tier = message.tier if isinstance(message, wire.Replicated) else HOT
+        durable.setdefault((message.step, message.generation), tier)
 
 
 def _request(
     sock: socket.socket, run: str, kind: str, milestone: str | None, deadline_s: float
-) -> tuple[wire.Agreed, set[tuple[int, int]]]:
-    """Rank 0's answer, and (step, generation) of each checkpoint that became durable before it."""
-    persisted: set[tuple[int, int]] = set()
+) -> tuple[wire.Agreed, dict[tuple[int, int], str]]:
+    """Rank 0's answer, and the checkpoints that became durable before it, as `_note_durable` notes them."""
+    durable: dict[tuple[int, int], str] = {}
     sock.send(wire.encode(wire.Request(request=1, kind=kind, milestone=milestone)))
     while message := _receive_until(sock, deadline_s):
         if isinstance(message, wire.Agreed):
-            return message, persisted
-        if isinstance(message, wire.Persisted):
-            persisted.add((message.step, message.generation))
+            return message, durable
+        _note_durable(durable, message)
     raise Transient(
         f"request {kind} of {run}: no answer in time; the request stays pending",
         hint="ranks answer at the end of a step, when the loop calls due() or snapshot(); wait longer with --wait, or "

@@ -27,6 +27,7 @@ from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.memory.slot import MappedSlot
+from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
@@ -70,18 +71,22 @@ class TrainerDoor:
     def release_slots(self, run: Run) -> None:
         """Tell ranks which slots are free again: a newer snapshot is complete, or an older one was persisted."""
         for snapshot_set, is_lost in self._memory.release(run):
-            for rank, snapshot in snapshot_set.snapshots.items():
-                session = self._sessions.get((run, rank))
-                # A trainer with new slots must not get messages about those of its predecessor.
-                if session is not None and self._memory.slots(run, rank).get(snapshot.index) is snapshot.slot:
-                    session.post(wire.Released(slot=snapshot.index))
-            checkpoint = snapshot_set.id
-            # What was sent again after its checkpoint had been committed is not lost, unless the two were compared.
-            if is_lost and (snapshot_set.failures or self._catalog.get(checkpoint) is None):
-                self._metrics.snapshots_total.labels(run=run, outcome="lost").inc()
-                message = f"{checkpoint} was not persisted before a newer snapshot took its place"
-                hint = "the daemon's log and `tierd status` say why persisting was behind"
-                self._send_lost(checkpoint, "persist", "superseded", message, hint)
+            self._released(snapshot_set, is_lost=is_lost)
+
+    def _released(self, snapshot_set: SnapshotSet, *, is_lost: bool) -> None:
+        checkpoint = snapshot_set.id
+        run = checkpoint.run
+        for rank, snapshot in snapshot_set.snapshots.items():
+            session = self._sessions.get((run, rank))
+            # A trainer with new slots must not get messages about those of its predecessor.
+            if session is not None and self._memory.slots(run, rank).get(snapshot.index) is snapshot.slot:
+                session.post(wire.Released(slot=snapshot.index))
+        # What was sent again after its checkpoint had been committed is not lost, unless the two were compared.
+        if is_lost and (snapshot_set.failures or self._catalog.get(checkpoint) is None):
+            self._metrics.snapshots_total.labels(run=run, outcome="lost").inc()
+            message = f"{checkpoint} was not persisted before a newer snapshot took its place"
+            hint = "the daemon's log and `tierd status` say why persisting was behind"
+            self._send_lost(checkpoint, "persist", "superseded", message, hint)
 
     def _send_lost(self, checkpoint: CheckpointId, stage: str, kind: str, message: str, hint: str) -> None:
         """Tell every rank that this snapshot will not become durable."""
@@ -201,10 +206,16 @@ class TrainerDoor:
                 self._lose(session, message)
             case wire.Ask():
                 self._throttle.hurry(session, HURRY_S)
-                slot = self._memory.slot_of(checkpoint_id(run, message.step, message.generation), rank)
+                checkpoint = checkpoint_id(run, message.step, message.generation)
+                slot = self._memory.slot_of(checkpoint, rank)
                 if slot is not None and message.generation == generation:
                     session.post(wire.Accepted(slot=slot, step=message.step))
                 self._answer(session, message)
+                if message.needs_slot:
+                    if superseded := self._memory.give_way(run, rank, is_last=message.is_last):
+                        self._released(superseded, is_lost=True)
+                elif message.is_last and (snapshot_set := self._memory.find(checkpoint)) is not None:
+                    snapshot_set.is_last = True
             case wire.Stepped():
                 if session.rank != FIRST or not 0 < message.seconds < math.inf:
                     raise BadRequest(f"take a step time of {message.seconds} s from rank {rank} of {run}")

@@ -17,6 +17,7 @@ from tierd.cli.options import settings_of
 from tierd.config import Config
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format.ids import check_run, checkpoint_id
+from tierd.lifecycle.policy import HOT
 from tierd.report import RunReport
 
 POLL_INTERVAL_S = 0.2
@@ -73,9 +74,10 @@ def snapshot(
     from tierd.api.operator_socket import take_snapshot
 
     config = settings_of(context).config()
-    agreed = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)
+    agreed, tier = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
-    path = str(config.hot_path / checkpoint.run / checkpoint.name)
+    roots = {HOT: str(config.hot_path), **{cold.name: cold.url for cold in config.cold}}
+    path = f"{roots[tier].rstrip('/')}/{checkpoint.run}/{checkpoint.name}"
     named = f" as {milestone}" if milestone is not None else ""
     text = f"{run} step {agreed.step} (generation {agreed.generation}){named} is durable in {path}"
     report = msgspec.to_builtins(checkpoint) | {"milestone": milestone, "path": path}

@@ -120,10 +120,13 @@ class Find(_Message, frozen=True, kw_only=True):
 
 class Ask(_Message, frozen=True, kw_only=True):
     """Asks which tiers have this checkpoint. Answered by Accepted if this rank's part is in memory, and by Persisted or
-    Replicated for each other tier; no answer if none has."""
+    Replicated for each other tier; no answer if none has. `needs_slot`: the rank waits for a free slot. `is_last`: the
+    run stops, and waits for this checkpoint or, with `needs_slot`, for a slot for its last one."""
 
     step: int
     generation: int
+    needs_slot: bool = False
+    is_last: bool = False
 
 
 class Report(_Message, frozen=True, kw_only=True):

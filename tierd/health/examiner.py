@@ -19,6 +19,7 @@ from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
+from tierd.memory.snapshot_set import SnapshotSet
 from tierd.transfer.verify import verify_files
 
 log = logging.getLogger("tierd")
@@ -46,7 +47,7 @@ class Examiner:
 
     async def run_once(self) -> bool:
         """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
-        in_memory = [snapshots.id for snapshots in self._memory.complete() if snapshots.diagnosis is None]
+        in_memory = [snapshots.id for snapshots in self._memory.complete() if self._lacks_marker(snapshots)]
         began_at = self._catalog.changes
         if began_at == self._done_at and not in_memory:
             return True
@@ -106,17 +107,29 @@ class Examiner:
             log.warning("restore %s unexamined: %s", checkpoint, error or f"no diagnosis within {wait_s:.0f} s")
         return self.diagnosis(checkpoint)
 
+    def _lacks_marker(self, snapshot_set: SnapshotSet) -> bool:
+        entry = self._catalog.get(snapshot_set.id)
+        return snapshot_set.diagnosis is None or (entry is not None and not entry.diagnoses)
+
     async def _mark(self, checkpoint: CheckpointId, diagnosis: Diagnosis | None = None) -> None:
-        """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not."""
-        entry, held = self._catalog.get(checkpoint), self._memory.find(checkpoint)
-        if entry is None or self._hot.name not in entry.tiers or self._hot.name in entry.diagnoses:
-            return
+        """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not. In the
+        cold tiers instead, if hot had no space for the checkpoint: then the replicator has no marker to copy."""
+        held = self._memory.find(checkpoint)
         diagnosis = diagnosis or (held.diagnosis if held else None)
-        if diagnosis is None and entry.healthy is not None:
-            diagnosis = Diagnosis(healthy=entry.healthy)  # known from the marker of a cold tier
-        if diagnosis is not None:
-            await self._hot.mark_diagnosis(checkpoint, diagnosis)
-            self._catalog.diagnosed(checkpoint, self._hot.name, is_healthy=diagnosis.healthy)
+        async with self._context.lock(checkpoint):  # no marker is written after a deletion
+            entry = self._catalog.get(checkpoint)
+            if entry is None:
+                return
+            if self._hot.name in entry.tiers:
+                if diagnosis is None and entry.healthy is not None:
+                    diagnosis = Diagnosis(healthy=entry.healthy)  # known from the marker of a cold tier
+                tiers = [self._hot]
+            else:
+                tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if held is not None else []
+            for tier in tiers:
+                if diagnosis is not None and tier.name not in entry.diagnoses:
+                    await tier.mark_diagnosis(checkpoint, diagnosis)
+                    self._catalog.diagnosed(checkpoint, tier.name, is_healthy=diagnosis.healthy)
 
     def _report(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         verdict = "healthy" if diagnosis.healthy else "unhealthy"

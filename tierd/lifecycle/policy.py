@@ -72,7 +72,7 @@ def lasting(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> set[Ch
     found: set[CheckpointId] = set()
     for _, views in by_run(checkpoints):
         healthy = sorted((view for view in views if view.healthy is not False), key=lambda view: view.id.recency)
-        found |= {view.id for view in healthy[: -policy.keep_last]}
+        found |= {view.id for view in healthy[: -max(policy.keep_last, 1)]}
         found |= {view.id for view in views if kept_forever(view, policy)}
     return found
 

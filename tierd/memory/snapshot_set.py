@@ -30,13 +30,17 @@ class Snapshot:
 @dataclass(slots=True)
 class SnapshotSet:
     """All ranks' snapshots of one step. `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed
-    attempts to persist the set. `manifest`: of the committed checkpoint, or a provisional one for a restore."""
+    attempts to persist the set. `refused_by`: the tiers that could not take it at the last attempt: hot, when it is
+    full, and cold tiers. `is_last`: the run stops, and its trainers wait for this set. `manifest`: of the committed
+    checkpoint."""
 
     id: CheckpointId
     world_size: int
     snapshots: dict[Rank, Snapshot] = field(default_factory=dict)
     sealed_at_s: float = 0.0
     failures: int = 0
+    refused_by: set[str] = field(default_factory=set)
+    is_last: bool = False
     manifest: Manifest | None = None
     diagnosis: Diagnosis | None = None
 

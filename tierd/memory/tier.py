@@ -207,9 +207,10 @@ class MemoryTier:
     # ── called by workers ──
 
     def pending(self) -> list[SnapshotSet]:
-        """Complete sets that are not persisted: by number of failed attempts, then oldest first."""
+        """Complete sets that are not persisted: the last ones of runs that stop, then by number of failed attempts,
+        then oldest first."""
         pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
-        return sorted(pending, key=lambda each: (each.failures, each.sealed_at_s))
+        return sorted(pending, key=lambda each: (not each.is_last, each.failures, each.sealed_at_s))
 
     def unsealed(self) -> list[Run]:
         """The runs whose connected ranks stage a snapshot now, or have yet to seal one that others have sealed."""
@@ -257,6 +258,19 @@ class MemoryTier:
             elif older.is_in(SlotState.SEALED) and (older.failures > 0 or not older.is_complete):
                 memory.discard(older, SlotEvent.SUPERSEDE)
                 yield older, True
+
+    def give_way(self, run: Run, rank: Rank, *, is_last: bool) -> SnapshotSet | None:
+        """The rank waits for a free slot: discard the oldest complete set that is not durable and is not being
+        written, if another complete set remains. Normally only one that failed to persist; `is_last`: the run stops and
+        waits for a slot for its last snapshot, so also one that only waits for its turn. None: nothing was discarded.
+        """
+        complete = self.complete(run)
+        waiting = [each for each in complete if each.is_in(SlotState.SEALED) and (is_last or each.failures)]
+        has_free_slot = any(slot.state is SlotState.FREE for slot in self.slots(run, rank).values())
+        if has_free_slot or not waiting or len(complete) < 2:
+            return None
+        self._runs[run].discard(waiting[-1], SlotEvent.SUPERSEDE)
+        return waiting[-1]
 
     def forget_ended(self, run: Run) -> bool:
         """Free the memory of a run that has ended in good order, unless a set is not persisted yet: no restart is

@@ -207,7 +207,7 @@ class Tier(ReadableTier):
 
 async def copy_checkpoint(
     manifest: Manifest,
-    source: Tier,
+    source: ReadableTier,
     target: Tier,
     *,
     milestones: Collection[str] = (),

@@ -1,33 +1,45 @@
 """Writes complete snapshots from their slots to the hot tier, manifest last: the first durable copy.
 
 durable: `Persisted` is sent only after fsync of file and directory and rename. A snapshot that cannot be written is
-tried again until a newer one replaces it; the trainer gets a message about each failure.
+tried again until a newer one replaces it; the trainer gets a message about each failure. When hot is full, the reaper
+makes room; if it cannot, the snapshot is left to workers/write_through.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+from collections.abc import Awaitable, Callable
 
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, TierdError
+from tierd.errors import Corrupt, Full, TierdError
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.memory.slot import SlotEvent
+from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
+from tierd.report import free_bytes
 from tierd.tiers.pool import for_each
 from tierd.workers.recovery import clear_uncommitted, is_listed
 
+log = logging.getLogger("tierd")
+
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
+MARGIN_BYTES = 1 << 20  # of free space beside the shards: for the manifest, the markers and the folder
+ROOM_TIMEOUT_S = 60.0  # to make room takes listings of cold tiers, which must not stop the snapshots of other runs
 
 
 class Persister:
+    """`make_room`: frees so many bytes in hot, or as much as it can, and returns how many."""
+
     name = "persist"
     interval_s = 3600.0  # every sealed snapshot wakes it
     is_urgent = True
 
-    def __init__(self, context: DaemonContext) -> None:
+    def __init__(self, context: DaemonContext, make_room: Callable[[int], Awaitable[int]]) -> None:
         self._context = context
+        self._make_room = make_room
         self._hot = context.hot
         self._catalog = context.catalog
         self._metrics = context.metrics
@@ -37,7 +49,11 @@ class Persister:
         context = self._context
         tried: set[CheckpointId] = set()
         is_complete = True
-        while untried := [pending for pending in context.memory.pending() if pending.id not in tried]:
+        while untried := [
+            pending
+            for pending in context.memory.pending()
+            if pending.id not in tried and pending.is_in(SlotState.SEALED)  # else it is being written to cold
+        ]:
             snapshot_set = untried[0]
             checkpoint = snapshot_set.id
             tried.add(checkpoint)
@@ -46,7 +62,9 @@ class Persister:
             except TierdError as error:
                 is_complete = False
                 context.incidents.record(self.name, error, checkpoint)
-                message: wire.ToClient = wire.Failed(
+                if isinstance(error, Full):
+                    context.notify.hot_is_full()
+                failed = wire.Failed(
                     step=checkpoint.step,
                     generation=checkpoint.generation,
                     stage="persist",
@@ -55,11 +73,9 @@ class Persister:
                     hint=error.hint,
                     is_final=False,
                 )
+                context.notify.send(checkpoint.run, failed)
             else:
-                seconds = context.monotonic_s() - snapshot_set.sealed_at_s
-                message = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
-            context.notify.send(checkpoint.run, message)
-            self._send_replicated(snapshot_set)
+                self._send_persisted(snapshot_set)
             context.notify.persist_ended(checkpoint.run)
         return is_complete
 
@@ -68,18 +84,51 @@ class Persister:
         entry = self._catalog.get(snapshot_set.id)
         try:
             if entry is None:
-                snapshot_set.manifest = await self._write(snapshot_set)
+                snapshot_set.manifest = await self._write_with_room(snapshot_set)
             else:
                 await self._check_same(snapshot_set, entry.manifest)
                 snapshot_set.manifest = entry.manifest
                 if self._hot.name in entry.tiers:
                     # It may have been killed before its last fsync. Committing again repeats it.
                     await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
-        except BaseException:
+        except BaseException as error:
             snapshot_set.failures += 1
+            if isinstance(error, Full):
+                snapshot_set.refused_by.add(self._hot.name)
+            else:
+                snapshot_set.refused_by.discard(self._hot.name)
             snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
         snapshot_set.move(SlotEvent.PERSISTED)
+
+    async def _write_with_room(self, snapshot_set: SnapshotSet) -> Manifest:
+        """Raises Full when hot has no space and can make none."""
+        size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshot_set.snapshots.values())
+        missing_bytes = await self._missing_bytes(size_bytes)
+        if missing_bytes > 0:
+            await self._free(missing_bytes)
+        try:
+            return await self._write(snapshot_set)
+        except Full:
+            # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
+            missing_bytes = await self._missing_bytes(size_bytes)
+            if not await self._free(missing_bytes if missing_bytes > 0 else size_bytes):
+                raise
+            return await self._write(snapshot_set)
+
+    async def _free(self, need_bytes: int) -> int:
+        """The bytes that were freed in hot; 0 also when it took too long."""
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                return await self._make_room(need_bytes)
+        except TimeoutError:
+            log.warning("make room in hot: no answer from the cold tiers within %.0f s", ROOM_TIMEOUT_S)
+            return 0
+
+    async def _missing_bytes(self, size_bytes: int) -> int:
+        """How much more free space a checkpoint of this size needs in hot; 0 where the free space is not known."""
+        free = await free_bytes(self._hot)
+        return 0 if free is None else size_bytes + MARGIN_BYTES - free
 
     async def _check_same(self, snapshot_set: SnapshotSet, committed: Manifest) -> None:
         """Raises Corrupt unless the committed checkpoint with this id is this snapshot: an earlier daemon committed it
@@ -97,12 +146,17 @@ class Persister:
                 hint="do two jobs write one run? Rename one of them; nothing was overwritten",
             )
 
-    def _send_replicated(self, snapshot_set: SnapshotSet) -> None:
-        """A resent snapshot may be in cold tiers already."""
-        entry = None if snapshot_set.is_pending else self._catalog.get(snapshot_set.id)
-        for tier in sorted(entry.tiers - {self._hot.name}) if entry else ():
-            step, generation = snapshot_set.id.step, snapshot_set.id.generation
-            self._context.notify.send(snapshot_set.id.run, wire.Replicated(step=step, generation=generation, tier=tier))
+    def _send_persisted(self, snapshot_set: SnapshotSet) -> None:
+        """Tell the trainers which tiers have it. A resent snapshot may be in cold tiers already, or only there."""
+        checkpoint = snapshot_set.id
+        entry = self._catalog.get(checkpoint)
+        for tier in sorted(entry.tiers, key=lambda tier: (tier != self._hot.name, tier)) if entry else ():
+            step, generation = checkpoint.step, checkpoint.generation
+            message: wire.ToClient = wire.Replicated(step=step, generation=generation, tier=tier)
+            if tier == self._hot.name:
+                seconds = self._context.monotonic_s() - snapshot_set.sealed_at_s
+                message = wire.Persisted(step=step, generation=generation, seconds=seconds)
+            self._context.notify.send(checkpoint.run, message)
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
         checkpoint = snapshot_set.id
@@ -132,8 +186,9 @@ class Persister:
                     )
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(checkpoint.run) + 1)
-            snapshot_set.manifest = manifest  # the next attempt recognizes it if this one fails after the commit
+            # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
+            sequence = self._catalog.sequence_max(checkpoint.run) + 1
+            manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
             await self._hot.commit(manifest, milestones=milestones)
         except TierdError:

@@ -1,21 +1,22 @@
 """Deletes replicas that the lifecycle does not keep: evicts one of several, expires the last. Manifest first.
 
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
-tier cannot be listed, nothing of the run is deleted there. While hot has no room for the next checkpoints, copies that
-wait there are given up, one by one and never in silence. Also frees the slots of runs whose trainers have left.
+tier cannot be listed, nothing of the run is deleted there. While hot has no room, it also evicts what every cold tier
+holds, beyond the policy, and then gives up copies that wait there, one by one and never in silence. Also frees the
+slots of runs whose trainers have left.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.copies import Reason
-from tierd.decisions import decisions, deletions, to_give_up
+from tierd.decisions import decisions, deletions_for_space, missing_room_bytes, to_give_up
 from tierd.errors import Corrupt, GivenUp, Retained, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -51,44 +52,77 @@ class Reaper:
         failed_tiers: set[str] = set()
         if self._catalog.changes != self._done_at or self._context.monotonic_s() >= self._retentions.due_s:
             self._retentions.forget_due(now_s=self._context.monotonic_s())
-            while not await self._delete(failed_tiers):
+            while not await self._delete(self._plan, failed_tiers, on_deleted=self._count_replaced):
                 pass
             self._done_at = -1 if failed_tiers else self._catalog.changes
-        await self._make_room()
+        await self._give_up_copies()
         return not failed_tiers
 
-    async def _delete(self, failed_tiers: set[str]) -> bool:
+    async def make_room(self, need_bytes: int) -> int:
+        """Free `need_bytes` in hot, or as much as may be freed: evict what every cold tier holds, oldest first, beyond
+        what the policy keeps. Returns the freed bytes."""
+        freed_bytes = 0
+        failed_tiers: set[str] = set()
+        skipped: set[CheckpointId] = set()
+
+        def plan() -> list[Decision]:
+            missing_bytes = need_bytes - freed_bytes
+            return deletions_for_space(self._catalog, self._context.config, missing_bytes, without=skipped)
+
+        def count(action: Decision, entry: Entry) -> None:
+            nonlocal freed_bytes
+            freed_bytes += entry.manifest.size_bytes
+            if action.action is Action.EVICT:
+                self._context.metrics.pressure_evictions_total.inc()
+
+        while HOT not in failed_tiers and (planned := plan()):
+            while not await self._delete(plan, failed_tiers, on_deleted=count, is_patient=False):
+                pass
+            skipped |= {action.checkpoint for action in planned}  # what is left of them could not be deleted
+        return freed_bytes
+
+    async def _delete(
+        self,
+        plan: Callable[[], list[Decision]],
+        failed_tiers: set[str],
+        *,
+        on_deleted: Callable[[Decision, Entry], None],
+        is_patient: bool = True,
+    ) -> bool:
         """Carry out one plan. False when the catalog changed meanwhile, so that the plan may be out of date.
 
         A tier where a deletion fails is added to `failed_tiers` and skipped; the others go on. Of a retained checkpoint
-        only that one is skipped."""
+        only that one is skipped. `is_patient`: wait for another deletion of the same checkpoint, instead of skipping
+        it."""
         decided_at = self._catalog.changes
-        for action in policy.deletions(self._decide()):
+        for action in plan():
             now_s = self._context.monotonic_s()
+            lock, entry = self._context.lock(action.checkpoint), self._catalog.get(action.checkpoint)
             if action.tier in failed_tiers or self._retentions.holds(action.tier, action.checkpoint, now_s=now_s):
                 continue
-            if self._catalog.changes != decided_at:
-                return False
-            if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
+            if entry is None or (lock.locked() and not is_patient):
                 continue
-            confirm = partial(self._is_still_decided, action, decided_at)
-            try:
-                if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+            async with lock:
+                if self._catalog.changes != decided_at:
                     return False
-            except TierdError as error:
-                if isinstance(error, Retained):
-                    self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
-                else:
-                    failed_tiers.add(action.tier)
-                self._context.incidents.record(self.name, error, action.checkpoint)
-                continue
-            is_unchanged = self._catalog.changes == decided_at
-            entry = self._catalog.get(action.checkpoint)
-            if action.tier == HOT and entry is not None and entry.healthy is not False:
-                self._record_given_up(entry, Reason.REPLACED)
-            self._drop(action)
-            if is_unchanged:
-                decided_at = self._catalog.changes
+                if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
+                    continue
+                confirm = partial(self._is_still_decided, action, plan, decided_at)
+                try:
+                    if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
+                        return False
+                except TierdError as error:
+                    if isinstance(error, Retained):
+                        self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
+                    else:
+                        failed_tiers.add(action.tier)
+                    self._context.incidents.record(self.name, error, action.checkpoint)
+                    continue
+                is_unchanged = self._catalog.changes == decided_at
+                self._drop(action)
+                if is_unchanged:
+                    decided_at = self._catalog.changes
+            on_deleted(action, entry)
         return self._catalog.changes == decided_at
 
     def _drop(self, action: Decision) -> None:
@@ -97,37 +131,47 @@ class Reaper:
         verb = "evicted" if action.action is Action.EVICT else "expired"
         log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
 
-    def _decide(self) -> list[Decision]:
-        """The plan. Also notes which cold tiers should get what is in hot, to tell later which of them did not."""
+    def _plan(self) -> list[Decision]:
+        """Also notes which cold tiers should get what is in hot, to tell later which of them did not."""
         decided = decisions(self._catalog, self._context.config)
         for decision in decided:
             if decision.action in (Action.REPLICATE, Action.WAIT):
                 self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)
         entries = [entry for checkpoint in self._selected if (entry := self._catalog.get(checkpoint))]
         self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
-        return decided
+        return policy.deletions(decided)
 
-    async def _make_room(self) -> None:
-        """Give up copies that wait in hot, while hot has no room for the next checkpoints."""
+    def _count_replaced(self, action: Decision, entry: Entry) -> None:
+        if action.tier == HOT and entry.healthy is not False:
+            self._record_given_up(entry, Reason.REPLACED)
+
+    async def _give_up_copies(self) -> None:
+        """Give up copies that wait in hot, while hot has no room for the next checkpoints. What every cold tier holds
+        is evicted first: nothing is lost with it."""
+        catalog, config = self._catalog, self._context.config
         try:
             free_bytes = await self._context.hot_store.free_bytes()
+            if to_give_up(catalog, config, free_bytes):
+                await self.make_room(missing_room_bytes(catalog, free_bytes))
+                free_bytes = await self._context.hot_store.free_bytes()
         except TierdError:
             return
-        for action in to_give_up(self._catalog, self._context.config, free_bytes):
-            if action.action is Action.EVICT and not await self._is_elsewhere(action, set()):
-                continue
-            confirm = partial(self._is_still_given_up, action, free_bytes)
-            try:
-                if not await self._context.hot.delete(action.checkpoint, confirm=confirm):
+        for action in to_give_up(catalog, config, free_bytes):
+            async with self._context.lock(action.checkpoint):
+                if action.action is Action.EVICT and not await self._is_elsewhere(action, set()):
+                    continue
+                confirm = partial(self._is_still_given_up, action, free_bytes)
+                try:
+                    if not await self._context.hot.delete(action.checkpoint, confirm=confirm):
+                        return
+                except TierdError as error:
+                    self._context.incidents.record(self.name, error, action.checkpoint)
                     return
-            except TierdError as error:
-                self._context.incidents.record(self.name, error, action.checkpoint)
-                return
-            if (entry := self._catalog.get(action.checkpoint)) is not None:
-                tiers = ", ".join(self._record_given_up(entry, Reason.NO_SPACE))
-                error = GivenUp(f"copy {action.checkpoint} to {tiers}: {action.reason}", hint=_GIVEN_UP_HINT)
-                self._context.incidents.record(self.name, error, action.checkpoint)
-            self._drop(action)
+                if (entry := catalog.get(action.checkpoint)) is not None:
+                    tiers = ", ".join(self._record_given_up(entry, Reason.NO_SPACE))
+                    error = GivenUp(f"copy {action.checkpoint} to {tiers}: {action.reason}", hint=_GIVEN_UP_HINT)
+                    self._context.incidents.record(self.name, error, action.checkpoint)
+                self._drop(action)
 
     def _is_still_given_up(self, action: Decision, free_bytes: int | None, names: Collection[str]) -> bool:
         """As `_is_still_decided`."""
@@ -143,7 +187,9 @@ class Reaper:
             self._context.metrics.copies_given_up_total.labels(tier=tier, reason=reason).inc()
         return tiers
 
-    def _is_still_decided(self, action: Decision, decided_at: int, names: Collection[str]) -> bool:
+    def _is_still_decided(
+        self, action: Decision, plan: Callable[[], list[Decision]], decided_at: int, names: Collection[str]
+    ) -> bool:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
         checkpoint's files in the tier; a milestone that another machine has set there enters the catalog."""
         entry = self._catalog.get(action.checkpoint)
@@ -152,7 +198,7 @@ class Reaper:
             log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
             self._catalog.add(entry.manifest, action.tier, unknown)
             return False
-        return self._catalog.changes == decided_at or action in deletions(self._catalog, self._context.config)
+        return self._catalog.changes == decided_at or action in plan()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier

@@ -33,7 +33,7 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
     for checkpoint in listing.partial:
         await hot.delete(checkpoint)
         del listing.files[checkpoint]
-        log.info("deleted %s from hot: incomplete when the former daemon ended", checkpoint)
+        log.info("deleted the files of %s from hot: they had no manifest when the former daemon ended", checkpoint)
     await enter(catalog, hot, listing, catalog.changes)
 
 

@@ -59,8 +59,7 @@ class SlotPool:
         self._slots: dict[int, _PooledSlot] = {}
         self._lost: deque[wire.Lost] = deque(maxlen=wire.SLOTS_MAX)
         self._keeper = session.welcome.boot  # the daemon process that keeps INHERITED slots
-        self._heard_s = time.monotonic()
-        self._asked_s: float | None = None  # when `_ask` sent a question that is not answered yet
+        self._asked_s: float | None = None  # when a question was sent that is not answered yet
         for kept, descriptor in zip(session.welcome.slots, session.kept_descriptors, strict=True):
             try:
                 slot = Slot.adopt(descriptor, kept.capacity_bytes)
@@ -89,10 +88,11 @@ class SlotPool:
                     self._slots[index] = _PooledSlot(slot)
                     self._offer(index)
 
-    def take(self, step: int, wait_s: float) -> int | None:
+    def take(self, step: int, wait_s: float, *, is_last: bool = False) -> int | None:
         """The index of a free slot, now being filled. None when no slot becomes free within `wait_s`, or the daemon is
-        absent or silent."""
+        absent or silent. `is_last`: of the last snapshot of a run that stops, for which an older one gives way."""
         deadline_s = time.monotonic() + wait_s
+        next_ask_s = 0.0
         with self._changed:
             while True:
                 for index, pooled in self._slots.items():
@@ -102,7 +102,8 @@ class SlotPool:
                             self._offer(index)
                         self._session.send(wire.Filling(slot=index, step=step))
                         return index
-                self._ask()
+                if time.monotonic() >= next_ask_s and self._ask_for_slot(is_last=is_last):
+                    next_ask_s = time.monotonic() + ASK_INTERVAL_S
                 left_s = deadline_s - time.monotonic()
                 # Only the daemon frees slots: without one that answers, stop waiting.
                 is_absent = self._session.absent_s > ABSENCE_S or self._session.ended_by is not None
@@ -200,7 +201,7 @@ class SlotPool:
 
     def on_message(self, message: wire.ToClient) -> None:
         with self._changed:
-            self._heard_s, self._asked_s = time.monotonic(), None
+            self._asked_s = None
             match message:
                 case wire.Accepted():
                     pooled = self._slots.get(message.slot)
@@ -210,7 +211,7 @@ class SlotPool:
                     pooled = self._slots.get(message.slot)
                     if pooled is not None:
                         pooled.on(PooledSlotEvent.RELEASE)
-                case wire.Persisted() if message.generation == self._session.welcome.generation:
+                case wire.Persisted() | wire.Replicated() if message.generation == self._session.welcome.generation:
                     for pooled in self._slots.values():
                         if pooled.sealed is not None and pooled.sealed.step == message.step:
                             pooled.on(PooledSlotEvent.PERSIST)
@@ -244,15 +245,16 @@ class SlotPool:
         pooled.sent_s = time.monotonic()
         pooled.on(PooledSlotEvent.SEND)
 
-    def _ask(self) -> None:
-        """Have the daemon answer although it has acknowledged every snapshot, to tell a hung one from a slow disk."""
-        now_s = time.monotonic()
-        if self._asked_s is not None or now_s - self._heard_s < ASK_INTERVAL_S or self._unanswered():
-            return
+    def _ask_for_slot(self, *, is_last: bool) -> bool:
+        """Ask the daemon for a slot. Its answer also tells a hung daemon from a slow disk. False while another answer
+        is due."""
         steps = [pooled.sealed.step for pooled in self._slots.values() if pooled.sealed is not None]
-        if steps:
-            self._asked_s = now_s
-            self._session.send(wire.Ask(step=max(steps), generation=self._session.welcome.generation))
+        if self._asked_s is not None or self._unanswered() or not steps:
+            return False
+        self._asked_s = time.monotonic()
+        generation = self._session.welcome.generation
+        self._session.send(wire.Ask(step=max(steps), generation=generation, needs_slot=True, is_last=is_last))
+        return True
 
     def _unanswered(self) -> list[_PooledSlot]:
         """Those with a snapshot that was sent and not acknowledged."""

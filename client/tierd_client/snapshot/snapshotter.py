@@ -84,8 +84,10 @@ class Snapshotter:
         metrics: Mapping[str, float],
         milestone: str | None,
         parent: CheckpointId | None,
+        last_wait_s: float | None = None,
     ) -> Shot:
-        """Returns when training may go on; `stall_s` of the handle is how long it could not.
+        """Returns when training may go on; `stall_s` of the handle is how long it could not. `last_wait_s`: it is the
+        last snapshot of a run that stops, and may wait so long for a slot.
 
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time, Unsupported for state with no safe form.
         """
@@ -101,7 +103,7 @@ class Snapshotter:
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
         own = self._own_part(captured)
         self._make_slots(own)
-        index = self._ranks.run_on_all(lambda: self._take_slot(step))
+        index = self._ranks.run_on_all(lambda: self._take_slot(step, last_wait_s))
         staging = self._ranks.run_on_all(lambda: self._stage(index, own, step, state))
         self._last = shot.generation, step
         sealed = wire.Sealed(
@@ -180,10 +182,12 @@ class Snapshotter:
         self._ranks.run_on_all(lambda: generation.pool.make(count, size_bytes))
         self._has_slots = generation.number
 
-    def _take_slot(self, step: int) -> int:
+    def _take_slot(self, step: int, last_wait_s: float | None) -> int:
         pool, settings = self._generation.pool, self._generation.settings
         wait_s = settings.slot_wait_s if settings.when_busy == "wait" else 0.0
-        index = pool.take(step, wait_s)
+        if last_wait_s is not None:
+            wait_s = last_wait_s
+        index = pool.take(step, wait_s, is_last=last_wait_s is not None)
         if index is not None:
             session = self._generation.session
             if session.refusal is not None:
@@ -224,7 +228,8 @@ class Snapshotter:
 
     def _ask(self, shot: Shot) -> None:
         self._generation.check_open()
-        self._generation.session.send(wire.Ask(step=shot.step, generation=shot.generation))
+        ask = wire.Ask(step=shot.step, generation=shot.generation, is_last=shot.is_last)
+        self._generation.session.send(ask)
 
     # ── the session's thread ──
 

@@ -48,6 +48,7 @@ def wait_last_snapshot(step: int | None, shot: Shot | None, timeout_s: float) ->
         log.error("tierd: stopped at step %s without a snapshot of it: %s; the steps since are lost", step, newest)
     if shot is None:
         return
+    shot.is_last = True
     try:
         shot.wait_persisted(timeout_s)
     except TierdError as error:

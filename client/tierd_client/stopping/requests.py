@@ -67,6 +67,7 @@ class StopRequests:
         self._pid = os.getpid()
         self._interrupted_s: float | None = None
         self._is_forced = False
+        self._grace_used_s = 0.0  # by snapshots since the stop request
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
         self._interval_began_s = time.monotonic()  # at the last snapshot, or the last request for one
@@ -118,11 +119,13 @@ class StopRequests:
             if RequestKind.SNAPSHOT in kinds:
                 self._agreement.request(RequestKind.SNAPSHOT)  # for the next step: `at` has answered for this one
 
-    def grace_s(self, configured_s: float) -> float:
-        """How long the last snapshot may take: as configured; when the walltime stops the run, all that is left."""
+    def grace_left_s(self, configured_s: float) -> float:
+        """How long the last snapshot may still take, the wait for its slot included: as configured; when the walltime
+        stops the run, all that is left until then."""
+        left_s = max(0.0, configured_s - self._grace_used_s)
         if self._deadline is None or REASONS[RequestKind.DEADLINE] not in self.reason:
-            return configured_s
-        return max(configured_s, self._deadline.at_s - time.time())
+            return left_s
+        return max(left_s, self._deadline.at_s - time.time())
 
     def _apply(self, kinds: frozenset[RequestKind]) -> None:
         reasons = [REASONS[kind] for kind in sorted(kinds) if kind in REASONS]
@@ -163,6 +166,7 @@ class StopRequests:
         """A snapshot was taken: answer the operators who asked for it."""
         self._interval_began_s = time.monotonic()
         self.pace.stages_s.append(stall_s)
+        self._use_grace(stall_s)
         requests, self._agreed_requests = self._agreed_requests, []
         for request in requests:
             if request.milestone in (None, milestone):
@@ -171,13 +175,18 @@ class StopRequests:
                 self._snapshot_requests.append(request)
                 self._agreement.request(RequestKind.SNAPSHOT)
 
-    def not_taken(self, error: BaseException) -> None:
+    def not_taken(self, error: BaseException, stall_s: float) -> None:
+        self._use_grace(stall_s)
         self._interval_began_s = float("-inf")  # by time, a snapshot is still due
         if not isinstance(error, TierdError):
             error = TierdError(f"take a snapshot: {error!r}")
         requests, self._agreed_requests = self._agreed_requests, []
         for request in requests:
             self._answer(request, self.last_step or 0, error)
+
+    def _use_grace(self, stall_s: float) -> None:
+        if self.reason:
+            self._grace_used_s += stall_s
 
     # ── clocks and the file: on rank 0, on the agreement's thread, or on the training thread of a single rank ──
 

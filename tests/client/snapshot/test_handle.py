@@ -74,3 +74,13 @@ def test_error_of_asking_ends_the_wait() -> None:
 
     with pytest.raises(TierdError, match="closed"):
         Shot(5, 1, _ask=ask).wait_persisted(60)
+
+
+def test_snapshot_in_a_cold_tier_is_durable_and_not_in_hot() -> None:
+    shot = Shot(5, 1)
+    assert not shot.is_persisted
+    shot.reached("cold")
+    assert shot.is_persisted
+    shot.wait_persisted(0)
+    with pytest.raises(Transient, match="step 5 in hot"):
+        shot.wait_replicated("hot", 0)

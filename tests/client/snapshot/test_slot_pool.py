@@ -173,10 +173,32 @@ def test_wait_for_a_slot_ends_when_the_daemon_hangs_after_it_has_acknowledged_al
         wait_until(lambda: lab.states() == [State.ACCEPTED] * 2, "the answers")
         taking = ThreadPoolExecutor(1).submit(lab.pool.take, 3, 1e9)
         for _ in range(3):  # a daemon that answers is waited for
-            assert peer.receive_until(wire.Ask)[-1] == wire.Ask(step=2, generation=1)
+            assert peer.receive_until(wire.Ask)[-1] == wire.Ask(step=2, generation=1, needs_slot=True)
             peer.send(wire.Accepted(slot=1, step=2))
         assert taking.result(DEADLINE_S) is None
         assert lab.pool.is_silent()
+
+
+def test_wait_for_the_slot_of_the_last_snapshot_asks_an_older_one_to_give_way(peer: Peer) -> None:
+    with lab_of(peer) as lab:
+        lab.pool.make(2, SIZE)
+        for step in (1, 2):
+            fill(lab, step)
+            peer.send(wire.Accepted(slot=step - 1, step=step))
+        wait_until(lambda: lab.states() == [State.ACCEPTED] * 2, "the answers")
+        taking = ThreadPoolExecutor(1).submit(lambda: lab.pool.take(3, DEADLINE_S, is_last=True))
+        expected = wire.Ask(step=2, generation=1, needs_slot=True, is_last=True)
+        assert peer.receive_until(wire.Ask)[-1] == expected
+        peer.send(wire.Released(slot=1))
+        assert taking.result(DEADLINE_S) == 1
+
+
+def test_snapshot_in_a_cold_tier_is_safe_without_the_daemon(peer: Peer) -> None:
+    with lab_of(peer) as lab:
+        lab.pool.make(2, SIZE)
+        fill(lab, 1)
+        peer.send(wire.Replicated(step=1, generation=lab.session.welcome.generation, tier="cold"))
+        wait_until(lambda: lab.states()[0] is State.PERSISTED, "the message")
 
 
 def test_new_daemon_is_offered_all_slots_and_sent_their_snapshots_oldest_first(peer: Peer) -> None:

@@ -89,7 +89,18 @@ def test_stop_by_a_signal_long_before_the_walltime_waits_only_the_configured_tim
     signal.raise_signal(signal.SIGTERM)
     lab.requests.release_signals()
     assert is_stopping(lab)
-    assert lab.requests.grace_s(25.0) == 25.0
+    assert lab.requests.grace_left_s(25.0) == 25.0
+
+
+def test_time_of_the_last_snapshot_counts_against_the_grace_time(lab: Lab) -> None:
+    lab.requests.taken(1, 5.0, None)
+    assert lab.requests.grace_left_s(25.0) == 25.0, "the run was not stopping yet"
+    signal.raise_signal(signal.SIGTERM)
+    assert is_stopping(lab)
+    lab.requests.taken(2, 5.0, None)
+    assert lab.requests.grace_left_s(25.0) == 20.0
+    lab.requests.not_taken(SlotsBusy("no slot"), 100.0)
+    assert lab.requests.grace_left_s(25.0) == 0.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -215,10 +226,10 @@ def test_walltime_stops_the_run_when_only_the_reserve_is_left(clock: Clock, capl
 
     near = Lab(deadline=Deadline(clock.time() + 3, "$SLURM_JOB_END_TIME"))
     assert "only 3 s are left until $SLURM_JOB_END_TIME" in caplog.text
-    assert near.requests.grace_s(25.0) == 25.0
+    assert near.requests.grace_left_s(25.0) == 25.0
     near.requests.at(1)
     assert near.requests.reason == "the walltime"
-    assert near.requests.grace_s(0.5) == 3, "all that is left"
+    assert near.requests.grace_left_s(0.5) == 3, "all that is left"
 
 
 def test_slow_persist_makes_the_reserve_larger(clock: Clock) -> None:
@@ -259,7 +270,7 @@ def test_snapshot_due_by_time_stays_due_until_it_is_taken(clock: Clock) -> None:
     assert lab.requests.at(2)
     lab.requests.taken(2, 0.01, None)
     assert not lab.requests.at(3)
-    lab.requests.not_taken(SlotsBusy("no slot"))
+    lab.requests.not_taken(SlotsBusy("no slot"), 0.0)
     clock.advance(module.POLL_S)
     assert lab.requests.at(4), "a snapshot that could not be taken is still due"
 
@@ -321,7 +332,7 @@ def test_two_milestone_names_take_two_snapshots_and_the_name_from_the_loop_wins(
 def test_snapshot_that_could_not_be_taken_is_answered_with_the_error(lab: Lab) -> None:
     lab.receive("snapshot", number=5)
     lab.requests.at(3)
-    lab.requests.not_taken(SlotsBusy("no slot free"))
+    lab.requests.not_taken(SlotsBusy("no slot free"), 0.0)
     assert lab.answers() == [(5, 3, "slots_busy")]
 
 

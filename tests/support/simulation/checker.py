@@ -20,6 +20,7 @@ from awscrt.checksums import crc64nvme
 _FOLDER = re.compile(r"([A-Za-z0-9._-]+)/(\d{12})-g(\d{4,8})")
 COLD = "cold"
 KNOWN_S = 5.0  # a deletion that began before the daemon knew may end so much later
+FULL_S = 300.0  # how long after a write had no space hot may evict what cold holds; a listing of cold may take minutes
 
 
 class Id(NamedTuple):
@@ -117,6 +118,7 @@ class Checker:
     marks: dict[tuple[str, Id], float] = field(default_factory=dict[tuple[str, Id], float])
     """By node and checkpoint: when a listing of its folder in cold arrived that showed a milestone."""
     known_damaged: dict[tuple[str, Id], float] = field(default_factory=dict[tuple[str, Id], float])  # since when
+    full_at_s: dict[str, float] = field(default_factory=dict[str, float])  # by node: when a write last had no space
     violation: Violation | None = None  # the first one
     on_violation: Callable[[], None] = lambda: None
 
@@ -219,7 +221,7 @@ class Checker:
                 self.violate("cold deleted what its policy keeps", f"{checkpoint}")
             elif self.marks.get((by, checkpoint), now_s) < now_s:
                 self.violate("cold deleted a milestone", f"{checkpoint}, after a listing had shown it to {by}")
-        elif self.is_kept_in_hot(checkpoint):
+        elif self.is_kept_in_hot(checkpoint) and now_s - self.full_at_s.get(name, -FULL_S) >= FULL_S:
             self.violate("hot deleted what its policy keeps", f"{checkpoint} in {name}")
         elif is_kept_in_cold and checkpoint not in self.committed[COLD]:
             self.violate("hot deleted a checkpoint before its cold copy", f"{checkpoint} in {name}")
@@ -276,6 +278,15 @@ class Checker:
         if least is not None and (restored is None or restored < least):
             kind = "a restore found nothing" if restored is None else "a restore gave an older checkpoint"
             self.violate(kind, f"{restored} on {node}, but {least} was reachable")
+
+    def newest_acknowledged(self, run: str) -> Id | None:
+        return max((each for each in self.acknowledged if each.run == run), default=None)
+
+    def check_advanced(self, run: str, node: str, before: Id | None, sealed: int) -> None:
+        """The disk was full for a while, and nothing else was wrong. `sealed`: snapshots of the run meanwhile."""
+        newest = self.newest_acknowledged(run)
+        if sealed > 2 and newest == before:
+            self.violate("a full disk stopped durability", f"{run} on {node}: {sealed} snapshots since {before}")
 
     # ── at the end ──
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from tests.support.simulation.trainer import Job
 
-SCENARIOS = ("one node", "moves", "shared run", "shared folder", "lost shards")
+DRAWN = ("one node", "moves", "shared run", "shared folder", "lost shards")
+SCENARIOS = (*DRAWN, "full disk")
 """
 one node: jobs stay where they are.
 moves: a job may start again on another node.
@@ -15,6 +16,7 @@ shared run: two jobs on two nodes use one run name, an error of their users, and
     not checked.
 shared folder: as moves, with a directory as the cold tier.
 lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
+full disk: one node, whose hot disk has space only for what it holds, or for nothing, again and again. No seed draws it.
 """
 
 
@@ -58,11 +60,13 @@ class Schedule:
 def make_schedule(seed: int, scenario: str = "") -> Schedule:
     """`scenario`: empty: the seed decides."""
     rng = random.Random(seed)
-    drawn = rng.choice(SCENARIOS)
+    drawn = rng.choice(DRAWN)
     scenario = scenario or drawn
     is_fixed = scenario in ("lost shards", "shared run")  # a slow bucket that is listed often
     nodes = (
-        ["node1"] if scenario in ("one node", "lost shards") else [f"node{n}" for n in range(1, rng.randint(2, 3) + 1)]
+        ["node1"]
+        if scenario in ("one node", "lost shards", "full disk")
+        else [f"node{n}" for n in range(1, rng.randint(2, 3) + 1)]
     )
     count = 2 if scenario == "shared run" else rng.randint(1, 2)
     jobs = [
@@ -98,6 +102,13 @@ def _draw(rng: random.Random, schedule: Schedule) -> Event:
     stays = schedule.scenario not in ("moves", "shared folder")
     if schedule.scenario == "lost shards":
         return Event(rng.uniform(5.0, 60.0), "lose shard", "", rng.random())
+    if schedule.scenario == "full disk":
+        # Each ends before the next event: only then is it clear that the full disk stopped nothing.
+        action = rng.choice(["disk fills", "disk is taken", "restart job", "kill daemon"])
+        argument = rng.uniform(300.0, 600.0) if action.startswith("disk") else rng.uniform(1.0, 40.0)
+        return Event(
+            700.0, action, job if action == "restart job" else node, "" if action == "restart job" else argument
+        )
     actions = {
         "restart job": (6, job, "" if stays else rng.choice(schedule.nodes)),
         "take over job": (1, job, "" if stays else rng.choice(schedule.nodes)),

@@ -68,6 +68,7 @@ class World:
         self._all_trainers: list[SimulatedTrainer] = []
         self._disk_errs_until_s: dict[str, float] = {}
         self._disk_faults = 0
+        self._capacity: dict[str, int] = {}  # by node: how many files of checkpoints fit
         self._is_disk_failing = False
         self._is_calm = False
         self._has_lost_shards = False
@@ -150,12 +151,48 @@ class World:
                 loop.call_later(float(argument), self._mend_bucket)
             case "disk errs":
                 self._disk_errs_until_s[target] = loop.time() + float(argument)
+            case "disk fills" | "disk is taken":
+                self._fill_disk(target, float(argument), has_room_for=0 if event.action == "disk is taken" else None)
             case "mark":
                 self._mark(float(argument))
             case "lose shard":
                 self._lose_shard(float(argument))
             case _:
                 pass
+
+    def _fill_disk(self, node: str, for_s: float, *, has_room_for: int | None) -> None:
+        """For this time, hot has space for so many files of checkpoints; None: for as many as it holds now."""
+        self._capacity[node] = self._files_in_hot(node) if has_room_for is None else has_room_for
+        before = {
+            trainer: (self.checker.newest_acknowledged(trainer.job.run), trainer.step)
+            for trainer in self._trainers.values()
+            if trainer.node == node
+        }
+
+        def empty() -> None:
+            del self._capacity[node]
+            for trainer, (newest, step) in before.items():
+                is_same = self._trainers[trainer.job.name] is trainer and newest is not None and not self._is_calm
+                sealed = (trainer.step - step) // trainer.job.every_steps if is_same else 0
+                self.checker.check_advanced(trainer.job.run, node, newest, sealed)
+
+        self._loop.call_later(for_s, empty)
+
+    def _files_in_hot(self, node: str) -> int:
+        return sum(path.name.startswith("rank-") for path in (self._root / node / "hot").glob("*/*/*"))
+
+    def _is_full(self, path: str) -> bool:
+        """Whether there is no space for this file, which exists already, without content."""
+        owner = OWNER.get()
+        capacity = self._capacity.get(owner.name) if owner is not None else None
+        if owner is None or capacity is None or not path.startswith(str(self._root / owner.name / "hot")):
+            return False
+        return self._files_in_hot(owner.name) > capacity
+
+    def _had_no_space(self) -> None:
+        owner = OWNER.get()
+        if owner is not None:
+            self.checker.full_at_s[owner.name] = self._loop.time()
 
     def _mend_bucket(self) -> None:
         self.bucket.is_down = False
@@ -298,7 +335,7 @@ def simulate(schedule: Schedule) -> Outcome:
     with isolated(schedule.seed) as root:
         world = World(schedule, root, loop)
         try:
-            with failing_calls(world.disk_fails):
+            with failing_calls(world.disk_fails, is_full=world._is_full, on_no_space=world._had_no_space):
                 loop.run_until_complete(world.run())
             outcome = Outcome(world.checker.violation, world.trace, loop.steps, loop.time())
         finally:

@@ -1,0 +1,154 @@
+"""A full hot disk under a real daemon: room is made, snapshots go to cold, and nothing waits for space in vain."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import Daemon
+from tests.support.slots import make_sealed
+from tests.support.small_disk import MIB, small_disk
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
+from tierd.format import wire
+
+RUN = "run"
+SIZE = 2 * MIB  # of a snapshot
+LOST = f'tierd_snapshots_total{{outcome="lost",run="{RUN}"}}'
+WRITTEN_THROUGH = f'tierd_snapshots_total{{outcome="written_through",run="{RUN}"}}'
+
+
+@pytest.fixture
+def hot(tmp_path: Path) -> Iterator[Path]:
+    """Space for four snapshots."""
+    with small_disk(tmp_path / "hot", size_mib=10) as hot:
+        yield hot
+
+
+def fill(hot: Path, *, leaving: int) -> Path:
+    """A file of somebody else that leaves this many free bytes."""
+    stat = os.statvfs(hot)
+    filler = hot / ".filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize - leaving)
+    return filler
+
+
+def attach(peer: Peer, slots: int = 2) -> None:
+    peer.greet(RUN)
+    for index in range(slots):
+        peer.attach(index, size_bytes=SIZE)
+
+
+def seal(peer: Peer, slot: int, step: int) -> None:
+    peer.seal(slot, step, b"%020d" % step * (SIZE // 20))
+
+
+def persist_three(daemon: Daemon, peer: Peer) -> None:
+    """Steps 1 to 3 in hot and in cold."""
+    for step in (1, 2, 3):
+        seal(peer, step % 2, step)
+        assert peer.hear(wire.Persisted).step == step
+    wait_until(lambda: daemon.steps("cold") == [1, 2, 3], "the copies in cold")
+
+
+def test_replicas_that_cold_holds_give_way_and_new_snapshots_go_on_to_hot(tmp_path: Path, hot: Path) -> None:
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        persist_three(daemon, peer)
+        fill(hot, leaving=MIB // 2)
+        for step in (4, 5, 6):
+            seal(peer, step % 2, step)
+            assert peer.hear(wire.Persisted).step == step
+            wait_until(lambda step=step: step in daemon.steps("cold"), "the copy in cold")  # type: ignore[misc]
+        assert "evicted run/000000000001-g0001 from hot: evicted under disk pressure; still in cold" in daemon.log
+        assert daemon.metric("tierd_pressure_evictions_total") > 0
+        assert daemon.metric(WRITTEN_THROUGH) == 0
+        wait_until(lambda: daemon.steps("cold") == [4, 5, 6], "the policy of cold")
+
+
+def test_snapshots_that_hot_cannot_take_become_durable_in_cold_and_go_to_hot_again_when_there_is_space(
+    tmp_path: Path, hot: Path
+) -> None:
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        filler = fill(hot, leaving=MIB // 2)
+        for step in (1, 2, 3):
+            seal(peer, step % 2, step)
+            assert peer.hear(wire.Replicated).step == step
+        assert not any(isinstance(message, wire.Persisted) for message in peer.heard), "that would mean hot"
+        wait_until(lambda: daemon.metric(WRITTEN_THROUGH) == 3, "the snapshots in cold")
+        assert (daemon.metric(LOST), daemon.steps("hot"), daemon.steps("cold")) == (0, [], [1, 2, 3])
+        status = daemon.status()
+        assert [queue["checkpoints"] for queue in status["queues"]] == [0, 0]
+        assert {failure["kind"] for failure in status["failures"]} >= {"full"}
+        filler.unlink()
+        seal(peer, 0, 4)
+        assert peer.hear(wire.Persisted).step == 4
+        wait_until(lambda: 4 in daemon.steps("cold"), "the copy in cold")
+        daemon.kill()
+        with Daemon(tmp_path) as restarted:
+            wait_until(lambda: set(restarted.steps("cold")) >= {2, 3, 4}, "the listing of cold")
+            assert restarted.status()["halted"] == []
+
+
+def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_path: Path, hot: Path) -> None:
+    """The copy of step 2 goes on, and step 4 takes the slot of step 3, which waits behind it."""
+    cold = 'url = "file://cold"\nmax_upload_mib_s = 0.01'
+    with Daemon(tmp_path, cold=cold) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        fill(hot, leaving=MIB // 2)
+        seal(peer, 0, 1)
+        assert peer.hear(wire.Replicated).step == 1  # at once; the cap delays the next copy
+        seal(peer, 1, 2)
+        assert peer.hear(wire.Released).slot == 0
+        wait_until(lambda: daemon.status()["slots"]["persisting"] == 1, "the copy to cold")
+        seal(peer, 0, 3)
+        while peer.hear(wire.Failed).step != 3:
+            pass
+        since = len(peer.heard)
+        while not any(isinstance(message, wire.Released) for message in peer.heard[since:]):
+            peer.send(wire.Ask(step=3, generation=1, needs_slot=True))
+            peer.send(wire.Ask(step=2, generation=1))
+            while peer.hear(wire.Accepted).step != 2:
+                pass
+        assert daemon.steps("cold") == [1]
+        seal(peer, 0, 4)
+        daemon.config.write_text(daemon.config.read_text().replace("max_upload_mib_s = 0.01", ""))
+        daemon.signal(signal.SIGHUP)
+        assert [peer.hear(wire.Replicated).step for _ in range(2)] == [2, 4]
+        lost = [message.step for message in peer.heard if isinstance(message, wire.Failed) and message.is_final]
+        assert lost == [3]
+
+
+def test_a_daemon_that_stops_writes_to_cold_what_hot_has_no_space_for(tmp_path: Path, hot: Path) -> None:
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        fill(hot, leaving=MIB // 2)
+        peer.fill(0, 1, bytes(SIZE))
+        peer.send(make_sealed(1, SIZE, slot=0))
+        assert daemon.stop() == 0, daemon.log
+    assert (tmp_path / "cold" / RUN / "000000000001-g0001" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("has_cold", [False, True])
+def test_a_daemon_that_stops_does_not_wait_for_space_that_nobody_frees(
+    tmp_path: Path, hot: Path, has_cold: bool
+) -> None:
+    options = {} if has_cold else {"cold": ""}
+    environ = {"TIERD_DAEMON_DRAIN_TIMEOUT_S": "600"}
+    with Daemon(tmp_path, environ=environ, **options) as daemon, Peer(daemon.socket) as peer:  # type: ignore[arg-type]
+        attach(peer)
+        fill(hot, leaving=MIB // 2)
+        if has_cold:
+            (tmp_path / "cold" / RUN).rename(tmp_path / "aside")
+            (tmp_path / "cold" / RUN).write_text("in the way")
+        seal(peer, 0, 1)
+        assert daemon.stop() == 1
+        assert "run/000000000001-g0001 is lost with this daemon: hot has no space for it" in daemon.log
+        assert ("cold did not take it" in daemon.log) == has_cold
+        assert "Traceback" not in daemon.log

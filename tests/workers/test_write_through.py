@@ -1,0 +1,161 @@
+"""Snapshots that hot has no space for: copied from memory to the cold tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.errors import TierUnreachable
+from tierd.format import layout, wire
+from tierd.format.health import Diagnosis
+from tierd.format.ids import Rank, checkpoint_id
+from tierd.memory.slot import SlotState
+from tierd.memory.snapshot_set import SnapshotSet
+from tierd.workers import write_through
+from tierd.workers.write_through import WriteThrough
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
+        await rooms.look()
+        yield rooms
+
+
+def refused(rooms: Rooms, step: int, *contents: bytes, **fields: Any) -> SnapshotSet:
+    """A sealed snapshot that the persister could not write, because hot is full."""
+    snapshot_set = rooms.seal(step, contents or (b"one", b"two"), **fields)
+    snapshot_set.refused_by.add("hot")
+    snapshot_set.failures = 1
+    return snapshot_set
+
+
+def make_unreachable(rooms: Rooms, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*arguments: object, **options: object) -> None:
+        raise TierUnreachable(f"write in {tier}: no answer")
+
+    monkeypatch.setattr(rooms.cold[tier].store, "put", fails)
+
+
+def states(snapshot_set: SnapshotSet) -> set[SlotState]:
+    return {snapshot.slot.state for snapshot in snapshot_set.snapshots.values()}
+
+
+async def test_a_snapshot_is_committed_unchanged_in_every_cold_tier_and_leaves_the_queue(rooms: Rooms) -> None:
+    snapshot_set = refused(rooms, 7, b"one", b"two" * 100_000, milestone="best")
+    assert await WriteThrough(rooms.context).run_once()
+    for tier in ("cold", "dr"):
+        folder = rooms.folder(tier, snapshot_set.id)
+        assert (folder / layout.shard_name(Rank(1), 2)).read_bytes() == b"two" * 100_000
+        assert (folder / "milestone-best.json").exists()
+    entry = rooms.catalog.get(snapshot_set.id)
+    assert entry is not None
+    assert (entry.tiers, entry.all_milestones, entry.manifest.sequence) == ({"cold", "dr"}, {"best"}, 1)
+    assert states(snapshot_set) == {SlotState.RETAINED}
+    assert rooms.steps("hot") == []
+    assert {(type(message), getattr(message, "tier", "")) for message in rooms.sent} == {
+        (wire.Replicated, "cold"),
+        (wire.Replicated, "dr"),
+    }, "and not Persisted, which means hot"
+    assert rooms.events[-1] == ("persist_ended", RUN)
+    assert rooms.count("tierd_snapshots_total", run=RUN, outcome="written_through") == 1
+    assert rooms.count("tierd_bytes_total", tier="dr", direction="write") == 300_003
+
+
+async def test_a_snapshot_that_hot_may_still_take_is_left_to_the_persister(rooms: Rooms) -> None:
+    rooms.seal(7)
+    assert await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("cold") == []
+
+
+async def test_one_cold_tier_is_enough(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_unreachable(rooms, "cold", monkeypatch)
+    snapshot_set = refused(rooms, 7)
+    assert await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("dr") == [7]
+    assert states(snapshot_set) == {SlotState.RETAINED}
+    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["replicate"]
+
+
+async def test_a_snapshot_that_no_tier_takes_stays_and_is_tried_again(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_unreachable(rooms, "cold", monkeypatch)
+    make_unreachable(rooms, "dr", monkeypatch)
+    snapshot_set = refused(rooms, 7)
+    worker = WriteThrough(rooms.context)
+    assert not await worker.run_once()
+    assert states(snapshot_set) == {SlotState.SEALED}
+    assert snapshot_set.refused_by == {"hot", "cold", "dr"}
+    monkeypatch.undo()
+    assert await worker.run_once()
+    assert rooms.steps("cold") == rooms.steps("dr") == [7]
+
+
+async def test_the_newest_snapshot_is_copied_first(rooms: Rooms) -> None:
+    refused(rooms, 7, run="older")
+    refused(rooms, 8, run="newer")
+    assert await WriteThrough(rooms.context).run_once()
+    assert [message.step for message in rooms.sent if isinstance(message, wire.Replicated)][::2] == [8, 7]
+
+
+async def test_a_slow_tier_gets_limited_time_after_another_has_committed(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_through, "EXTRA_TIME_MIN_S", 0.05)
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rooms.cold["dr"].store, "put", hangs)
+    snapshot_set = refused(rooms, 7)
+    assert await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("cold") == [7]
+    assert rooms.steps("dr") == []
+    assert states(snapshot_set) == {SlotState.RETAINED}
+
+
+async def test_a_cancelled_pass_gives_the_snapshot_back(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = asyncio.Event()
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    for tier in rooms.cold.values():
+        monkeypatch.setattr(tier.store, "put", hangs)
+    snapshot_set = refused(rooms, 7)
+    passing = asyncio.ensure_future(WriteThrough(rooms.context).run_once())
+    await began.wait()
+    assert states(snapshot_set) == {SlotState.PERSISTING}
+    passing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await passing
+    assert states(snapshot_set) == {SlotState.SEALED}
+    assert (await rooms.cold["cold"].listing()).committed == set()
+
+
+async def test_the_diagnosis_of_the_snapshot_is_committed_with_it(rooms: Rooms) -> None:
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.diagnosis = Diagnosis(healthy=False, examined_at="now")
+    assert await WriteThrough(rooms.context).run_once()
+    entry = rooms.catalog.get(checkpoint_id(RUN, 7, 1))
+    assert entry is not None
+    assert entry.healthy is False
+    assert (rooms.folder("cold", entry.id) / layout.UNHEALTHY).exists()
+
+
+async def test_bytes_that_differ_from_the_checksums_are_not_committed(rooms: Rooms) -> None:
+    snapshot_set = refused(rooms, 7, b"state")
+    await rooms.memory.compute_checksums(snapshot_set)
+    (snapshot,) = snapshot_set.snapshots.values()
+    os.pwrite(snapshot.slot.fd, b"other", 0)
+    assert not await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("cold") == rooms.steps("dr") == []
+    assert {incident["kind"] for incident in rooms.incidents.recent()} == {"corrupt"}

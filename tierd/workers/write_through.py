@@ -1,0 +1,115 @@
+"""Copies snapshots from memory to the cold tiers while the hot tier has no space for them.
+
+The newest snapshot first, to all cold tiers at once. It is durable when the first one has committed it: the others then
+get as much time again, so that a slow tier does not occupy the slots. `Replicated` is sent for each tier, and
+`Persisted` is not: the checkpoint is not in hot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from tierd.context import DaemonContext
+from tierd.errors import TierdError
+from tierd.format import wire
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
+from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.selection import MEMORY
+from tierd.memory.slot import SlotEvent, SlotState
+from tierd.memory.snapshot_set import SnapshotSet
+from tierd.memory.store import SnapshotStore
+from tierd.tiers.pool import for_each
+from tierd.tiers.tier import ReadableTier, Tier, copy_checkpoint
+
+log = logging.getLogger("tierd")
+
+EXTRA_TIME_MIN_S = 30.0  # for the other tiers, after the first one has committed
+
+
+class WriteThrough:
+    name = "replicate"
+    interval_s = 3600.0  # the persister wakes it when hot is full
+    is_urgent = True
+
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self._memory = context.memory
+        self._catalog = context.catalog
+
+    async def run_once(self) -> bool:
+        """Try once every snapshot that hot has no space for. False when one has reached no cold tier."""
+        tried: set[CheckpointId] = set()
+        is_complete = True
+        while self._context.cold and (snapshot_set := self._newest(tried)) is not None:
+            tried.add(snapshot_set.id)
+            is_complete &= await self._write(snapshot_set)
+            self._context.notify.persist_ended(snapshot_set.id.run)
+        return is_complete
+
+    def _newest(self, tried: set[CheckpointId]) -> SnapshotSet | None:
+        refused = [
+            pending
+            for pending in self._memory.pending()
+            if HOT in pending.refused_by and pending.is_in(SlotState.SEALED) and pending.id not in tried
+        ]
+        return max(refused, key=lambda snapshot_set: snapshot_set.sealed_at_s, default=None)
+
+    async def _write(self, snapshot_set: SnapshotSet) -> bool:
+        """Whether the snapshot is durable in a cold tier now."""
+        snapshot_set.move(SlotEvent.PERSIST)  # its slots stay as they are
+        is_durable = False
+        try:
+            is_durable = await self._write_to_all(snapshot_set)
+        finally:
+            snapshot_set.failures += not is_durable
+            snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
+        if is_durable:
+            self._context.metrics.snapshots_total.labels(run=snapshot_set.id.run, outcome="written_through").inc()
+            log.info("wrote %s from memory to cold: hot has no space for it", snapshot_set.id)
+        return is_durable
+
+    async def _write_to_all(self, snapshot_set: SnapshotSet) -> bool:
+        await self._memory.compute_checksums(snapshot_set)
+        sequence = self._catalog.sequence_max(snapshot_set.id.run) + 1
+        # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
+        manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
+        source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
+        clock = asyncio.get_running_loop().time
+        began_s, is_durable = clock(), False
+
+        async def write(cold: Tier) -> None:
+            nonlocal is_durable
+            if await self._write_to(cold, source, manifest, snapshot_set) and not is_durable:
+                is_durable = True
+                limit.reschedule(clock() + max(EXTRA_TIME_MIN_S, clock() - began_s))
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:  # none, until the first tier has committed
+                await for_each(len(self._context.cold), self._context.cold.values(), write)
+        return is_durable
+
+    async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
+        """Whether the tier has committed the checkpoint."""
+        milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
+        diagnosis = snapshot_set.diagnosis
+        is_healthy = diagnosis.healthy if diagnosis is not None else None
+        try:
+            with self._context.throttle.writing(cold.name) as count_written:
+                await copy_checkpoint(
+                    manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
+                )
+        except TierdError as error:
+            snapshot_set.refused_by.add(cold.name)
+            self._context.incidents.record(self.name, error, manifest.id)
+            return False
+        self._catalog.add(manifest, cold.name, milestones)
+        if is_healthy is not None:
+            self._catalog.diagnosed(manifest.id, cold.name, is_healthy=is_healthy)
+        self._context.metrics.bytes_total.labels(tier=cold.name, direction="write").inc(manifest.size_bytes)
+        message = wire.Replicated(step=manifest.step, generation=manifest.generation, tier=cold.name)
+        self._context.notify.send(manifest.run, message)
+        self._context.notify.replicated()
+        return True
