@@ -15,6 +15,7 @@ from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.format import wire
 from tierd.format.ids import Run
+from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory.tier import MemoryTier
@@ -62,6 +63,7 @@ class DaemonContext:
     hot: Tier
     hot_store: DirectoryStore
     cold: Mapping[str, Tier]
+    identities: Identities
     metrics: Metrics
     incidents: Incidents
     throttle: WriteThrottle

@@ -27,7 +27,7 @@ from tierd import __version__
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
 STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
 VERDICTS = ("healthy", "unhealthy", "failed")
-FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
+FAILURE_KINDS = ("transient", "full", "corrupt", "lost", "stale", "tier_unreachable", "newer_format", "bug")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
 PROOFS = ("deep", "checksum", "size")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
@@ -123,6 +123,11 @@ class Metrics:
         self.damaged_checkpoints = gauge(
             "damaged_checkpoints", "Replicas that are known to be damaged and are not repaired yet.", ["tier"]
         )
+        self.lost_checkpoints_total = counter(
+            "lost_checkpoints_total",
+            "Replicas that disappeared from the tier although its policy keeps them; tierd had not deleted them.",
+            ["tier"],
+        )
         self.repaired_files_total = counter(
             "repaired_files_total", "Damaged files that were replaced by valid ones from another tier.", ["tier"]
         )
@@ -182,6 +187,7 @@ class Metrics:
             self.queue_oldest_age_seconds.labels(tier)
             self.verify_failures_total.labels(tier)
             self.damaged_checkpoints.labels(tier)
+            self.lost_checkpoints_total.labels(tier)
             self.repaired_files_total.labels(tier)
             for proof in PROOFS:
                 self.scrubbed_checkpoints_total.labels(tier, proof)

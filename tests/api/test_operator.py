@@ -55,7 +55,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     async with rooms_at(tmp_path) as rooms:
-        operator = Operator(replace(rooms.context, now=lambda: NOW), pid=42)
+        operator = Operator(replace(rooms.context, now=lambda: NOW), {}, pid=42)
         async with TestClient(TestServer(operator.app())) as client:
             yield House(rooms, operator, client)
 

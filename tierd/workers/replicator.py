@@ -43,8 +43,8 @@ class Replicator:
         """Copy until nothing is pending. After an error of the tier the pass ends, and the checkpoint that failed comes
         last in the next one; after an error of a checkpoint the others are still copied."""
         began_at = self._catalog.changes
-        if began_at == self._done_at:
-            return True
+        if began_at == self._done_at or not self._catalog.tiers[self._cold.name].is_known:
+            return True  # nothing is written where another place may be mounted
         await self._clear_leftovers()
         await self._mark()
         tried: set[CheckpointId] = set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.descriptors import open_all
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
+from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
@@ -116,8 +116,13 @@ class Restorer:
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)
         if isinstance(error, NotFound) and entry and tier in entry.tiers:
-            # The manifest is there and a file is not: that is damage, and no reason to start fresh.
-            error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
+            knowledge = self._catalog.tiers[tier]
+            if knowledge.is_known:
+                # The manifest is there and a file is not: that is damage, and no reason to start fresh.
+                error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
+            else:
+                error = TierUnreachable(f"{error.message}; {knowledge.error}")
+            self._context.notify.relist(tier)  # if the whole checkpoint is gone, its loss is reported
         if isinstance(error, Corrupt):
             self._context.metrics.verify_failures_total.labels(tier=tier).inc()
         self._context.incidents.record("restore", error, checkpoint)
@@ -146,7 +151,7 @@ class Restorer:
             timeout_s = FAILING_TIMEOUT_S if is_failing else LISTING_TIMEOUT_S
             try:
                 async with asyncio.timeout(timeout_s):
-                    await refresh_run(self._catalog, tier, run)
+                    await refresh_run(self._catalog, tier, run, self._context.identities)
             except TimeoutError:
                 unlisted[tier.name] = f"no answer to a listing of {run} within {timeout_s:.0f} s"
             except TierdError as error:
