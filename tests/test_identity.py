@@ -141,6 +141,11 @@ async def test_a_full_hot_disk_does_not_stop_the_listing_of_cold(
         await rooms.context.identities.begin(rooms.tiers)
         await rooms.list_tiers()
         assert all(knowledge.is_known for knowledge in rooms.catalog.tiers.values())
+        path = rooms.hot_store.root / layout.KNOWN_TIERS / "cold.json"
+        assert not path.exists()
+        monkeypatch.undo()
+        await rooms.list_tiers()
+        assert path.exists(), "it is written as soon as there is space"
 
 
 # ── a place that is not the one before ──

@@ -55,6 +55,7 @@ class Identities:
         self._remembered: dict[str, str | None] = {}  # by tier, once it was read; hot's only in this process
         self._seen: dict[str, tuple[str, Set[str]]] = {}  # by tier that was accepted: its URL and its identities
         self._unmarked: set[str] = set()  # tiers of which was logged that they cannot be marked
+        self._unsaved: set[str] = set()  # tiers that could not be written down, as on a full hot disk
 
     async def begin(self, tiers: Mapping[str, Tier]) -> None:
         """Before the daemon starts: mark every tier that answers in time. Raises BadConfig when two of them are one
@@ -74,12 +75,12 @@ class Identities:
             log.info("not every tier has answered within %.0f s: its first listing checks it", START_WAIT_S)
 
     async def _begin(self, tier: Tier, found: Set[str]) -> None:
-        with suppress(TierdError):
+        with suppress(Exception):  # whatever it is, the first listing meets it again and reports it
             if not found and await self._expected(tier.name) is None:
                 found = await self._mark(tier, None)
         if error := self._same_place(tier, found):
             raise BadConfig(error.message, hint=error.hint)
-        with suppress(TierdError):
+        with suppress(Exception):
             await self._check(tier, found)
 
     async def check(self, tier: Tier, listing: Listing | None = None) -> None:
@@ -107,7 +108,7 @@ class Identities:
         """Mark the tier if it has no marker, and remember its identity. `is_empty`: it has no checkpoint, so nothing is
         missed when it is left out because it cannot be marked."""
         expected = await self._expected(tier.name)
-        if expected in found:
+        if expected in found and tier.name not in self._unsaved:
             return
         if not found:
             try:
@@ -120,9 +121,9 @@ class Identities:
                     log.warning("%s cannot be marked, so another place there will not be noticed: %s", tier.name, error)
                 return
             await self._check(tier, found)
-        self._remembered[tier.name] = expected or min(found)
-        if tier.name in self._places and expected is None:
-            await self._remember(tier.name, min(found))
+        identity = self._remembered[tier.name] = expected or min(found)
+        if tier.name in self._places and (expected is None or tier.name in self._unsaved):
+            await self._remember(tier.name, identity)
 
     async def _mark(self, tier: Tier, expected: str | None) -> Set[str]:
         """Make a marker: of the remembered identity if there is one. Returns the identities that the tier has then."""
@@ -170,8 +171,11 @@ class Identities:
             async with DirectoryStore(self._folder, timeout_s=MEMORY_TIMEOUT_S) as store:
                 await store.sweep_partials()
                 await store.put_bytes(f"{tier}.json", content)
-        except TierdError as error:  # as on a full disk; until the next start this process remembers it
-            log.warning("remember which place %s is: %s", tier, error)
+            self._unsaved.discard(tier)
+        except TierdError as error:  # this process remembers it, and writes it with the next listing
+            if tier not in self._unsaved:
+                self._unsaved.add(tier)
+                log.warning("write down which place %s is: %s", tier, error)
 
     # ── errors ──
 
