@@ -85,6 +85,7 @@ class Catalog:
 
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` was deleted."""
+        self.tiers[tier].missing.pop(checkpoint, None)
         self._touch(checkpoint, tier)
         self._forget_unreadable(checkpoint, tier)
         self._remove(checkpoint, tier)
@@ -93,8 +94,9 @@ class Catalog:
         """The replica in `tier` is gone, and this daemon has not deleted it."""
         entry = self._entries.get(checkpoint)
         if entry is not None and tier in entry.tiers:
-            self.tiers[tier].missing[checkpoint] = view_of(entry)
+            view = view_of(entry)
             self.drop(checkpoint, tier)
+            self.tiers[tier].missing[checkpoint] = view
 
     def forget_missing(self, tier: str, kept: Collection[CheckpointId]) -> None:
         """Keep only these of the missing replicas."""

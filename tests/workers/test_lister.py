@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -95,23 +95,46 @@ async def test_what_the_lifecycle_of_another_daemon_expires_is_not_lost(rooms: R
     assert rooms.catalog.tiers["cold"].missing == {}
 
 
-async def test_what_this_daemon_deletes_during_a_listing_is_not_lost(rooms: Rooms) -> None:
-    """The listing lacks the checkpoint, and the catalog still has it, while a long deletion goes on."""
+@pytest.mark.parametrize("step", [100, 400], ids=["given up by the policy", "kept by it"])
+async def test_what_this_daemon_deletes_during_a_listing_is_not_lost(rooms: Rooms, step: int) -> None:
+    """The listing lacks the checkpoint, and the catalog still has it, while a long deletion goes on. On a full disk hot
+    also deletes what its policy keeps."""
     await rooms.commit("hot", "cold", step=400, sequence=14)
     await rooms.list_tiers()
-    store = rooms.cold["cold"].store
-    real_delete = store.delete
+    cold = rooms.cold["cold"]
+    real_delete = cold.store.delete
 
-    async def delete_slowly(keys: list[str]) -> None:
+    async def delete_slowly(keys: Sequence[str]) -> None:
         await real_delete(keys)
         await rooms.list_tiers("cold")
 
-    store.delete = delete_slowly  # type: ignore[assignment, method-assign]
-    await Reaper(rooms.context).run_once()
-    assert 100 not in rooms.steps("cold")
+    cold.store.delete = delete_slowly  # type: ignore[method-assign]
+    await cold.delete(id_of(step))
+    rooms.catalog.drop(id_of(step), "cold")
     await rooms.list_tiers()
     assert rooms.incidents.recent() == []
+    assert lost_steps(rooms) == []
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 0.0
+
+
+async def test_what_a_failed_deletion_took_is_not_lost_until_it_is_there_again(rooms: Rooms) -> None:
+    cold = rooms.cold["cold"]
+    real_delete = cold.store.delete
+
+    async def delete_in_part(keys: Sequence[str]) -> None:
+        await real_delete(keys[:1])
+        raise TierUnreachable("delete: 503")
+
+    cold.store.delete = delete_in_part  # type: ignore[method-assign]
+    with pytest.raises(TierUnreachable):
+        await cold.delete(id_of(300))
+    await rooms.list_tiers()
+    assert rooms.incidents.recent() == []
+    await rooms.replicator().run_once()
+    await rooms.list_tiers()
+    remove(rooms, "cold", 300)
+    await rooms.list_tiers()
+    assert [incident["step"] for incident in rooms.incidents.recent()] == [300]
 
 
 async def test_listing_that_lacks_what_is_there_changes_nothing(rooms: Rooms) -> None:

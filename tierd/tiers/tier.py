@@ -90,10 +90,12 @@ class ReadableTier:
 
 @dataclass(frozen=True, eq=False)
 class Tier(ReadableTier):
-    """`cache`: manifests that were read here before; None: not cached."""
+    """`cache`: manifests that were read here before; None: not cached. `deleting`: deletions by this process that have
+    begun and not ended, or failed: a listing may lack these checkpoints."""
 
     store: Store
     cache: ManifestCache | None = None
+    deleting: set[CheckpointId] = field(default_factory=set)
 
     async def listing(self, prefix: str = "") -> Listing:
         """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest."""
@@ -155,6 +157,7 @@ class Tier(ReadableTier):
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
+        self.deleting.discard(manifest.id)
         # The markers are written before the commit, so a committed milestone always has its marker.
         for milestone in milestones:
             await self.mark_milestone(manifest.id, milestone, manifest.created_at)
@@ -193,7 +196,9 @@ class Tier(ReadableTier):
         if not confirm({key.removeprefix(prefix) for key in keys}):
             return False
         if keys:
+            self.deleting.add(checkpoint)
             await self.store.delete([manifest, *sorted(keys - {manifest})])
+            self.deleting.discard(checkpoint)
         return True
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:

@@ -1,7 +1,8 @@
 """Lists one tier at an interval, when it may have changed, and when someone asks; reports replicas that disappeared.
 
 A replica is lost when it was there, the tier's policy keeps it, and a listing does not show it any more. What the
-policy gave up may have been deleted by another daemon, and is not reported. The replicators send lost replicas again.
+policy gave up may have been deleted by another daemon, and is not reported, nor is what this daemon is deleting. The
+replicators send lost replicas again.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Lister:
 
     def _report_losses(self) -> None:
         name = self._tier.name
-        now_lost = lost(self._catalog, self._context.config, name)
+        now_lost = [c for c in lost(self._catalog, self._context.config, name) if c not in self._tier.deleting]
         self._catalog.forget_missing(name, now_lost)
         new = [checkpoint for checkpoint in now_lost if checkpoint not in self._reported]
         self._reported = set(now_lost)
