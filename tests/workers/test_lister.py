@@ -55,11 +55,13 @@ async def test_emptied_tier_is_reported_once_and_hot_sends_again_what_it_has(roo
     (incident,) = rooms.incidents.recent()
     assert (incident["stage"], incident["kind"], incident["run"], incident["step"]) == ("list", "lost", RUN, 300)
     assert "run42/000000000010-g0001 disappeared" in incident["message"]
+    assert [checkpoint.step for checkpoint in rooms.listers["cold"].lost] == [300, 200, 100, 10]
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 4.0
     await rooms.replicator().run_once()
     assert rooms.steps("cold") == [300, 200, 100]
     await rooms.list_tiers()
     assert lost_steps(rooms) == [10], "only what no tier has"
+    assert rooms.listers["cold"].lost == [id_of(10)]
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 4.0
 
 
@@ -68,7 +70,7 @@ async def test_replica_that_comes_back_and_disappears_again_is_reported_again(ro
         remove(rooms, "cold", 300)
         await rooms.list_tiers()
         await rooms.replicator().run_once()
-        await rooms.list_tiers()
+        assert rooms.listers["cold"].lost == []
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 2.0
 
 
@@ -93,6 +95,24 @@ async def test_what_the_lifecycle_of_another_daemon_expires_is_not_lost(rooms: R
     assert lost_steps(rooms) == []
     assert rooms.incidents.recent() == []
     assert rooms.catalog.tiers["cold"].missing == {}
+
+
+async def test_what_another_daemon_expires_during_a_listing_is_not_lost(rooms: Rooms) -> None:
+    """The listing was begun before the newer checkpoint, and reads the folder of the expired one after its deletion."""
+    store = rooms.cold["cold"].store
+    real_list = store.list
+
+    async def list_over_a_long_time(prefix: str = "") -> list[StoredObject]:
+        store.list = real_list  # type: ignore[method-assign]
+        stored = await real_list(prefix)
+        await rooms.commit("cold", step=400, sequence=14)
+        remove(rooms, "cold", 100)
+        return [each for each in stored if id_of(100).name not in each.key]
+
+    store.list = list_over_a_long_time  # type: ignore[method-assign]
+    await rooms.list_tiers()
+    assert rooms.incidents.recent() == []
+    assert lost_steps(rooms) == rooms.listers["cold"].lost == []
 
 
 @pytest.mark.parametrize("step", [100, 400], ids=["given up by the policy", "kept by it"])

@@ -19,7 +19,7 @@ from aiohttp import web
 import tierd
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
-from tierd.decisions import halted, lost, waiting
+from tierd.decisions import halted, waiting
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
@@ -83,8 +83,8 @@ class Operator:
             halted=[str(halt) for halt in halted(self._catalog)],
             lost=[
                 LostReplica(**msgspec.to_builtins(checkpoint), tier=tier)
-                for tier in self._context.tiers
-                for checkpoint in lost(self._catalog, self._context.config, tier)
+                for tier, lister in self._listers.items()
+                for checkpoint in lister.lost
             ],
             runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[

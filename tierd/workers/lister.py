@@ -13,6 +13,7 @@ from tierd.context import DaemonContext
 from tierd.decisions import lost
 from tierd.errors import Lost, TierUnreachable
 from tierd.format.ids import CheckpointId
+from tierd.lifecycle.policy import CheckpointView
 from tierd.listing import refresh
 from tierd.tiers.tier import Tier
 
@@ -31,24 +32,32 @@ class Lister:
         self._context = context
         self._catalog = context.catalog
         self._tier = tier
-        self._reported: set[CheckpointId] = set()  # lost replicas
+        self._reported: dict[CheckpointId, CheckpointView] = {}  # lost replicas, as the catalog has them
         self._asked: list[asyncio.Future[None]] = []
 
     async def run_once(self) -> bool:
         asked, self._asked = self._asked, []
-        began_s = self._context.monotonic_s()
         try:
-            await refresh(self._catalog, self._tier, self._context.identities)
-            knowledge = self._catalog.tiers[self._tier.name]
-            if not knowledge.is_known:
-                raise TierUnreachable(knowledge.error)
-            self.listed_s = began_s
+            await self._list()
+            if self._new_losses():
+                # A listing is not of one instant: another daemon may have deleted these because of newer checkpoints
+                # that were committed after their folder was listed. A listing that begins now shows those.
+                await self._list()
             self._report_losses()
         finally:
             for answer in asked:
                 if not answer.done():  # its caller has stopped waiting
                     answer.set_result(None)
         return True
+
+    async def _list(self) -> None:
+        """Raises TierUnreachable."""
+        began_s = self._context.monotonic_s()
+        await refresh(self._catalog, self._tier, self._context.identities)
+        knowledge = self._catalog.tiers[self._tier.name]
+        if not knowledge.is_known:
+            raise TierUnreachable(knowledge.error)
+        self.listed_s = began_s
 
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""
@@ -57,12 +66,22 @@ class Lister:
         self._context.notify.relist(self._tier.name)
         await answer
 
+    @property
+    def lost(self) -> list[CheckpointId]:
+        """The replicas that were reported as lost and are not there again."""
+        missing = self._catalog.tiers[self._tier.name].missing
+        return [checkpoint for checkpoint, view in self._reported.items() if missing.get(checkpoint) is view]
+
+    def _new_losses(self) -> list[CheckpointId]:
+        now_lost = lost(self._catalog, self._context.config, self._tier.name)
+        known = {*self._tier.deleting, *self.lost}
+        return [checkpoint for checkpoint in now_lost if checkpoint not in known]
+
     def _report_losses(self) -> None:
-        name = self._tier.name
-        now_lost = [c for c in lost(self._catalog, self._context.config, name) if c not in self._tier.deleting]
-        self._catalog.forget_missing(name, now_lost)
-        new = [checkpoint for checkpoint in now_lost if checkpoint not in self._reported]
-        self._reported = set(now_lost)
+        name, new = self._tier.name, self._new_losses()
+        self._catalog.forget_missing(name, lost(self._catalog, self._context.config, name))
+        missing = self._catalog.tiers[name].missing
+        self._reported = {checkpoint: missing[checkpoint] for checkpoint in (*new, *self.lost)}
         if not new:
             return
         self._context.metrics.lost_checkpoints_total.labels(tier=name).inc(len(new))
