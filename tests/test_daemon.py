@@ -127,13 +127,18 @@ def test_a_daemon_ends_when_another_one_has_its_directory(tmp_path: Path) -> Non
 
 
 def test_a_daemon_locks_its_directory_again_when_it_was_made_anew(tmp_path: Path) -> None:
+    """It takes it for a mount point without its disk, until someone says that it is hot."""
     with serving(tmp_path) as daemon:
+        (marker,) = daemon.hot.glob(f"{layout.TIER_MARKERS}*")
         shutil.rmtree(daemon.hot)
         daemon.hot.mkdir()
         wait_until((daemon.hot / layout.LOCK).exists, "the lock to be taken again")
         wait_until(lambda: b"pid" in (daemon.hot / layout.LOCK).read_bytes(), "the lock to name its holder")
         with pytest.raises(LockHeld, match=f"pid {daemon.pid}"):
             Lock(daemon.hot)
+        wait_until(lambda: f"has no marker {marker.name}" in str(daemon.status()["halted"]), "hot to be unreachable")
+        marker.touch()
+        wait_until(lambda: not daemon.status()["halted"], "hot to be listed")
         snapshot(daemon, "run42", 7)
         assert daemon.stop() == 0
 

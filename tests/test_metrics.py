@@ -40,6 +40,7 @@ PUBLIC = {
     "tierd_scrubbed_checkpoints_total": ("counter", {"tier", "proof"}),
     "tierd_damaged_checkpoints": ("gauge", {"tier"}),
     "tierd_repaired_files_total": ("counter", {"tier"}),
+    "tierd_lost_checkpoints_total": ("counter", {"tier"}),
     "tierd_drill_restore_seconds": ("gauge", {"tier"}),
     "tierd_drill_newest_step_proven": ("gauge", {"run", "tier"}),
     "tierd_drill_last_success_timestamp_seconds": ("gauge", {"tier"}),

@@ -43,7 +43,7 @@ class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
     was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
     ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later
-    tierd wrote."""
+    tierd wrote. `missing`: replicas that were there and that a listing did not show any more, as they were."""
 
     is_known: bool = False
     error: str = NOT_LISTED_YET
@@ -52,6 +52,7 @@ class TierKnowledge:
     partial: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
     newer_format: frozenset[CheckpointId] = frozenset()
+    missing: dict[CheckpointId, CheckpointView] = field(default_factory=dict)
 
 
 class Catalog:
@@ -86,9 +87,23 @@ class Catalog:
 
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` was deleted."""
+        self.tiers[tier].missing.pop(checkpoint, None)
         self._touch(checkpoint, tier)
         self._forget_unreadable(checkpoint, tier)
         self._remove(checkpoint, tier)
+
+    def disappeared(self, checkpoint: CheckpointId, tier: str) -> None:
+        """The replica in `tier` is gone, and this daemon has not deleted it."""
+        entry = self._entries.get(checkpoint)
+        if entry is not None and tier in entry.tiers:
+            view = view_of(entry)
+            self.drop(checkpoint, tier)
+            self.tiers[tier].missing[checkpoint] = view
+
+    def forget_missing(self, tier: str, kept: Collection[CheckpointId]) -> None:
+        """Keep only these of the missing replicas."""
+        missing = self.tiers[tier].missing
+        self.tiers[tier].missing = {checkpoint: missing[checkpoint] for checkpoint in missing if checkpoint in kept}
 
     def damaged(self, checkpoint: CheckpointId, tier: str, why: str) -> None:
         """The replica in `tier` counts as unreadable until it is repaired or deleted."""
@@ -110,6 +125,7 @@ class Catalog:
             entry = self._entries[checkpoint] = Entry(checkpoint, manifest)
         entry.manifest = manifest
         entry.tiers.add(tier)
+        self.tiers[tier].missing.pop(checkpoint, None)
         self.saw_generation(checkpoint.run, checkpoint.generation)
         return entry
 
@@ -140,12 +156,15 @@ class Catalog:
     ) -> None:
         """A whole listing of a tier, begun when `changes` was `since`: it replaces what was known, except for
         checkpoints that have changed since. `listed`: (manifest, milestones). One listing of a tier at a time."""
-        damaged = {c: why for c, why in self.tiers[tier].damaged.items() if c in listed or c in unreadable}
+        former = self.tiers[tier]
+        damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
         known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
         has_changed = False
         for checkpoint in (known | listed.keys() - damaged.keys()) - changed:
             if checkpoint not in listed or checkpoint in damaged:
+                if checkpoint not in listed and checkpoint not in unreadable:
+                    former.missing[checkpoint] = view_of(self._entries[checkpoint])
                 self._remove(checkpoint, tier)
                 has_changed = True
                 continue
@@ -160,7 +179,6 @@ class Catalog:
                 if diagnosis is not None:
                     entry.diagnoses[tier] = diagnosis
                 has_changed = True
-        former = self.tiers[tier]
         unreadable = (
             {c: why for c, why in unreadable.items() if c not in changed}
             | {c: why for c, why in former.unreadable.items() if c in changed}
@@ -168,7 +186,7 @@ class Catalog:
         )
         uncommitted = frozenset(partial) - changed
         self.tiers[tier] = TierKnowledge(
-            True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format)
+            True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format), former.missing
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self.changes += 1
@@ -243,6 +261,14 @@ class Catalog:
         ]
         return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
 
+    def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
+        """Replicas that a listing lacks which was begun when `changes` was `since` and shows those in `committed`.
+        Newest first; not those that have changed meanwhile."""
+        changed = self._changed.get(tier, {})
+        absent = [e.id for e in self._entries.values() if tier in e.tiers and e.id not in committed]
+        unchanged = (checkpoint for checkpoint in absent if changed.get(checkpoint, 0) <= since)
+        return sorted(unchanged, key=lambda checkpoint: checkpoint.recency, reverse=True)
+
     def manifests_in(self, tier: str) -> list[Manifest]:
         """The manifests of all checkpoints that are committed in a tier."""
         return [entry.manifest for entry in self._entries.values() if tier in entry.tiers]
@@ -305,19 +331,21 @@ class Catalog:
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
-        return [
-            CheckpointView(
-                id=entry.id,
-                sequence=entry.manifest.sequence,
-                milestones=entry.all_milestones,
-                healthy=entry.healthy,
-                tiers=frozenset(entry.tiers),
-                created_at=entry.manifest.created,
-                metrics=entry.manifest.metrics,
-            )
-            for entry in self._entries.values()
-        ]
+        return [view_of(entry) for entry in self._entries.values()]
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self.changes += 1
         self._changed.setdefault(tier, {})[checkpoint] = self.changes
+
+
+def view_of(entry: Entry) -> CheckpointView:
+    """One checkpoint as the lifecycle sees it."""
+    return CheckpointView(
+        id=entry.id,
+        sequence=entry.manifest.sequence,
+        milestones=entry.all_milestones,
+        healthy=entry.healthy,
+        tiers=frozenset(entry.tiers),
+        created_at=entry.manifest.created,
+        metrics=entry.manifest.metrics,
+    )

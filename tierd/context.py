@@ -18,6 +18,7 @@ from tierd.config import Config
 from tierd.copies import CopyRecords
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
+from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory.tier import MemoryTier
@@ -68,6 +69,7 @@ class DaemonContext:
     hot: Tier
     hot_store: DirectoryStore
     cold: Mapping[str, Tier]
+    identities: Identities
     metrics: Metrics
     incidents: Incidents
     throttle: WriteThrottle

@@ -1,8 +1,8 @@
 """The daemon: builds the workers and the sockets, runs them in one TaskGroup, and drains on SIGTERM.
 
-At start: lock the hot directory, recover the hot tier, then open the sockets; cold tiers are listed afterwards, so that
-an unreachable S3 never delays a trainer. At the end: the sockets stay open until sealed snapshots are in the hot tier,
-then everything stops. A second signal ends it at once.
+At start: lock the hot directory, check that no two tiers are one place, recover the hot tier, then open the sockets.
+Cold tiers are listed afterwards, so that an unreachable S3 never delays a trainer. At the end: the sockets stay open
+until sealed snapshots are in the hot tier, then everything stops. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tierd.errors import BadConfig, LockHeld, TierdError, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
+from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
@@ -48,9 +49,10 @@ from tierd.tiers.lock import Lock
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.driller import Driller
+from tierd.workers.lister import Lister
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
-from tierd.workers.recovery import Lister, recover
+from tierd.workers.recovery import recover
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
 from tierd.workers.scrubber import Scrubber
@@ -104,6 +106,7 @@ class _Daemon:
             hot=Tier(HOT, hot_store),
             hot_store=hot_store,
             cold={cold.name: self._open_cold(cold) for cold in config.cold},
+            identities=Identities(config, lambda error: context.incidents.record("list", error)),
             metrics=self._metrics,
             incidents=Incidents(self._metrics, lambda: context.timestamp()),
             throttle=self._throttle,
@@ -116,14 +119,14 @@ class _Daemon:
         self._persist_ended = Wake()
         intervals_s = {HOT: config.limits.reconcile_interval_s}
         self._listers = {
-            name: Lister(context.catalog, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
+            name: Lister(context, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
             for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)
         self._workers = self._make_workers()
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         self._door = TrainerDoor(context, Restorer(context, self._judge), spawn=self._spawn)
-        self._operator = Operator(context, pid=os.getpid())
+        self._operator = Operator(context, self._listers, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
@@ -150,6 +153,7 @@ class _Daemon:
         stop = self._catch_signals()
         missing: list[SnapshotSet] = []
         context = self._context
+        await context.identities.begin(context.tiers)
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         listener = open_listener(self._config.daemon.socket)
         runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)

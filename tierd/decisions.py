@@ -119,6 +119,24 @@ def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     return missing
 
 
+def lost(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
+    """The replicas that have disappeared from `tier` although its policy keeps them, newest first.
+
+    The others may have been deleted by another daemon's lifecycle: what its policy kept of the tier before, it keeps of
+    what is there now and what is missing.
+    """
+    missing = catalog.tiers[tier].missing
+    if not missing:
+        return []
+    runs = {checkpoint.run for checkpoint in missing}
+    views = {view.id: view for view in catalog.views() if view.id.run in runs}
+    there = [view for view in views.values() if tier in view.tiers]
+    there += [views.get(checkpoint, view) for checkpoint, view in missing.items()]
+    rules = config.lifecycle.hot if tier == HOT else config.own_policies.get(tier, config.lifecycle.cold)
+    kept = [checkpoint for _, of_run in policy.by_run(there) for checkpoint in policy.kept(of_run, rules)]
+    return sorted((c for c in kept if c in missing), key=lambda checkpoint: checkpoint.recency, reverse=True)
+
+
 def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
     """What each run will hold in each tier, and what that will cost."""
     sizes = {entry.id: entry.manifest.size_bytes for entry in catalog.entries()}

@@ -51,6 +51,12 @@ class Corrupt(TierdError):
     exit_code = 12
 
 
+class Lost(TierdError):
+    """Raised when a replica that was committed is gone, and the policy of its tier keeps it: alert."""
+
+    exit_code = 12
+
+
 class Retained(TierdError):
     """Raised when a store refuses to delete an object yet. `remaining_s`: for how long; inf: not known."""
 

@@ -6,13 +6,15 @@ halt, not guess: a manifest that cannot be read, or a checkpoint with a file mis
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tierd.catalog import Catalog
-from tierd.errors import NewerFormat, NotFound, TierdError
+from tierd.errors import NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from tierd.identity import Identities
+from tierd.tiers.pool import for_each
 from tierd.tiers.tier import Listing, Tier
 
 log = logging.getLogger("tierd")
@@ -20,12 +22,23 @@ log = logging.getLogger("tierd")
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
 
+CONFIRMED_MAX = 64  # of checkpoints that disappeared, the newest are looked for again one by one
+CONFIRMED_AT_ONCE = 4
 
-async def refresh(catalog: Catalog, tier: Tier) -> None:
-    """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised."""
+
+async def refresh(catalog: Catalog, tier: Tier, identities: Identities | None = None) -> None:
+    """List the tier once. If that fails, or the tier is not the right place, the catalog notes it as not known, and
+    nothing is raised. `identities`: None where any place will do."""
     since = catalog.changes
     try:
-        await enter(catalog, tier, await tier.listing(), since)
+        listing = await tier.listing()
+        if identities is not None:
+            await identities.check(tier, listing)
+        if absent := catalog.absent(tier.name, listing.committed, since=since):
+            await _confirm_absence(tier, absent[:CONFIRMED_MAX])
+            if identities is not None:  # an unmounted disk takes checkpoints and markers with it
+                await identities.check(tier)
+        await enter(catalog, tier, listing, since)
     except TierdError as error:
         catalog.listing_failed(tier.name, str(error))
     except Exception as error:  # broad: whatever the cause, the former listing must not justify a deletion
@@ -33,12 +46,27 @@ async def refresh(catalog: Catalog, tier: Tier) -> None:
         catalog.listing_failed(tier.name, f"{type(error).__name__}: {error}")
 
 
-async def refresh_run(catalog: Catalog, tier: Tier, run: Run) -> None:
+async def refresh_run(catalog: Catalog, tier: Tier, run: Run, identities: Identities) -> None:
     """List one run in the tier and enter what is new: a few requests, where a whole tier may take minutes.
 
-    Raises TierUnreachable.
+    Raises TierUnreachable, also when the tier is not the right place.
     """
-    await enter(catalog, tier, await tier.listing(f"{run}/"), None)
+    await identities.check(tier)
+    listing = await tier.listing(f"{run}/")
+    if not listing.committed:
+        await identities.check(tier)  # it may have been unmounted in between
+    await enter(catalog, tier, listing, None)
+
+
+async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> None:
+    """Raises TierUnreachable when one of them is there although the listing lacks it: some servers list late."""
+
+    async def confirm(checkpoint: CheckpointId) -> None:
+        if layout.MANIFEST in await files_of(tier, checkpoint):
+            message = f"list {tier.name}: {checkpoint} is there, and a listing that has just ended lacks it"
+            raise TierUnreachable(message, hint="the tier is listed again")
+
+    await for_each(CONFIRMED_AT_ONCE, checkpoints, confirm)
 
 
 async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | None) -> None:

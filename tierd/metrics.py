@@ -24,14 +24,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from tierd import __version__
 
-RUNS_MAX = (
-    100  # runs that have series of their own: those with trainers or slots, then those with the newest checkpoint
-)
+# Runs that have series of their own: those with trainers or slots, then those with the newest checkpoint.
+RUNS_MAX = 100
 OTHER_RUNS = "(other)"  # no run can have this name; sums over the runs without series of their own
 SNAPSHOT_OUTCOMES = ("persisted", "written_through", "skipped", "failed", "lost")
 STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
 VERDICTS = ("healthy", "unhealthy", "failed")
-FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
+FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "lost", "stale", "tier_unreachable", "newer_format", "bug")
 GIVEN_UP_REASONS = ("replaced", "no_space")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
 PROOFS = ("deep", "checksum", "size")
@@ -148,6 +147,11 @@ class Metrics:
         self.damaged_checkpoints = gauge(
             "damaged_checkpoints", "Replicas that are known to be damaged and are not repaired yet.", ["tier"]
         )
+        self.lost_checkpoints_total = counter(
+            "lost_checkpoints_total",
+            "Replicas that disappeared from the tier although its policy keeps them; tierd had not deleted them.",
+            ["tier"],
+        )
         self.repaired_files_total = counter(
             "repaired_files_total", "Damaged files that were replaced by valid ones from another tier.", ["tier"]
         )
@@ -217,6 +221,7 @@ class Metrics:
             self.queue_oldest_age_seconds.labels(tier)
             self.verify_failures_total.labels(tier)
             self.damaged_checkpoints.labels(tier)
+            self.lost_checkpoints_total.labels(tier)
             self.repaired_files_total.labels(tier)
             for proof in PROOFS:
                 self.scrubbed_checkpoints_total.labels(tier, proof)

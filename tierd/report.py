@@ -23,6 +23,8 @@ from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action
 from tierd.tiers.tier import ReadableTier, Tier
 
+LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
+
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
     """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: `created_at` is no valid time."""
@@ -47,7 +49,9 @@ class RunReport(msgspec.Struct, kw_only=True):
 
 
 class TierReport(msgspec.Struct, kw_only=True):
-    """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed."""
+    """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed.
+
+    `listed_age_s`: since the last listing that succeeded began; only the daemon knows."""
 
     name: str
     url: str
@@ -56,6 +60,20 @@ class TierReport(msgspec.Struct, kw_only=True):
     checkpoints: int = 0
     used_bytes: int | None = None
     free_bytes: int | None = None
+    listed_age_s: float | None = None
+
+
+class LostReplica(msgspec.Struct, kw_only=True):
+    """A replica that disappeared from a tier whose policy keeps it."""
+
+    run: str
+    step: int
+    generation: int
+    tier: str
+
+    @property
+    def id(self) -> CheckpointId:
+        return checkpoint_id(self.run, self.step, self.generation)
 
 
 class QueueReport(msgspec.Struct, kw_only=True):
@@ -91,6 +109,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     uptime_s: float | None
     is_ready: bool
     halted: list[str] = []
+    lost: list[LostReplica] = []
     runs: list[RunReport] = []
     tiers: list[TierReport] = []
     queues: list[QueueReport] = []
@@ -180,7 +199,9 @@ async def free_bytes(tier: Tier) -> int | None:
         return None
 
 
-def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -> TierReport:
+def tier_report(
+    catalog: Catalog, name: str, url: str, free_bytes: int | None, *, listed_age_s: float | None = None
+) -> TierReport:
     knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
         name=name,
@@ -190,6 +211,7 @@ def tier_report(catalog: Catalog, name: str, url: str, free_bytes: int | None) -
         checkpoints=len(manifests),
         used_bytes=sum(one.size_bytes for one in manifests) if manifests or knowledge.is_known else None,
         free_bytes=free_bytes,
+        listed_age_s=listed_age_s,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html.parser
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -57,7 +58,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     async with rooms_at(tmp_path) as rooms:
-        operator = Operator(replace(rooms.context, now=lambda: NOW), pid=42)
+        operator = Operator(replace(rooms.context, now=lambda: NOW), {}, pid=42)
         async with TestClient(TestServer(operator.app())) as client:
             yield House(rooms, operator, client)
 
@@ -297,3 +298,33 @@ async def test_routes_are_read_only_and_unknown_paths_are_404(house: House) -> N
         async with house.client.post(path, data=b"x") as answer:
             assert answer.status == 405
     assert (await house.get("/etc/passwd"))[0] == 404
+
+
+# ── fresh answers ──
+
+
+async def test_fresh_status_waits_for_new_listings(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path) as rooms:
+        operator = Operator(rooms.context, rooms.listers, pid=42)
+        async with TestClient(TestServer(operator.app())) as client, asyncio.TaskGroup() as group:
+            await rooms.list_tiers()
+            await rooms.commit("cold", step=100)
+            answer = group.create_task(client.get("/api/v1/status?fresh=1"))
+            while {("relist", "hot"), ("relist", "cold")} - {*rooms.events}:
+                await asyncio.sleep(0.001)
+            await rooms.list_tiers()
+            status = await (await answer).json()
+        assert [(tier["name"], tier["checkpoints"]) for tier in status["tiers"]] == [("hot", 0), ("cold", 1)]
+        assert all(tier["listed_age_s"] >= 0 for tier in status["tiers"])
+
+
+async def test_fresh_status_of_a_tier_that_does_not_answer_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierd.api.operator.LOOK_S", 0.05)
+    async with rooms_at(tmp_path) as rooms:
+        operator = Operator(rooms.context, rooms.listers, pid=42)
+        await rooms.list_tiers("hot")
+        async with TestClient(TestServer(operator.app())) as client:
+            status = await (await client.get("/api/v1/status?fresh=1")).json()  # no lister runs
+        assert [tier["listed_age_s"] is None for tier in status["tiers"]] == [False, True]

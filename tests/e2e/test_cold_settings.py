@@ -35,7 +35,7 @@ def reload(daemon: Daemon, former: str, fresh: str) -> None:
 def test_raised_upload_cap_releases_a_waiting_upload_without_a_restart(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "hot", size_bytes=SHARD_BYTES)
     with bucket_server() as served, serving(tmp_path, more=cold(served, cap=MIB_S)) as daemon:
-        wait_until(lambda: served.objects, "for the first shard")
+        wait_until(served.checkpoint_keys, "for the first shard")
         assert not any(key.endswith("manifest.json") for key in served.objects)
         reload(daemon, f"max_upload_mib_s = {MIB_S}", "max_upload_mib_s = 0.0")
         daemon.wait_log(f"max_upload_mib_s of cold is now 0, was {MIB_S}")

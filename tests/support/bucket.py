@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from tests.support.s3 import ACCESS_KEY, BUCKET
-from tierd.format import checksum
+from tierd.format import checksum, layout
 from tierd.s3.requests import ACTIONS
 
 # S3's error codes with their statuses. Each is a fault too: the answer in place of the result.
@@ -202,6 +202,10 @@ class Bucket:
                 etag = f'"{hashlib.md5(content).hexdigest()}"'
                 key = f"{prefix}/{path.relative_to(root).as_posix()}"
                 self.objects[key] = Stored(content, etag, checksum.crc64nvme(content))
+
+    def checkpoint_keys(self) -> list[str]:
+        """The keys of all objects but those that are markers of a tier's identity."""
+        return [key for key in self.objects if layout.TIER_MARKERS not in key]
 
     def received_bytes(self) -> int:
         return sum(one.received_bytes for one in self.seen)

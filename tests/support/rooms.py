@@ -21,6 +21,7 @@ from tierd.format import layout, wire
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
+from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.listing import refresh
 from tierd.memory.slot import MappedSlot, SlotEvent
@@ -30,6 +31,7 @@ from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
+from tierd.workers.lister import Lister
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
@@ -64,6 +66,7 @@ class Rooms:
             hot=self.hot,
             hot_store=self.hot_store,
             cold=self.cold,
+            identities=Identities(config, lambda error: self.incidents.record("list", error)),
             metrics=self.metrics,
             incidents=self.incidents,
             throttle=self.throttle,
@@ -71,6 +74,7 @@ class Rooms:
             **clocks,
         )
         self.tiers = self.context.tiers
+        self.listers = {name: Lister(self.context, tier, 10.0) for name, tier in self.tiers.items()}
 
     @property
     def config(self) -> Config:
@@ -172,6 +176,11 @@ class Rooms:
             manifest = make_manifest(checkpoint, entries, sequence=sequence)
             await tier.commit(manifest)
         return manifest
+
+    async def list_tiers(self, *names: str) -> None:
+        """List these tiers as the daemon does, or all. Raises TierUnreachable."""
+        for name in names or self.tiers:
+            await self.listers[name].run_once()
 
     async def look(self) -> None:
         for tier in self.tiers.values():

@@ -18,7 +18,8 @@ from tierd.format.ids import checkpoint_id
 from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
 from tierd.transfer.partial_file import partial_name
-from tierd.workers.recovery import Lister, clear_uncommitted, recover
+from tierd.workers.lister import Lister
+from tierd.workers.recovery import clear_uncommitted, recover
 
 NOW_S = datetime.now(UTC).timestamp()
 
@@ -167,7 +168,7 @@ async def test_a_tier_that_cannot_be_listed_is_not_known_and_keeps_its_entries(r
     assert not rooms.catalog.tiers["cold"].is_known
     assert rooms.catalog.newest(manifest.id.run, "cold") == manifest
     assert any(halt.reason is HaltReason.TIER_UNREACHABLE for halt in halted(rooms.catalog))
-    lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
+    lister = Lister(rooms.context, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable):
         await lister.run_once()
     root.with_name("unmounted").rename(root)
@@ -183,7 +184,7 @@ async def test_a_tier_is_not_known_after_an_unexpected_error(rooms: Rooms) -> No
         raise AttributeError("'NoneType' object has no attribute 'text'")
 
     rooms.cold["cold"].store.list = list_badly  # type: ignore[method-assign]
-    lister = Lister(rooms.catalog, rooms.cold["cold"], 10.0)
+    lister = Lister(rooms.context, rooms.cold["cold"], 10.0)
     with pytest.raises(TierUnreachable, match="AttributeError: 'NoneType'"):
         await lister.run_once()
     assert not rooms.catalog.tiers["cold"].is_known

@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tierd.errors import (
     BadRequest,
     Corrupt,
     Full,
+    Lost,
     NewerFormat,
     NotFound,
     TierdError,
@@ -100,6 +102,31 @@ async def where_of(rooms: Rooms, worker: Restorer | None, **fields: Any) -> tupl
 
 
 # ── which one ──
+
+
+async def test_run_whose_checkpoints_disappeared_does_not_start_fresh(rooms: Rooms) -> None:
+    """`NotFound` is the trainer's permission to begin at step 0."""
+    manifest = await rooms.commit("cold", step=100)
+    await rooms.list_tiers()
+    shutil.rmtree(rooms.folder("cold", manifest.id).parent)
+    await rooms.list_tiers()
+    with pytest.raises(Lost, match=r"000000000100-g0001 has disappeared"):
+        await find_with(restorer(rooms))
+    with pytest.raises(NotFound):
+        await find_with(restorer(rooms), step=200)
+
+
+async def test_replica_in_a_tier_that_is_not_mounted_is_unreachable_and_not_damaged(rooms: Rooms) -> None:
+    manifest = await rooms.commit("cold", step=100)
+    await rooms.list_tiers()
+    root = rooms.folder("cold", manifest.id).parents[1]
+    root.rename(root.with_name("unmounted"))
+    root.mkdir()
+    with pytest.raises(TierUnreachable):
+        await rooms.list_tiers("cold")
+    with pytest.raises(TierUnreachable, match="has no marker"):
+        await find_with(restorer(rooms))
+    assert rooms.count("tierd_verify_failures_total", tier="cold") == 0.0
 
 
 async def test_answer_names_newer_checkpoints_that_were_passed_over(rooms: Rooms) -> None:

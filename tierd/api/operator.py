@@ -1,7 +1,7 @@
 """The daemon's HTTP server: /metrics, /healthz, /readyz, a status page and read-only JSON.
 
 Every answer is derived from the catalog, the memory tier and the incidents at the moment of the request, so status and
-metrics cannot disagree. Nothing here changes anything.
+metrics cannot disagree. Nothing here changes anything; with `?fresh`, the status waits for new listings of the tiers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 from aiohttp import web
@@ -27,7 +28,9 @@ from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.report import (
+    LOOK_S,
     FailureReport,
+    LostReplica,
     QueueReport,
     RunReport,
     StatusReport,
@@ -41,11 +44,15 @@ from tierd.report import (
     run_report,
     tier_report,
 )
+from tierd.workers.lister import Lister
 
 
 class Operator:
-    def __init__(self, context: DaemonContext, *, pid: int) -> None:
+    """`listers`: by tier; they list it when a request asks for a fresh answer."""
+
+    def __init__(self, context: DaemonContext, listers: Mapping[str, Lister], *, pid: int) -> None:
         self._context = context
+        self._listers = listers
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -75,15 +82,32 @@ class Operator:
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
             halted=[str(halt) for halt in halted(self._catalog)],
+            lost=[
+                LostReplica(**msgspec.to_builtins(checkpoint), tier=tier)
+                for tier, lister in self._listers.items()
+                for checkpoint in lister.lost
+            ],
             runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
-                tier_report(self._catalog, name, tier.store.url, tier_free_bytes)
+                tier_report(self._catalog, name, tier.store.url, tier_free_bytes, listed_age_s=self._listed_age_s(name))
                 for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
             queues=self._queues(),
             slots={state.value: slot_counts[state] for state in SlotState},
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
+
+    def _listed_age_s(self, tier: str) -> float | None:
+        lister = self._listers.get(tier)
+        if lister is None or lister.listed_s is None:
+            return None
+        return round(self._context.monotonic_s() - lister.listed_s, 1)
+
+    async def _look(self) -> None:
+        """Wait until every tier was listed again, for LOOK_S at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asyncio.gather(*(lister.look() for lister in self._listers.values()))
 
     def _run(self, run: Run) -> RunReport:
         report = run_report(self._catalog, run, self._now())
@@ -200,7 +224,9 @@ class Operator:
             return web.Response(text="ready\n")
         return web.Response(status=503, text=f"not ready: {known.error or 'recovering'}\n")
 
-    async def _status(self, _: web.Request) -> web.Response:
+    async def _status(self, request: web.Request) -> web.Response:
+        if "fresh" in request.query:
+            await self._look()
         return _json(await self.status())
 
     async def _checkpoints(self, request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from tierd.errors import DaemonUnreachable, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import CheckpointReport, CheckpointRow, StatusReport
+from tierd.report import LOOK_S, CheckpointReport, CheckpointRow, StatusReport
 
 TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 256 << 20  # 10,000 checkpoints are some 5 MB
@@ -48,10 +48,14 @@ class RunningDaemon:
         return {row.id: row.healthy for row in self.rows() if MEMORY in row.tiers}
 
 
-def find(config: Config) -> RunningDaemon:
-    """The daemon of this hot directory. Raises DaemonUnreachable, which says what answered instead."""
+def find(config: Config, *, is_fresh: bool = False) -> RunningDaemon:
+    """The daemon of this hot directory. Raises DaemonUnreachable, which says what answered instead.
+
+    `is_fresh`: it lists its tiers first, for LOOK_S at most."""
     address = _address(config)
     status = _get(address, "/api/v1/status", StatusReport)
+    if is_fresh:
+        status = _get(address, "/api/v1/status?fresh=1", StatusReport, timeout_s=LOOK_S + TIMEOUT_S)
     hot = next((tier.url for tier in status.tiers if tier.name == "hot"), "")
     if Path(hot.removeprefix("file://")).resolve() != config.hot_path.resolve():
         raise DaemonUnreachable(
@@ -61,9 +65,9 @@ def find(config: Config) -> RunningDaemon:
     return RunningDaemon(address=address, status=status)
 
 
-def find_or_none(config: Config) -> RunningDaemon | None:
+def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | None:
     try:
-        return find(config)
+        return find(config, is_fresh=is_fresh)
     except DaemonUnreachable:
         return None
 
@@ -79,11 +83,11 @@ def _address(config: Config) -> str:
     return config.daemon.listen
 
 
-def _get(address: str, path: str, kind: type[T]) -> T:
+def _get(address: str, path: str, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
     # No proxy: http_proxy is for other hosts, not for the loopback.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{address}{path}", timeout=TIMEOUT_S) as response:
+        with opener.open(f"http://{address}{path}", timeout=timeout_s) as response:
             raw = response.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
         refusal = NotFound if error.code == 404 else DaemonUnreachable

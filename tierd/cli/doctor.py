@@ -19,12 +19,15 @@ from tierd import __version__, config_file
 from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
-from tierd.cli.opened_tiers import open_tiers
+from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.config import ColdConfig, Config
-from tierd.errors import BadConfig, DaemonUnreachable, TierUnreachable
+from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
+from tierd.identity import Identities
 from tierd.lifecycle.policy import HOT
+from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of
+from tierd.tiers.tier import Listing
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection
@@ -65,6 +68,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
     for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
         found += advice
+    found += [advice for advice in await _places(loaded) if only in (None, advice.about)]
     if only is None:
         if not loaded.cold:
             message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
@@ -110,6 +114,33 @@ async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
         return await BucketProbe(requests, cold, now).run()
     finally:
         await requests.close()
+
+
+async def _places(loaded: Config) -> list[Advice]:
+    """Whether each tier is the place that it was before, and not the place of another tier."""
+    found: list[Advice] = []
+    identities, folders = Identities(loaded), dict[tuple[int, int], str]()
+    for tier in open_unlisted(loaded):
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S_MAX):
+                listing = Listing(identities=await tier.identities())
+        except (TierdError, TimeoutError):
+            continue  # the other checks of this tier report it
+        finally:
+            await tier.store.close()
+        try:
+            await identities.check(tier, listing)
+        except TierUnreachable as error:
+            found.append(problem_of("place", tier.name, error))
+            continue
+        if isinstance(tier.store, DirectoryStore) and tier.store.root.is_dir():  # also before there is any marker
+            status = tier.store.root.stat()
+            if (other := folders.setdefault((status.st_dev, status.st_ino), tier.name)) != tier.name:
+                message = f"{tier.store.root} is the same directory as {other}: one replica would count as two"
+                found.append(
+                    problem_of("place", tier.name, BadConfig(message, hint="give each tier a place of its own"))
+                )
+    return found
 
 
 def _limits() -> Iterator[Advice]:

@@ -1,6 +1,7 @@
 """`tierd ls`: every checkpoint, newest first, with the tiers that hold it.
 
-A running daemon answers, since only it knows the memory tier; without one, the tiers are listed directly.
+A running daemon answers, since only it knows the memory tier, and lists the tiers for it; without one, they are listed
+directly.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Annotated
 import typer
 
 from tierd.cli import daemon_http, options
-from tierd.cli.console import age, metrics_line, print_json, print_note, size, table
+from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
 from tierd.format.ids import check_run
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
-from tierd.report import CheckpointRow, checkpoint_rows
+from tierd.report import LOOK_S, CheckpointRow, checkpoint_rows
 
 
 async def ls(
@@ -37,11 +38,18 @@ async def ls(
         config = settings.config()
         check_tier(tier, config, MEMORY)
         # Only a daemon can list the memory tier.
-        daemon = daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config)
+        daemon = daemon_http.find(config) if tier == MEMORY else daemon_http.find_or_none(config, is_fresh=True)
     if daemon is not None:
         unlisted = [report for report in daemon.status.tiers if not report.is_known and tier in (None, report.name)]
         for report in unlisted:
             print_note(f"tierd: {report.name} is shown as last known, it cannot be listed: {report.error}")
+        for report in daemon.status.tiers:
+            if report.is_known and report.listed_age_s is not None and report.listed_age_s > LOOK_S:
+                ago = duration(report.listed_age_s)
+                print_note(f"tierd: {report.name} is shown as it was {ago} ago: no new listing within {LOOK_S:.0f} s")
+        for lost in daemon.status.lost:
+            if run in (None, lost.run) and tier in (None, lost.tier):
+                print_note(f"tierd: lost: {lost.id} disappeared from {lost.tier}: docs/RUNBOOK.md#checkpoints-lost")
         rows, code = daemon.rows(), PARTIAL if unlisted else 0
     else:
         async with open_tiers(settings, place=place, only=None if place else tier) as tiers:

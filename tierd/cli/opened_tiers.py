@@ -19,12 +19,13 @@ from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
+from tierd.identity import Identities
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import while_answered
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import Listing, Tier
 
 PARTIAL = 3  # the exit code of an answer that lacks a part
 SILENCE_S = 10.0  # a listing in which a tier answers nothing for so long is given up
@@ -80,19 +81,19 @@ async def open_tiers(
     if place is not None:
         opened = [_open_place(place, settings)]
     else:
-        config = settings.config()
-        check_tier(only, config)
-        hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
-        opened = [Tier(HOT, hot)] if only in (None, HOT) else []
-        opened += [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
+        check_tier(only, settings.config())
+        opened = open_unlisted(settings.config(), only=only)
     catalog = Catalog([tier.name for tier in opened])
+    identities = None if place is not None else Identities(settings.config())
     absent: set[str] = set()
 
     async def list_tier(tier: Tier) -> None:
         # To list a tier must not make its directory, and before the first `tierd serve` there is none.
         if await tier.store.exists():
-            await refresh(catalog, tier)
+            await refresh(catalog, tier, identities)
         else:
+            if identities is not None:
+                await identities.check(tier, Listing())  # raises where there was one before
             absent.add(tier.name)
             catalog.enter_listing(tier.name, {}, {}, since=catalog.changes)
 
@@ -109,6 +110,13 @@ async def open_tiers(
     finally:
         for tier in opened:
             await tier.store.close()
+
+
+def open_unlisted(config: Config, *, only: str | None = None) -> list[Tier]:
+    """The tiers of the config, nearest first; the caller closes their stores."""
+    hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
+    opened = [Tier(HOT, hot)] if only in (None, HOT) else []
+    return opened + [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
 
 
 async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, Any, None]) -> None:

@@ -86,6 +86,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_queue(queue)
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
+    for lost in report.lost:
+        print_result(f"LOST: {lost.id} disappeared from {lost.tier}: docs/RUNBOOK.md#checkpoints-lost")
     for reason in report.halted:
         print_result(f"DELETION HALTED: {reason}")
     for failure in report.failures[:5]:

@@ -1,23 +1,28 @@
 """`tierd verify`: compares every replica with the checksums of its manifest, and repairs damaged ones on request.
 
 By default it causes no egress: a directory is read whole, a bucket is asked for the checksums that it keeps. Without
-`--repair` it changes nothing. A replica that the lifecycle deletes meanwhile is not reported.
+`--repair` it changes nothing. A replica that the lifecycle deletes meanwhile is not reported. One that disappeared
+otherwise is: the daemon knows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tierd.cli import options
+from tierd.cli import daemon_http, options
 from tierd.cli.console import print_note, print_report, print_result, progress_bar, size
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code, open_tiers
 from tierd.cli.options import check_tier, parse_query, settings_of
+from tierd.config import Config
+from tierd.decisions import waiting
 from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import CheckpointId
+from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery, with_run
 from tierd.tiers.store import Progress
 from tierd.transfer.repair import Repair, repair_replica
@@ -71,6 +76,8 @@ async def verify(
     if repair:
         check_tier(tier, settings.config())
     query = parse_query(run, step or "latest", generation)
+    daemon = None if place else daemon_http.find_or_none(settings.config(), is_fresh=True)
+    lost = {(replica.tier, replica.id) for replica in daemon.status.lost} if daemon else set()
     replicas: list[Verified] = []
     unread: list[TierdError] = []
     async with open_tiers(settings, place=place, only=None if repair else tier) as tiers:
@@ -80,7 +87,8 @@ async def verify(
         unreachable = checked & unlisted.keys()
         if unreachable == checked:
             raise TierUnreachable(f"list {tier}: {unlisted[min(checked)]}")
-        found = _matching(query, tiers, checked, is_newest_only=step == "latest")
+        lost = {(name, c) for name, c in lost if not ((entry := tiers.catalog.get(c)) and name in entry.tiers)}
+        found = _matching(query, tiers, checked, lost, is_newest_only=step == "latest")
         if not found:
             where = place or tier or "any tier"
             raise NotFound(f"verify {query}: there is none in {where}", hint="`tierd ls` shows what there is")
@@ -94,7 +102,11 @@ async def verify(
                 except (NewerFormat, TierUnreachable) as error:
                     one.unread, is_there = error.message, True
                     unread.append(error)
+                if not is_there and (name, checkpoint) in lost:
+                    one.problems, is_there = [f"{checkpoint} disappeared from {name}; tierd has not deleted it"], True
                 replicas += [one] * is_there
+        if place is None:
+            _note_waiting(tiers, settings.config(), checked)
     print_report(replicas, as_json=json, text=_print)
     if any(not one.is_whole and one.unread is None for one in replicas):
         return Corrupt.exit_code
@@ -122,10 +134,24 @@ def _print(replicas: list[Verified]) -> None:
         print_note(f"tierd: {name} keeps no checksums: only files and sizes were compared; --deep reads every byte")
 
 
+def _note_waiting(tiers: OpenedTiers, config: Config, checked: set[str]) -> None:
+    """What a cold tier should have and lacks is no replica, and is verified nowhere."""
+    for name, checkpoints in waiting(tiers.catalog, config).items() if tiers.by_name.keys() > {HOT} else ():
+        if name in checked and checkpoints:
+            count = f"{len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}"
+            print_note(f"tierd: {name} lacks {count} of hot that it should have: not copied yet, or deleted there")
+
+
 def _matching(
-    query: CheckpointQuery, tiers: OpenedTiers, checked: set[str], *, is_newest_only: bool
+    query: CheckpointQuery,
+    tiers: OpenedTiers,
+    checked: set[str],
+    lost: Collection[tuple[str, CheckpointId]],
+    *,
+    is_newest_only: bool,
 ) -> list[tuple[str, CheckpointId, int, str]]:
-    """(tier, checkpoint, bytes, what the listing found wrong) of every replica to verify, unreadable ones last."""
+    """(tier, checkpoint, bytes, what the listing found wrong) of every replica to verify, unreadable and lost ones
+    last."""
     found = [
         (name, entry.id, entry.manifest.size_bytes, "")
         for entry in tiers.catalog.entries()
@@ -137,6 +163,7 @@ def _matching(
         for (name, checkpoint), why in tiers.catalog.unreadable().items()
         if name in checked and query.matches(checkpoint)
     ]
+    found += [(name, checkpoint, 0, "") for name, checkpoint in lost if name in checked and query.matches(checkpoint)]
     if is_newest_only and found:
         with_run(query, (checkpoint.run for _, checkpoint, _, _ in found))
         newest = max((checkpoint for _, checkpoint, _, _ in found), key=lambda checkpoint: checkpoint.recency)

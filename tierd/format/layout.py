@@ -5,6 +5,7 @@
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
 <run>/generation-0003.json                                            a marker: generation 3 is claimed
+.tierd-tier-<uuid>.json                                               a marker: the identity of the tier
 <run>/<step:012d>-g<generation:04d>/.<file>.damaged                   only in a directory: replaced by a repair
 """
 
@@ -19,11 +20,14 @@ MANIFEST = "manifest.json"
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
+KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
+TIER_MARKERS = ".tierd-tier-"  # the prefix of a tier's identity markers; their dot keeps them out of `rm *`
 _DAMAGED_SUFFIX = ".damaged"
 NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
 
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+_TIER_MARKER = re.compile(r"\.tierd-tier-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 _GENERATION = re.compile(r"generation-([0-9]{4}|[1-9][0-9]{4,7})\.json")
 # One path component, no leading dot: no file name in a manifest leads out of its folder.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -91,6 +95,17 @@ def is_damaged_copy(file_name: str) -> bool:
 
 def generation_key(run: Run, generation: Generation) -> str:
     return f"{run}/generation-{generation:04d}.json"
+
+
+def tier_marker_key(identity: str) -> str:
+    """`identity`: a UUID in its usual form of 36 characters."""
+    return f"{TIER_MARKERS}{identity}.json"
+
+
+def parse_tier_marker(key: str) -> str | None:
+    """The identity that a key at the root of a tier gives it, or None if it is no such key."""
+    match = _TIER_MARKER.fullmatch(key)
+    return match[1] if match else None
 
 
 def is_safe_file_name(name: str) -> bool:

@@ -193,7 +193,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                     objects.append(StoredObject(key, stat.st_size, written_at_s=stat.st_mtime))
 
         with translated(f"list {self.url}"):
-            await self._walk(self.pool.query, prefix.rpartition("/")[0], add)
+            await self._walk(self.pool.query, prefix.rpartition("/")[0], add, prefix)
         return objects
 
     async def _walk(
@@ -201,9 +201,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         run: Callable[[Callable[[], bool]], Awaitable[bool]],
         below: str,
         visit: Callable[[str, os.DirEntry[str]], None],
+        prefix: str = "",
     ) -> None:
-        """Calls visit(key, entry), in a thread, for every file in this folder. `run`: of the pool."""
-        entries = self.tree.walk(below)
+        """Calls visit(key, entry), in a thread, for every file in this folder. `run`: of the pool. `prefix`: as of
+        `Tree.walk`."""
+        entries = self.tree.walk(below, prefix)
 
         def walk() -> bool:
             count = 0

@@ -26,8 +26,10 @@ KEY_BYTES_MAX = 900
 
 
 def is_key(text: str) -> bool:
-    """Whether every component is a plain name: no leading dot or slash, no '..', no NUL, no partial file."""
-    return len(text) <= KEY_BYTES_MAX and all(layout.is_safe_file_name(name) for name in text.split("/"))
+    """Whether every component is a plain name: no leading dot or slash, no '..', no NUL, no partial file. The identity
+    marker of a tier, at its root, is the one key that begins with a dot."""
+    is_plain = len(text) <= KEY_BYTES_MAX and all(layout.is_safe_file_name(name) for name in text.split("/"))
+    return is_plain or layout.parse_tier_marker(text) is not None
 
 
 def check_key(key: str) -> str:

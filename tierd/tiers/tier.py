@@ -29,13 +29,14 @@ CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same
 @dataclass(frozen=True, slots=True)
 class Listing:
     """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints`: of
-    the manifests. `generations`: the highest of each run."""
+    the manifests. `generations`: the highest of each run. `identities`: those that the markers at the root give it."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
+    identities: set[str] = field(default_factory=set)
 
     def add_generation(self, run: Run, generation: Generation) -> None:
         """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
@@ -89,10 +90,12 @@ class ReadableTier:
 
 @dataclass(frozen=True, eq=False)
 class Tier(ReadableTier):
-    """`cache`: manifests that were read here before; None: not cached."""
+    """`cache`: manifests that were read here before; None: not cached. `deleting`: deletions by this process that have
+    begun and not ended, or failed: a listing may lack these checkpoints."""
 
     store: Store
     cache: ManifestCache | None = None
+    deleting: set[CheckpointId] = field(default_factory=set)
 
     async def listing(self, prefix: str = "") -> Listing:
         """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest."""
@@ -105,6 +108,8 @@ class Tier(ReadableTier):
                 if parsed is None:
                     if claimed := layout.parse_generation_key(stored.key):
                         listing.add_generation(*claimed)
+                    elif identity := layout.parse_tier_marker(stored.key):
+                        listing.identities.add(identity)
                     continue
                 if parsed.generation > GENERATION_SEEN_MAX:
                     continue
@@ -117,6 +122,14 @@ class Tier(ReadableTier):
         for checkpoint, files in listing.files.items():
             (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)
         return listing
+
+    async def identities(self) -> set[str]:
+        """The identities of the tier, without a listing of its checkpoints."""
+        return (await self.listing(layout.TIER_MARKERS)).identities
+
+    async def mark_identity(self, identity: str, content: Mapping[str, Any]) -> None:
+        """Give the tier an identity, besides those that it may have."""
+        await self.store.put_bytes(layout.tier_marker_key(identity), encode_marker(content), if_absent=True)
 
     async def manifests(self, checkpoints: Sequence[CheckpointId]) -> list[Manifest | TierdError]:
         """For each checkpoint its manifest, or the error that `manifest` would raise. Raises TierUnreachable."""
@@ -144,6 +157,7 @@ class Tier(ReadableTier):
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
+        self.deleting.discard(manifest.id)
         # The markers are written before the commit, so a committed milestone always has its marker.
         for milestone in milestones:
             await self.mark_milestone(manifest.id, milestone, manifest.created_at)
@@ -182,7 +196,9 @@ class Tier(ReadableTier):
         if not confirm({key.removeprefix(prefix) for key in keys}):
             return False
         if keys:
+            self.deleting.add(checkpoint)
             await self.store.delete([manifest, *sorted(keys - {manifest})])
+            self.deleting.discard(checkpoint)
         return True
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:

@@ -58,9 +58,9 @@ class Tree:
             raise BadRequest(f"open {key} in {self.url}: not a regular file")
         return fd
 
-    def walk(self, start: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    def walk(self, start: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
         """(key, entry) of every regular file below the folder `start`, partial files included. Folders whose name
-        cannot be part of a key are skipped."""
+        cannot be part of a key, or begins with other characters than `prefix`, are skipped."""
         try:
             # Opened component by component first, so that the walk does not begin behind a link.
             os.close(self.open_folder(f"{check_key(start)}/-" if start else "-", create=False)[0])
@@ -78,7 +78,7 @@ class Tree:
                     key = f"{folder}/{entry.name}" if folder else entry.name
                     if entry.is_file(follow_symlinks=False):
                         yield key, entry
-                    elif entry.is_dir(follow_symlinks=False) and is_key(key):
+                    elif key.startswith(prefix) and entry.is_dir(follow_symlinks=False) and is_key(key):
                         folders.append(key)
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -222,7 +222,8 @@ class Reaper:
                 failed_tiers.add(name)
                 return False
             if layout.MANIFEST not in files:
-                self._catalog.drop(action.checkpoint, name)
+                self._catalog.disappeared(action.checkpoint, name)
+                self._context.notify.relist(name)  # then its loss is reported
                 return False
             if why := missing_file(entry.manifest, files):
                 error = Corrupt(f"evict {action.checkpoint} from {HOT}: in {name}, {why}", hint=_HINT)

@@ -1,4 +1,4 @@
-"""At start, deletes incomplete files from the hot tier; afterwards lists each tier at an interval.
+"""At start, deletes incomplete files from the hot tier and fills the catalog.
 
 halt, not guess: a manifest that cannot be read, or a checkpoint without one of its files, is reported and not deleted.
 """
@@ -9,10 +9,9 @@ import logging
 import math
 
 from tierd.catalog import Catalog
-from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.listing import enter, files_of, refresh
+from tierd.listing import enter, files_of
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 
@@ -51,22 +50,3 @@ async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_bef
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
     """Whether the tier has a manifest of the checkpoint, readable or not."""
     return layout.MANIFEST in await files_of(tier, checkpoint)
-
-
-class Lister:
-    """Lists one tier: at an interval, and when it may have changed."""
-
-    name = "list"
-    is_urgent = True
-
-    def __init__(self, catalog: Catalog, tier: Tier, interval_s: float) -> None:
-        self.interval_s = interval_s
-        self._catalog = catalog
-        self._tier = tier
-
-    async def run_once(self) -> bool:
-        await refresh(self._catalog, self._tier)
-        knowledge = self._catalog.tiers[self._tier.name]
-        if not knowledge.is_known:
-            raise TierUnreachable(knowledge.error)
-        return True

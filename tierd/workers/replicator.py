@@ -82,6 +82,8 @@ class Replicator:
             return True
         self._drop_stalled_copy()
         await self._find_former_copy()
+        if not self._catalog.tiers[self._cold.name].is_known:
+            return True  # nothing is written where another place may be mounted
         await self._clear_leftovers()
         await self._mark()
         tried: set[CheckpointId] = set()

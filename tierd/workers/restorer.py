@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
+from tierd.decisions import lost
 from tierd.descriptors import open_all
-from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, Transient, Unsupported
+from tierd.errors import BadRequest, Corrupt, Lost, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
@@ -56,7 +57,8 @@ class Restorer:
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:
-        """Open the checkpoint that `find` describes. Raises as `select` does, and BadRequest for an unknown tier."""
+        """Open the checkpoint that `find` describes. Raises as `select` does, BadRequest for an unknown tier, and Lost
+        when all checkpoints of the run have disappeared."""
         if find.tier not in (AUTO, MEMORY, self._hot.name, *self._cold):
             raise BadRequest(f"find a checkpoint of {run}: there is no tier {find.tier!r}")
         needs_listing = self._needs_listing(run, find)
@@ -86,7 +88,10 @@ class Restorer:
                 selections = select_each(query, inventory, failed)
             try:
                 selected = next(selections)
-            except TierdError:
+            except TierdError as error:
+                is_any = find.step is None and find.milestone is None and find.tier == AUTO
+                if isinstance(error, NotFound) and is_any:
+                    self._check_lost(run)
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
                 is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
                 if is_final and not find.chunks:
@@ -113,11 +118,27 @@ class Restorer:
                 reasons += [f"{name} could not be listed ({why}): {newer}" for name, why in unlisted.items()]
             return replace(opened, passed_over=[reason[:PASSED_OVER_CHARS] for reason in reasons[:PASSED_OVER_MAX]])
 
+    def _check_lost(self, run: Run) -> None:
+        """Raises Lost when checkpoints of the run have disappeared: it must not start fresh because none is left."""
+        context = self._context
+        gone = {c for tier in context.tiers for c in lost(self._catalog, context.config, tier) if c.run == run}
+        if gone:
+            newest = max(gone, key=lambda checkpoint: checkpoint.recency)
+            raise Lost(
+                f"restore {run}: no tier has a checkpoint of it; {newest} has disappeared",
+                hint="docs/RUNBOOK.md#checkpoints-lost; TIERD_RESUME=scratch in the trainer's environment begins anew",
+            )
+
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)
         if isinstance(error, NotFound) and entry and tier in entry.tiers:
-            # The manifest is there and a file is not: that is damage, and no reason to start fresh.
-            error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
+            knowledge = self._catalog.tiers[tier]
+            if knowledge.is_known:
+                # The manifest is there and a file is not: that is damage, and no reason to start fresh.
+                error = Corrupt(error.message, hint="docs/RUNBOOK.md#corrupt-chunk")
+            else:
+                error = TierUnreachable(f"{error.message}; {knowledge.error}")
+            self._context.notify.relist(tier)  # if the whole checkpoint is gone, its loss is reported
         if isinstance(error, Corrupt):
             self._context.metrics.verify_failures_total.labels(tier=tier).inc()
         self._context.incidents.record("restore", error, checkpoint)
@@ -146,7 +167,7 @@ class Restorer:
             timeout_s = FAILING_TIMEOUT_S if is_failing else LISTING_TIMEOUT_S
             try:
                 async with asyncio.timeout(timeout_s):
-                    await refresh_run(self._catalog, tier, run)
+                    await refresh_run(self._catalog, tier, run, self._context.identities)
             except TimeoutError:
                 unlisted[tier.name] = f"no answer to a listing of {run} within {timeout_s:.0f} s"
             except TierdError as error:

@@ -93,6 +93,8 @@ class WriteThrough:
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
         """Whether the tier has committed the checkpoint."""
+        if not self._catalog.tiers[cold.name].is_known:
+            return False  # nothing is written where another place may be mounted
         milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
         diagnosis = snapshot_set.diagnosis
         is_healthy = diagnosis.healthy if diagnosis is not None else None
@@ -110,6 +112,6 @@ class WriteThrough:
             self._catalog.diagnosed(manifest.id, cold.name, is_healthy=is_healthy)
         self._context.metrics.bytes_total.labels(tier=cold.name, direction="write").inc(manifest.size_bytes)
         message = wire.Replicated(step=manifest.step, generation=manifest.generation, tier=cold.name)
-        self._context.notify.send(manifest.run, message)
+        self._context.notify.send(manifest.id.run, message)
         self._context.notify.replicated()
         return True

@@ -168,6 +168,10 @@ class SimulatedDaemon(daemon._Daemon):
         """(tier, checkpoint) of the replicas that its status reports as unreadable."""
         return list(self._context.catalog.unreadable())
 
+    def losses(self) -> list[str]:
+        """The messages of incidents about checkpoints that disappeared."""
+        return [str(incident["message"]) for incident in self._context.incidents.recent() if incident["kind"] == "lost"]
+
     def bugs(self) -> list[str]:
         """The messages of incidents that are no TierdError."""
         return [str(incident["message"]) for incident in self._context.incidents.recent() if incident["kind"] == "bug"]

@@ -311,6 +311,8 @@ class World:
         for daemon in list(self._daemons.values()):
             for bug in daemon.bugs():
                 self.checker.violate("an unexpected exception in a daemon", bug)
+            for loss in daemon.losses():  # only daemons delete manifests here
+                self.checker.violate("what a daemon has deleted was reported as a loss", loss)
             if daemon.crash is not None and not isinstance(daemon.crash, TierdError):
                 self.checker.violate("a daemon ended by an unexpected exception", repr(daemon.crash))
             elif daemon.crash is not None:

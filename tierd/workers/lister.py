@@ -1,0 +1,93 @@
+"""Lists one tier at an interval, when it may have changed, and when someone asks; reports replicas that disappeared.
+
+A replica is lost when it was there, the tier's policy keeps it, and a listing does not show it any more. What the
+policy gave up may have been deleted by another daemon, and is not reported, nor is what this daemon is deleting. The
+replicators send lost replicas again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tierd.context import DaemonContext
+from tierd.decisions import lost
+from tierd.errors import Lost, TierUnreachable
+from tierd.format.ids import CheckpointId
+from tierd.lifecycle.policy import CheckpointView
+from tierd.listing import refresh
+from tierd.tiers.tier import Tier
+
+NAMED_MAX = 5  # checkpoints in one message
+
+
+class Lister:
+    """`listed_s`: when the last listing that succeeded began, by the context's monotonic clock; None: never."""
+
+    name = "list"
+    is_urgent = True
+
+    def __init__(self, context: DaemonContext, tier: Tier, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self.listed_s: float | None = None
+        self._context = context
+        self._catalog = context.catalog
+        self._tier = tier
+        self._reported: dict[CheckpointId, CheckpointView] = {}  # lost replicas, as the catalog has them
+        self._asked: list[asyncio.Future[None]] = []
+
+    async def run_once(self) -> bool:
+        asked, self._asked = self._asked, []
+        try:
+            await self._list()
+            if self._new_losses():
+                # A listing is not of one instant: another daemon may have deleted these because of newer checkpoints
+                # that were committed after their folder was listed. A listing that begins now shows those.
+                await self._list()
+            self._report_losses()
+        finally:
+            for answer in asked:
+                if not answer.done():  # its caller has stopped waiting
+                    answer.set_result(None)
+        return True
+
+    async def _list(self) -> None:
+        """Raises TierUnreachable."""
+        began_s = self._context.monotonic_s()
+        await refresh(self._catalog, self._tier, self._context.identities)
+        knowledge = self._catalog.tiers[self._tier.name]
+        if not knowledge.is_known:
+            raise TierUnreachable(knowledge.error)
+        self.listed_s = began_s
+
+    async def look(self) -> None:
+        """List the tier now. Returns when a listing that began after this call has ended, with or without success."""
+        answer = asyncio.get_running_loop().create_future()
+        self._asked = [*(asked for asked in self._asked if not asked.done()), answer]
+        self._context.notify.relist(self._tier.name)
+        await answer
+
+    @property
+    def lost(self) -> list[CheckpointId]:
+        """The replicas that were reported as lost and are not there again."""
+        missing = self._catalog.tiers[self._tier.name].missing
+        return [checkpoint for checkpoint, view in self._reported.items() if missing.get(checkpoint) is view]
+
+    def _new_losses(self) -> list[CheckpointId]:
+        now_lost = lost(self._catalog, self._context.config, self._tier.name)
+        known = {*self._tier.deleting, *self.lost}
+        return [checkpoint for checkpoint in now_lost if checkpoint not in known]
+
+    def _report_losses(self) -> None:
+        name, new = self._tier.name, self._new_losses()
+        self._catalog.forget_missing(name, lost(self._catalog, self._context.config, name))
+        missing = self._catalog.tiers[name].missing
+        self._reported = {checkpoint: missing[checkpoint] for checkpoint in (*new, *self.lost)}
+        if not new:
+            return
+        self._context.metrics.lost_checkpoints_total.labels(tier=name).inc(len(new))
+        more = f" and {len(new) - NAMED_MAX} more" if len(new) > NAMED_MAX else ""
+        error = Lost(
+            f"list {name}: {', '.join(map(str, new[:NAMED_MAX]))}{more} disappeared; tierd has not deleted them",
+            hint="what hot still has is sent again; docs/RUNBOOK.md#checkpoints-lost",
+        )
+        self._context.incidents.record(self.name, error, new[0])
