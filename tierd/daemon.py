@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import math
 import os
 import resource
 import signal
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -39,8 +39,10 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
+from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
+from tierd.systemd import ServiceManager
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
@@ -63,30 +65,30 @@ SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot t
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Config]) -> None:
-    """Run until SIGTERM or SIGINT. `notify_socket`: the socket of sd_notify(3), or empty. `read_config`: reads the
-    config again on SIGHUP.
+def serve(config: Config, *, service_manager: ServiceManager, read_config: Callable[[], Config]) -> None:
+    """Run until SIGTERM or SIGINT. `read_config`: reads the config again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not reach the hot tier in time.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
     _raise_descriptor_limit()
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
-        daemon = _Daemon(config, notify_socket, read_config)
+        daemon = _Daemon(config, service_manager, read_config)
         asyncio.run(daemon.run(hot_lock, about))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, service_manager: ServiceManager, read_config: Callable[[], Config]) -> None:
         self._config = config
         self._lock_error: LockHeld | None = None
-        self._notify_socket = notify_socket
+        self._service_manager = service_manager
         self._read_config = read_config
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
@@ -110,6 +112,7 @@ class _Daemon:
         self._group: asyncio.TaskGroup
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
+        self._reload_wake = Wake()
         intervals_s = {HOT: config.limits.reconcile_interval_s}
         self._listers = {
             name: Lister(context.catalog, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
@@ -152,21 +155,22 @@ class _Daemon:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
-                tasks.append(group.create_task(self._keep_lock(hot_lock, stop)))
-                with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
+                tasks += map(group.create_task, (self._keep_lock(hot_lock, stop), self._reload_on_sighup()))
+                watchdog = LoopWatchdog(self._metrics, context.incidents, self._service_manager)
+                tasks.append(group.create_task(watchdog.run()))
+                async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
-                    self._notify_systemd("READY=1")
+                    self._service_manager.notify("READY=1")
                     await stop.wait()
-                    self._notify_systemd("STOPPING=1")
+                    self._service_manager.notify("STOPPING=1")
                     missing = [] if self._lock_error else await self._drain()
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
                 _end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
                     task.cancel()
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(self._config.daemon.socket)
+            _unlink(self._config.daemon.socket)
             listener.close()
             await runner.cleanup()
             for tier in self._context.tiers.values():
@@ -205,7 +209,7 @@ class _Daemon:
         while not stop.is_set():
             await asyncio.sleep(LOCK_INTERVAL_S)
             try:
-                hot_lock.renew()
+                await asyncio.to_thread(hot_lock.renew)
             except LockHeld as error:
                 log.error("ending: %s", error)
                 self._lock_error = error
@@ -229,15 +233,6 @@ class _Daemon:
             await self._persist_ended.take(DRAIN_POLL_S)
         return [snapshot_set.id for snapshot_set in self._memory.pending()]
 
-    def _notify_systemd(self, state: str) -> None:
-        """sd_notify(3): one datagram, if systemd started us."""
-        path = self._notify_socket
-        if not path:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-            sock.connect("\0" + path[1:] if path.startswith("@") else path)
-            sock.send(state.encode())
-
     def _catch_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
 
@@ -251,13 +246,19 @@ class _Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_wake.set)
         return stop
 
-    def _reload(self) -> None:
+    async def _reload_on_sighup(self) -> None:
+        while True:
+            await self._reload_wake.wait()
+            self._reload_wake.clear()
+            await self._reload()
+
+    async def _reload(self) -> None:
         """SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
         try:
-            fresh = self._read_config()
+            fresh = await asyncio.to_thread(self._read_config)
         except BadConfig as error:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
@@ -337,6 +338,11 @@ class _Daemon:
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)
         return task
+
+
+def _unlink(socket: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(socket)
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:

@@ -25,7 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from tierd import __version__
 
 SNAPSHOT_OUTCOMES = ("persisted", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
+STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill", "loop")
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "corrupt", "stale", "tier_unreachable", "newer_format", "bug")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
@@ -156,6 +156,12 @@ class Metrics:
             "Limit of the write rate to the tier while training steps are slower; no series without a limit.",
             ["tier"],
         )
+        self.event_loop_lag_seconds = histogram(
+            "event_loop_lag_seconds",
+            "How late a timer of the daemon's event loop ran, four times a second: how long calls blocked the loop.",
+            buckets=_STALL_BUCKETS_S,
+        )
+        self.event_loop_tasks = gauge("event_loop_tasks", "Tasks on the daemon's event loop.")
         self.halted = gauge(
             "halted", "1 while nothing is deleted because something could not be read; the label says what.", ["reason"]
         )

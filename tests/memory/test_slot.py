@@ -53,6 +53,14 @@ def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(tmp_path: Path) 
     os.close(descriptor + 1)  # the other end of the pipe
 
 
+def test_slots_are_left_out_of_core_files() -> None:
+    """systemd's watchdog ends a blocked daemon with SIGABRT, and a core file would be as large as all slots."""
+    slot = make_slot(capacity_bytes=3 * PAGE_BYTES)
+    mappings = Path("/proc/self/smaps").read_text().split("memfd:slot")
+    assert mappings[1].partition("VmFlags:")[2].splitlines()[0].split().count("dd") == 1
+    slot.close()
+
+
 @pytest.mark.parametrize("capacity_bytes", [0, -1, PAGE_BYTES + 1, 1 << 62, 1 << 70])
 def test_capacity_that_the_memory_does_not_have_is_refused(capacity_bytes: int) -> None:
     with pytest.raises(BadRequest, match="capacity"):

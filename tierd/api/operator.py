@@ -150,6 +150,7 @@ class Operator:
         for queue in status.queues:
             metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)
             metrics.queue_oldest_age_seconds.labels(queue.tier).set(queue.oldest_age_s)
+        metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for state, count in status.slots.items():
             metrics.slots.labels(state).set(count)
         reasons = {halt.reason for halt in halted(self._catalog)}

@@ -71,6 +71,7 @@ class MappedSlot:
         try:
             _check_sealed(fd, capacity_bytes)
             mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapping.madvise(mmap.MADV_DONTDUMP)  # else a core file of the daemon contains every slot
         except OSError as error:
             os.close(fd)
             raise BadRequest(f"map a slot of {capacity_bytes} bytes: {error.strerror}") from error
