@@ -10,9 +10,9 @@ import pytest
 
 from tierd import config
 from tierd.config import Config, TierPolicy
-from tierd.config_file import cache_folder, load, service_manager
+from tierd.config_file import cache_folder, load, systemd
 from tierd.errors import BadConfig
-from tierd.systemd import ServiceManager
+from tierd.systemd import Systemd
 
 
 def write(folder: Path, text: str, name: str = "tierd.toml") -> Path:
@@ -436,8 +436,8 @@ def test_an_unusable_storage_class_is_refused_with_the_reason(tmp_path: Path, te
 
 def test_watchdog_of_systemd_counts_for_the_process_that_it_names() -> None:
     environ = {"NOTIFY_SOCKET": "/run/notify", "WATCHDOG_USEC": "60000000"}
-    assert service_manager(environ) == ServiceManager(notify_socket="/run/notify", watchdog_s=60.0)
+    assert systemd(environ) == Systemd(notify_socket="/run/notify", watchdog_s=60.0)
     ours, other = environ | {"WATCHDOG_PID": str(os.getpid())}, environ | {"WATCHDOG_PID": "1"}
-    assert service_manager(ours).watchdog_s == 60.0
-    assert service_manager(other).watchdog_s == 0.0
-    assert service_manager({}) == ServiceManager()
+    assert systemd(ours).watchdog_s == 60.0
+    assert systemd(other).watchdog_s == 0.0
+    assert systemd({}) == Systemd()

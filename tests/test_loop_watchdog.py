@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 from tierd.incidents import Incidents
 from tierd.loop_watchdog import INTERVAL_S, LoopWatchdog
 from tierd.metrics import Metrics
-from tierd.systemd import ServiceManager
+from tierd.systemd import Systemd
 
 WATCHDOG_S = 1.0
 STALLS = 'tierd_failures_total{kind="transient",stage="loop"}'
@@ -98,7 +98,7 @@ def test_a_stopped_process_is_no_blocked_loop(tmp_path: Path) -> None:
 
 async def test_lag_is_the_time_by_which_the_loop_runs_late() -> None:
     metrics = Metrics()
-    watchdog = LoopWatchdog(metrics, Incidents(metrics, lambda: "now"), ServiceManager())
+    watchdog = LoopWatchdog(metrics, Incidents(metrics, lambda: "now"), Systemd())
     task = asyncio.create_task(watchdog.run())
     await asyncio.sleep(INTERVAL_S / 2)
     time.sleep(1.0)  # noqa: ASYNC251

@@ -42,7 +42,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
-from tierd.systemd import ServiceManager
+from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
@@ -65,7 +65,7 @@ SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot t
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, *, service_manager: ServiceManager, read_config: Callable[[], Config]) -> None:
+def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]) -> None:
     """Run until SIGTERM or SIGINT. `read_config`: reads the config again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
@@ -78,17 +78,17 @@ def serve(config: Config, *, service_manager: ServiceManager, read_config: Calla
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
-        daemon = _Daemon(config, service_manager, read_config)
+        daemon = _Daemon(config, systemd, read_config)
         asyncio.run(daemon.run(hot_lock, about))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, service_manager: ServiceManager, read_config: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, systemd: Systemd, read_config: Callable[[], Config]) -> None:
         self._config = config
         self._lock_error: LockHeld | None = None
-        self._service_manager = service_manager
+        self._systemd = systemd
         self._read_config = read_config
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
@@ -156,14 +156,14 @@ class _Daemon:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
                 tasks += map(group.create_task, (self._keep_lock(hot_lock, stop), self._reload_on_sighup()))
-                watchdog = LoopWatchdog(self._metrics, context.incidents, self._service_manager)
+                watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)
                 tasks.append(group.create_task(watchdog.run()))
                 async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
-                    self._service_manager.notify("READY=1")
+                    self._systemd.notify("READY=1")
                     await stop.wait()
-                    self._service_manager.notify("STOPPING=1")
+                    self._systemd.notify("STOPPING=1")
                     missing = [] if self._lock_error else await self._drain()
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
                 _end_within(STOP_TIMEOUT_S, exit_code=exit_code)

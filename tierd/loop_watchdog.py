@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from tierd.errors import Transient
 from tierd.incidents import Incidents
 from tierd.metrics import Metrics
-from tierd.systemd import ServiceManager
+from tierd.systemd import Systemd
 
 log = logging.getLogger("tierd")
 
@@ -28,10 +28,10 @@ STUCK_S = 5.0  # trainers take a daemon for hung after 10 s without an answer
 
 
 class LoopWatchdog:
-    def __init__(self, metrics: Metrics, incidents: Incidents, service_manager: ServiceManager) -> None:
+    def __init__(self, metrics: Metrics, incidents: Incidents, systemd: Systemd) -> None:
         self._metrics = metrics
         self._incidents = incidents
-        self._service_manager = service_manager
+        self._systemd = systemd
         self._beats = 0
         self._stuck_at = -1  # the beat after which the loop did not run
 
@@ -41,8 +41,8 @@ class LoopWatchdog:
         with self._watching():
             while True:
                 began_s = time.monotonic()
-                if began_s - fed_s >= self._service_manager.watchdog_s / 2 > 0:
-                    self._service_manager.notify("WATCHDOG=1")
+                if began_s - fed_s >= self._systemd.watchdog_s / 2 > 0:
+                    self._systemd.notify("WATCHDOG=1")
                     fed_s = began_s
                 await asyncio.sleep(INTERVAL_S)
                 lag_s = max(time.monotonic() - began_s - INTERVAL_S, 0.0)

@@ -10,7 +10,7 @@ SEND_TIMEOUT_S = 1.0  # systemd reads at once; without a limit, a full queue wou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceManager:
+class Systemd:
     """`notify_socket`: a path, or `@` and an abstract name; empty: report nothing. `watchdog_s`: systemd ends the
     daemon when WATCHDOG=1 does not arrive for so long; 0: never."""
 
