@@ -7,7 +7,7 @@ at any instant, and what each tier holds at rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +27,10 @@ from hypothesis.stateful import (
 
 from tests.support.simulation.retention import Id, Replica, RetentionWorld, folder_in_memory
 from tierd.catalog import Catalog
-from tierd.config import ColdPolicy, Config, LifecycleConfig, TierPolicy
-from tierd.decisions import deletions
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
-from tierd.lifecycle.policy import CheckpointView, Decision
-from tierd.workers import reaper
+from tierd.lifecycle.policy import CheckpointView
 from tierd.workers.reaper import Reaper
 
 HOT, COLD, DR = "hot", "cold", "dr"
@@ -252,15 +250,16 @@ class Retention(RuleBasedStateMachine):
 
     @invariant()
     def no_deletion_breaks_a_promise(self) -> None:
-        assert self.broken == []
-        assert getattr(self, "world", None) is None or self.world.bugs == []
+        assert self.broken == [], "a promise"
+        for bug in self.world.bugs if hasattr(self, "world") else ():
+            raise bug
 
     @invariant()
     def what_any_tier_keeps_exists(self) -> None:
         facts = self.facts
         kept = set[Id]().union(*(facts.keeps(tier) for tier in RULES)) if facts.sequences else set[Id]()
         if not facts.unhealthy:  # what was deleted before a newer one was found unhealthy is not expected back
-            assert kept <= {each for replicas in self.before.values() for each in replicas}
+            assert kept <= {each for replicas in self.before.values() for each in replicas}, "a promise"
 
     def settle(self) -> None:
         """With every tier mounted and enough time, each tier holds what its policy keeps, and nothing else."""
@@ -304,12 +303,15 @@ def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
     run(150)  # 15 s of one processor
 
 
-def ignore_what_cold_lacks(catalog: Catalog, config: Config) -> list[Decision]:
-    """Deletes from hot what hot's own policy does not keep, whether it has been copied or not."""
-    return deletions(catalog, msgspec.structs.replace(config, cold=[]))
+policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
 
 
-async def trust_the_last_listing(self: Reaper, action: Decision, failed_tiers: set[str]) -> bool:
+def evict_before_the_copy(*arguments: Any) -> str | None:
+    reason = policy_keeps_in(*arguments)
+    return None if reason and "not yet known to be in" in reason else reason
+
+
+async def trust_the_last_listing(*_: object) -> bool:
     return True
 
 
@@ -317,11 +319,11 @@ def trust_a_tier_that_cannot_be_listed(self: Catalog, tier: str, error: str) -> 
     self.changes += 1
 
 
-def delete_what_was_planned(self: Reaper, action: Decision, decided_at: int, names: Collection[str]) -> bool:
+def delete_what_was_planned(*_: object) -> bool:
     return True
 
 
-def forget_verdicts(self: Reaper, action: Decision) -> bool:
+def forget_verdicts(*_: object) -> bool:
     return False
 
 
@@ -329,13 +331,10 @@ def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dic
     return policy_kept(views, msgspec.structs.replace(rules, milestones=False))
 
 
-policy_kept = policy.kept
-
-
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
     [
-        (reaper, "deletions", ignore_what_cold_lacks),
+        (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
         (Reaper, "_is_elsewhere", trust_the_last_listing),
         (Catalog, "listing_failed", trust_a_tier_that_cannot_be_listed),
         (Reaper, "_is_still_decided", delete_what_was_planned),
@@ -346,7 +345,7 @@ policy_kept = policy.kept
 )
 def test_a_broken_daemon_is_caught(target: object, name: str, broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, name, broken)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"a promise|at rest|policy selects"):
         run(1000, derandomize=True, database=None, phases=[Phase.generate])
 
 
