@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
+from tierd.listing import refresh
 from tierd.workers.reaper import Reaper
-from tierd.workers.recovery import Lister, recover
+from tierd.workers.recovery import recover
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 READ_ONLY = {"walk", "_get", "<lambda>", "read_blocking", "begin"}  # jobs of a directory after which nothing differs
@@ -121,9 +123,13 @@ class RetentionWorld:
                 "monotonic_s": self.loop.time,
             }
             self.rooms = rooms = Rooms(self._config, **clocks)
-            self._workers: dict[str, Any] = {"reap": Reaper(rooms.context)}
-            self._workers |= {f"list {name}": Lister(rooms.catalog, tier, 1.0) for name, tier in rooms.tiers.items()}
-            self._workers |= {f"replicate {name}": rooms.replicator(name) for name in self.cold}
+            self._passes: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+                "reap": Reaper(rooms.context).run_once
+            }
+            self._passes |= {
+                f"list {name}": partial(refresh, rooms.catalog, tier) for name, tier in rooms.tiers.items()
+            }
+            self._passes |= {f"replicate {name}": rooms.replicator(name).run_once for name in self.cold}
         self.spawn("recover", lambda: recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=EPOCH.timestamp()))
         self.run_until_idle()
         for name in self.cold:  # a tier that a daemon has opened once and that disappears is unmounted, not empty
@@ -136,7 +142,7 @@ class RetentionWorld:
 
     @property
     def workers(self) -> list[str]:
-        return list(self._workers)
+        return list(self._passes)
 
     def is_running(self, name: str) -> bool:
         return name in self.tasks and not self.tasks[name].done()
@@ -157,7 +163,7 @@ class RetentionWorld:
             self.tasks[name] = self._context.run(self.loop.create_task, run())
 
     def begin_pass(self, worker: str) -> None:
-        self.spawn(worker, self._workers[worker].run_once)
+        self.spawn(worker, self._passes[worker])
 
     def advance(self, count: int) -> None:
         self.loop.advance(count, self.is_idle)
