@@ -102,8 +102,10 @@ class Reaper:
         """Whether this replica has the health marker of the checkpoint and no other replica has it yet. The replicator
         copies it. Without it, an unhealthy checkpoint would count as one that may be healthy."""
         entry = self._catalog.get(action.checkpoint)
-        others = entry.tiers - {action.tier} if entry else set[str]()
-        return bool(entry and others) and action.tier in entry.diagnoses and not others & entry.diagnoses.keys()
+        if entry is None or action.tier not in entry.diagnoses:
+            return False
+        others = entry.tiers - {action.tier}
+        return bool(others) and not others & entry.diagnoses.keys()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
