@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long test-versions dist lint format bench gpu prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long soak test-versions dist lint format bench gpu prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -35,6 +35,10 @@ test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long
+
+HOURS ?= 1
+soak: $(STAMP) ## HOURS=8: snapshots while trainers are killed; a line per minute; fails when the daemon's footprint grows
+	$(VENV)/bin/python -m tests.support.soak --hours $(HOURS)
 
 test-versions: $(STAMP) ## a smoke test on the lowest and newest versions of what tierd needs, on each Python here
 	$(VENV)/bin/python tests/versions/matrix.py

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 
@@ -50,6 +52,18 @@ def frozen_heap() -> None:
     """Exempts the objects of earlier tests from garbage collection, for a module in which every test collects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks_the_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a test that is a coroutine, a call of tierd that blocks the event loop raises BlockingError."""
+    if inspect.iscoroutinefunction(request.function) and find_spec("blockbuster"):  # `make gpu` installs none
+        from tests.support.blocking import blocking_calls_refused
+
+        with blocking_calls_refused():
+            yield
+    else:
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,8 +10,9 @@ import pytest
 
 from tierd import config
 from tierd.config import Config, TierPolicy
-from tierd.config_file import cache_folder, load
+from tierd.config_file import cache_folder, load, systemd
 from tierd.errors import BadConfig
+from tierd.systemd import Systemd
 
 
 def write(folder: Path, text: str, name: str = "tierd.toml") -> Path:
@@ -431,3 +432,12 @@ def test_an_unusable_storage_class_is_refused_with_the_reason(tmp_path: Path, te
     message = refusal(tmp_path, f"[[cold]]\n{text}")
     assert expected in message
     assert "storage_class of cold" in message
+
+
+def test_watchdog_of_systemd_counts_for_the_process_that_it_names() -> None:
+    environ = {"NOTIFY_SOCKET": "/run/notify", "WATCHDOG_USEC": "60000000"}
+    assert systemd(environ) == Systemd(notify_socket="/run/notify", watchdog_s=60.0)
+    ours, other = environ | {"WATCHDOG_PID": str(os.getpid())}, environ | {"WATCHDOG_PID": "1"}
+    assert systemd(ours).watchdog_s == 60.0
+    assert systemd(other).watchdog_s == 0.0
+    assert systemd({}) == Systemd()

@@ -150,6 +150,8 @@ OUTSIDE = {
     "train_dataloader",  # Lightning
     *("Enum", "NewType", "Protocol"),  # Python
     *("StringLike", "StringLikeIfExists"),  # IAM
+    "WatchdogSec",  # systemd
+    "BlockingError",  # blockbuster
 }
 
 

@@ -68,7 +68,7 @@ DOORS = {
             "tierd/api/trainer.py": "accepts on it",
             "tierd/api/operator_socket.py": "the CLI's side of it",
             "tierd/config_file.py": "gethostname only",
-            "tierd/daemon.py": "sd_notify",
+            "tierd/systemd.py": "sd_notify",
             "tierd/s3/client.py": "cuts a connection that makes no progress",
             "tierd/descriptors.py": "passes descriptors with a packet",
             "client/tierd_client/session.py": "the trainer's side",
@@ -112,7 +112,7 @@ DOORS = {
     "the environment": Door(
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
-            "tierd/config_file.py": "TIERD_SECTION_KEY, and systemd's NOTIFY_SOCKET",
+            "tierd/config_file.py": "TIERD_SECTION_KEY, and what systemd passes to a service",
             "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
             "client/tierd_client/examples/train_gpt.py": "CUBLAS_WORKSPACE_CONFIG, for deterministic CUDA",

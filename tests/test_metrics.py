@@ -49,6 +49,8 @@ PUBLIC = {
     "tierd_stale_snapshots_total": ("counter", {"run"}),
     "tierd_step_slowdown_ratio": ("gauge", {"run"}),
     "tierd_write_limit_bytes_per_second": ("gauge", {"tier"}),
+    "tierd_event_loop_lag_seconds": ("histogram", set[str]()),
+    "tierd_event_loop_tasks": ("gauge", set[str]()),
     "tierd_halted": ("gauge", {"reason"}),
 }
 

@@ -20,6 +20,7 @@ import msgspec
 
 from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config
 from tierd.errors import BadConfig
+from tierd.systemd import Systemd
 
 DEFAULT_FILE = "tierd.toml"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
@@ -28,9 +29,12 @@ _TIER_WORDS = ("auto", "memory", "hot")
 _Mistake = tuple[str, object, str]  # (key, its value, what is expected)
 
 
-def notify_socket(environ: Mapping[str, str] = os.environ) -> str:
-    """The socket for sd_notify(3); empty when systemd did not start this process."""
-    return environ.get("NOTIFY_SOCKET", "")
+def systemd(environ: Mapping[str, str] = os.environ) -> Systemd:
+    """As systemd describes itself to a service in the environment: sd_notify(3), sd_watchdog_enabled(3)."""
+    watchdog_us = environ.get("WATCHDOG_USEC", "")
+    is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdecimal() and is_ours else 0.0
+    return Systemd(notify_socket=environ.get("NOTIFY_SOCKET", ""), watchdog_s=watchdog_s)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import math
 import os
 import resource
 import signal
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -40,9 +40,11 @@ from tierd.health.examiner import Examiner
 from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
+from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
+from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
@@ -67,9 +69,8 @@ SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot t
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Config]) -> None:
-    """Run until SIGTERM or SIGINT. `notify_socket`: the socket of sd_notify(3), or empty. `read_config`: reads the
-    config again on SIGHUP.
+def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]) -> None:
+    """Run until SIGTERM or SIGINT. `read_config`: reads the config again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not reach the hot tier in time.
@@ -80,17 +81,18 @@ def serve(config: Config, *, notify_socket: str, read_config: Callable[[], Confi
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
-        daemon = _Daemon(config, notify_socket, read_config)
+        faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
+        daemon = _Daemon(config, systemd, read_config)
         asyncio.run(daemon.run(hot_lock, about))
 
 
 class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
-    def __init__(self, config: Config, notify_socket: str, read_config: Callable[[], Config]) -> None:
+    def __init__(self, config: Config, systemd: Systemd, read_config: Callable[[], Config]) -> None:
         self._config = config
         self._lock_error: LockHeld | None = None
-        self._notify_socket = notify_socket
+        self._systemd = systemd
         self._read_config = read_config
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
@@ -117,6 +119,7 @@ class _Daemon:
             context.catalog.forget_copying(name)
         self._conversations: set[asyncio.Task[None]] = set()
         self._persist_ended = Wake()
+        self._reload_wake = Wake()
         intervals_s = {HOT: config.limits.reconcile_interval_s}
         self._listers = {
             name: Lister(context, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
@@ -163,21 +166,22 @@ class _Daemon:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
-                tasks.append(group.create_task(self._keep_lock(hot_lock, stop)))
-                with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
+                tasks += map(group.create_task, (self._keep_lock(hot_lock, stop), self._reload_on_sighup()))
+                watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)
+                tasks.append(group.create_task(watchdog.run()))
+                async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
-                    self._notify_systemd("READY=1")
+                    self._systemd.notify("READY=1")
                     await stop.wait()
-                    self._notify_systemd("STOPPING=1")
+                    self._systemd.notify("STOPPING=1")
                     missing = [] if self._lock_error else await self._drain()
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
                 _end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
                     task.cancel()
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(self._config.daemon.socket)
+            _unlink(self._config.daemon.socket)
             listener.close()
             await runner.cleanup()
             for tier in self._context.tiers.values():
@@ -212,7 +216,7 @@ class _Daemon:
         while not stop.is_set():
             await asyncio.sleep(LOCK_INTERVAL_S)
             try:
-                hot_lock.renew()
+                await asyncio.to_thread(hot_lock.renew)
             except LockHeld as error:
                 log.error("ending: %s", error)
                 self._lock_error = error
@@ -245,15 +249,6 @@ class _Daemon:
         """Whether no snapshot is left that a tier may still take."""
         return all(snapshot_set.refused_by >= self._context.tiers.keys() for snapshot_set in self._memory.pending())
 
-    def _notify_systemd(self, state: str) -> None:
-        """sd_notify(3): one datagram, if systemd started us."""
-        path = self._notify_socket
-        if not path:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-            sock.connect("\0" + path[1:] if path.startswith("@") else path)
-            sock.send(state.encode())
-
     def _catch_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
 
@@ -267,13 +262,19 @@ class _Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_wake.set)
         return stop
 
-    def _reload(self) -> None:
+    async def _reload_on_sighup(self) -> None:
+        while True:
+            await self._reload_wake.wait()
+            self._reload_wake.clear()
+            await self._reload()
+
+    async def _reload(self) -> None:
         """SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
         try:
-            fresh = self._read_config()
+            fresh = await asyncio.to_thread(self._read_config)
         except BadConfig as error:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
@@ -368,6 +369,11 @@ def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
         hint += "; free space in hot: docs/RUNBOOK.md#disk-full"
         return Transient(f"drain: {names} is lost with this daemon: hot has no space for it{others}", hint=hint)
     return Transient(f"drain: {names} did not reach the hot tier within {timeout_s:.0f} s", hint=hint)
+
+
+def _unlink(socket: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(socket)
 
 
 def _end_within(seconds: float, *, exit_code: int) -> None:

@@ -28,7 +28,7 @@ from tierd import __version__
 RUNS_MAX = 100
 OTHER_RUNS = "(other)"  # no run can have this name; sums over the runs without series of their own
 SNAPSHOT_OUTCOMES = ("persisted", "written_through", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill")
+STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill", "loop")
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "lost", "stale", "tier_unreachable", "newer_format", "bug")
 GIVEN_UP_REASONS = ("replaced", "no_space")
@@ -185,6 +185,12 @@ class Metrics:
             "Limit of the write rate to the tier while training steps are slower; no series without a limit.",
             ["tier"],
         )
+        self.event_loop_lag_seconds = histogram(
+            "event_loop_lag_seconds",
+            "How late a timer of the daemon's event loop ran, four times a second: how long calls blocked the loop.",
+            buckets=_STALL_BUCKETS_S,
+        )
+        self.event_loop_tasks = gauge("event_loop_tasks", "Tasks on the daemon's event loop.")
         self.halted = gauge(
             "halted", "1 while nothing is deleted because something could not be read; the label says what.", ["reason"]
         )

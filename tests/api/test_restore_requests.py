@@ -71,7 +71,7 @@ class Requester:
         await self.session.send_queued()
         messages: list[wire.ToClient] = []
         while True:
-            raw, descriptors, _ = receive_packet(self.peer)
+            raw, descriptors, _ = await asyncio.to_thread(receive_packet, self.peer)
             for descriptor in descriptors:
                 os.close(descriptor)
             if not raw:

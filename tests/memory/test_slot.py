@@ -6,12 +6,15 @@ import errno
 import fcntl
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from tests.support.slots import PAGE_BYTES, make_memfd, make_slot
+from tests.support.waiting import DEADLINE_S, wait_until
 from tierd import metrics
 from tierd.errors import BadRequest
 from tierd.format import checksum
@@ -51,6 +54,31 @@ def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(tmp_path: Path) 
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.fstat(descriptor)
     os.close(descriptor + 1)  # the other end of the pipe
+
+
+def test_memory_of_a_large_slot_is_given_back_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel frees a gigabyte in 0.1 s or more, and the event loop must go on."""
+    monkeypatch.setattr("tierd.memory.slot.UNMAPPED_AT_ONCE_BYTES", PAGE_BYTES)
+    slot = make_slot(capacity_bytes=2 * PAGE_BYTES)
+    descriptor, freeing = slot.fd, threading.Event()
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_name == "_free":
+            freeing.set()
+
+    threading.setprofile(trace)  # of threads that start from now on
+    slot.close()
+    threading.setprofile(None)
+    assert freeing.wait(DEADLINE_S)
+    wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
+
+
+def test_slots_are_left_out_of_core_files() -> None:
+    """systemd's watchdog ends a blocked daemon with SIGABRT, and a core file would be as large as all slots."""
+    slot = make_slot(capacity_bytes=3 * PAGE_BYTES)
+    mappings = Path("/proc/self/smaps").read_text().split("memfd:slot")
+    assert mappings[1].partition("VmFlags:")[2].splitlines()[0].split().count("dd") == 1
+    slot.close()
 
 
 @pytest.mark.parametrize("capacity_bytes", [0, -1, PAGE_BYTES + 1, 1 << 62, 1 << 70])

@@ -444,7 +444,7 @@ async def test_no_link_leads_out_of_the_root(store: DirectoryStore, tmp_path: Pa
             with pytest.raises(BadRequest, match="not followed"):
                 await attempt
         with pytest.raises(BadRequest):
-            store.open_fd(key)
+            await store.open_files([key])
     for attempt in (store.put_bytes("away/new", b""), store.delete(["away/x"])):
         with pytest.raises(BadRequest):
             await attempt
@@ -462,7 +462,7 @@ async def test_fifo_in_place_of_a_file_is_refused_without_blocking(store: Direct
 
 async def test_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: DirectoryStore) -> None:
     await store.put_bytes("run/x", b"bytes")
-    fd = store.open_fd("run/x")
+    (fd,) = await store.open_files(["run/x"])
     try:
         assert os.pread(fd, 10, 0) == b"bytes"
         assert not os.get_inheritable(fd)
@@ -471,7 +471,28 @@ async def test_descriptor_for_the_trainer_is_read_only_and_not_inherited(store: 
     finally:
         os.close(fd)
     with pytest.raises(NotFound):
-        store.open_fd("run/absent")
+        await store.open_files(["run/x", "run/absent"])
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_descriptors_that_nobody_takes_are_closed(store: DirectoryStore, is_cancelled: bool) -> None:
+    """The directory answers after the deadline, or after the trainer that asked has gone."""
+    await store.put_bytes("run/x", b"bytes")
+    with hung_directory(store.root) as hung:
+        before = os.listdir("/proc/self/fd")
+        store.pool.timeout_s = 60.0 if is_cancelled else 0.05
+        opening = asyncio.ensure_future(store.open_files(["run/x"]))
+        while not hung.blocked:
+            await asyncio.sleep(0.01)
+        if is_cancelled:
+            opening.cancel()
+        with pytest.raises((asyncio.CancelledError, TierUnreachable)):
+            await opening
+        hung.answer()
+        store.pool.timeout_s = 60.0
+        async with asyncio.timeout(60):
+            while len(os.listdir("/proc/self/fd")) > len(before) or store.pool._left_behind:
+                await asyncio.sleep(0.01)
 
 
 async def test_truncated_file_is_corrupt(store: DirectoryStore) -> None:

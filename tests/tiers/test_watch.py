@@ -40,7 +40,7 @@ async def test_watch_reports_markers_and_manifests_that_are_created_moved_or_del
     folder: Path, tmp_path: Path
 ) -> None:
     changes = Changes()
-    with watch(tmp_path / "hot", changes):
+    async with watch(tmp_path / "hot", changes):
         (folder / "milestone-best.json").write_text("{}")
         await changes.wait()
         (folder / "manifest.json.0a1b.partial").write_text("{}")
@@ -54,7 +54,7 @@ async def test_watch_reports_a_checkpoint_that_is_moved_in_whole(folder: Path, t
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "manifest.json").write_text("{}")
     changes = Changes()
-    with watch(tmp_path / "hot", changes):
+    async with watch(tmp_path / "hot", changes):
         shutil.copytree(tmp_path / "elsewhere", tmp_path / "hot" / "new" / "000000000200-g0001")
         await changes.wait()
 
@@ -65,13 +65,14 @@ async def test_watch_ignores_reads_and_shards_and_does_not_overflow(
     """A listing opens thousands of manifests: as events they would fill the kernel's queue of 16,384."""
     (folder / "manifest.json").write_text("{}")
     changes = Changes()
-    with watch(tmp_path / "hot", changes), caplog.at_level(logging.WARNING):
-        for number in range(20_000):
-            (folder / "manifest.json").read_bytes()
-            if number % 1000 == 0:
-                (folder / "rank-00000-of-00001.safetensors").write_bytes(b"x")
-        (folder / "milestone-best.json").write_text("{}")
-        await changes.wait()
+    with caplog.at_level(logging.WARNING):
+        async with watch(tmp_path / "hot", changes):
+            for number in range(20_000):
+                (folder / "manifest.json").read_bytes()
+                if number % 1000 == 0:
+                    (folder / "rank-00000-of-00001.safetensors").write_bytes(b"x")
+            (folder / "milestone-best.json").write_text("{}")
+            await changes.wait()
     assert changes.count <= 2  # two: a file that is made is an event, and so may its folder's listing be
     assert "overflow" not in caplog.text
 
@@ -79,14 +80,14 @@ async def test_watch_ignores_reads_and_shards_and_does_not_overflow(
 async def test_directory_that_cannot_be_watched_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with watch(tmp_path / "absent", Changes()):
+    async with watch(tmp_path / "absent", Changes()):
         pass
     assert "found by the next listing" in caplog.text
 
 
 async def test_watch_stops_its_threads_at_the_end(folder: Path, tmp_path: Path) -> None:
     changes = Changes()
-    with watch(tmp_path / "hot", changes):
+    async with watch(tmp_path / "hot", changes):
         pass
     (folder / "manifest.json").write_text("{}")
     await asyncio.sleep(0)

@@ -46,8 +46,11 @@ async def test_drill_needs_free_space_and_the_spare_bytes(rooms: Rooms, tmp_path
 
 async def test_second_drill_of_a_tier_is_refused(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold")
-    with atomic_output(tmp_path / "scratch/cold", size_bytes=0), pytest.raises(LockHeld):
+    other = atomic_output(tmp_path / "scratch/cold", size_bytes=0)
+    await asyncio.to_thread(other.__enter__)
+    with pytest.raises(LockHeld):
         await drill(rooms.cold["cold"], made, tmp_path / "scratch")
+    await asyncio.to_thread(other.__exit__, None, None, None)
 
 
 DRILL = """
@@ -87,6 +90,6 @@ async def test_leftovers_of_a_killed_drill_are_cleared_by_the_next_one_or_on_req
     if is_drilled_again:
         await drill(rooms.cold["cold"], made, scratch)
     else:
-        clear("cold", scratch)
-        clear("cold", scratch)
+        for _ in range(2):
+            await asyncio.to_thread(clear, "cold", scratch)
     assert list(scratch.iterdir()) == []

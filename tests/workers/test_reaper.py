@@ -8,12 +8,15 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.config import ColdPolicy
 from tierd.decisions import HaltReason, decisions, deletions, halted, pending
 from tierd.errors import Retained, TierUnreachable
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
@@ -181,6 +184,28 @@ async def test_checkpoint_with_a_milestone_that_the_plan_did_not_know_stays(room
     assert entry is not None
     assert entry.all_milestones == {"best"}
     assert 100 not in rooms.steps("cold")
+
+
+@pytest.mark.parametrize("marked", ["hot", "cold"])
+async def test_replica_with_the_only_verdict_stays_until_another_has_it(tmp_path: Path, marked: str) -> None:
+    """Otherwise the unhealthy checkpoint would count as one that may be healthy, and a restart would get its NaN."""
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
+        cold, dr = rooms.config.cold
+        keeps_unhealthy = msgspec.structs.replace(dr, lifecycle=ColdPolicy(keep_unhealthy=10))
+        rooms.config = msgspec.structs.replace(rooms.config, cold=[cold, keeps_unhealthy])
+        for step in (100, 200, 300):
+            await rooms.commit(marked, "dr", step=step)
+        for step in (100, 200):
+            unhealthy = CheckpointId(RUN, step, 1)  # type: ignore[arg-type]
+            await rooms.tiers[marked].mark_diagnosis(unhealthy, Diagnosis(healthy=False))
+        await rooms.look()
+        assert await reaper(rooms).run_once()
+        assert rooms.steps(marked) == [300, 200, 100]
+        await rooms.replicator("dr").run_once()
+        assert len(list(rooms.folder("dr", unhealthy).parent.glob("*/unhealthy.json"))) == 2
+        assert await reaper(rooms).run_once()
+        assert 100 not in rooms.steps(marked)
+        assert rooms.steps("dr") == [300, 200, 100]
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda shard: shard.write_bytes(b"short")])

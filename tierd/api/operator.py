@@ -189,6 +189,7 @@ class Operator:
             metrics.queue_oldest_age_seconds.labels(queue.tier).set(queue.oldest_age_s)
             if (committed_at_s := self._context.copies[queue.tier].committed_at_s) is not None:
                 metrics.last_copy_timestamp_seconds.labels(queue.tier).set(committed_at_s)
+        metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for state, count in status.slots.items():
             metrics.slots.labels(state).set(count)
         reasons = {halt.reason for halt in halted(self._catalog)}

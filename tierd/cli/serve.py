@@ -10,7 +10,7 @@ from tierd import __version__
 from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
-from tierd.config_file import notify_socket
+from tierd.config_file import systemd
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 
@@ -21,7 +21,7 @@ def serve(context: typer.Context) -> int:
     config = settings.config()
     from tierd.daemon import serve
 
-    serve(config, notify_socket=notify_socket(), read_config=settings.config)
+    serve(config, systemd=systemd(), read_config=settings.config)
     return 0
 
 

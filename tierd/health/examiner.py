@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tierd.context import DaemonContext
-from tierd.descriptors import close_all, open_all
+from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
 from tierd.format.health import Diagnosis
@@ -174,7 +174,7 @@ class Examiner:
         if entry is None or self._hot.name not in entry.tiers:
             raise NotFound(f"examine {checkpoint}: it was just deleted")
         keys = [layout.file_key(checkpoint, file.name) for file in entry.manifest.files]
-        descriptors = open_all(map(self._context.hot_store.open_fd, keys))
+        descriptors = await self._context.hot_store.open_files(keys)
         try:
             sizes = [file.size_bytes for file in entry.manifest.files]
             diagnosis = await _run_program(checkpoint, list(zip(descriptors, sizes, strict=True)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from enum import Enum
 
 from tierd.errors import BadRequest
@@ -21,6 +22,8 @@ from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
 from tierd.transitions import next_state
+
+UNMAPPED_AT_ONCE_BYTES = 16 << 20  # takes some milliseconds
 
 
 class SlotState(Enum):
@@ -71,6 +74,7 @@ class MappedSlot:
         try:
             _check_sealed(fd, capacity_bytes)
             mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapping.madvise(mmap.MADV_DONTDUMP)  # else a core file of the daemon contains every slot
         except OSError as error:
             os.close(fd)
             raise BadRequest(f"map a slot of {capacity_bytes} bytes: {error.strerror}") from error
@@ -89,8 +93,16 @@ class MappedSlot:
         return is_same_file and self.capacity_bytes == other.capacity_bytes
 
     def close(self) -> None:
-        self.view.release()
-        os.close(self.fd)
+        """Gives the memory back to the system. A large slot: in a thread, because that takes seconds for 10 GiB."""
+        if self.capacity_bytes <= UNMAPPED_AT_ONCE_BYTES:
+            _free(self.view, self.fd)
+        else:
+            threading.Thread(target=_free, args=(self.view, self.fd), name="tierd-unmap", daemon=True).start()
+
+
+def _free(view: memoryview, fd: int) -> None:
+    view.release()
+    os.close(fd)
 
 
 def _check_sealed(fd: int, capacity_bytes: int) -> None:

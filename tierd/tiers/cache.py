@@ -42,8 +42,6 @@ class ManifestCache:
 
     async def read(self, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
         """The cached manifests of `wanted`. Never raises."""
-        if not self._folder.is_dir():
-            return {}
         try:
             async with DirectoryStore(self._folder, create=False) as store:
                 raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
@@ -57,7 +55,7 @@ class ManifestCache:
         """Replaces the cache. Manifests without an ETag are left out: a change of them would not be noticed."""
         raw = await asyncio.to_thread(_encode, manifests, fingerprints)
         with suppress(OSError, TierdError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(self._folder.mkdir, mode=0o700, parents=True, exist_ok=True)
             async with DirectoryStore(self._folder) as store:
                 await store.sweep_partials()
                 await store.put_bytes(self._key, raw)

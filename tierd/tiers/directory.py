@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tierd.descriptors import read_all
+from tierd.descriptors import close_all, open_all, read_all
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
@@ -284,7 +284,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def open_fd(self, key: str) -> int:
-        """A read-only descriptor of a regular file, to be passed to a trainer. The caller closes it."""
+    async def open_files(self, keys: Iterable[str]) -> list[int]:
+        """Read-only descriptors of regular files, to be passed to a trainer. The caller closes them."""
+        return await self.pool.query(lambda: open_all(map(self.open_blocking, keys)), discard=close_all)
+
+    def open_blocking(self, key: str) -> int:
+        """As `open_files`, of one file, in the caller's thread and without a deadline."""
         with translated(f"open {check_key(key)} in {self.url}"):
             return self.tree.open_file(key)

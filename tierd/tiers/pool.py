@@ -52,13 +52,18 @@ class ThreadPool:
         """A cancelled caller waits until a call that has begun ends, or the deadline: until then, the call uses its
         buffer and its descriptor. When the caller is cancelled, `abort` is called and must make `function` end early.
         """
-        return await self._run(function, arguments, is_query=False, abort=abort, timeout_s=timeout_s)
+        return await self._run(function, arguments, is_query=False, abort=abort, discard=None, timeout_s=timeout_s)
 
     async def query(
-        self, function: Callable[[*Arguments], T], *arguments: *Arguments, timeout_s: float | None = None
+        self,
+        function: Callable[[*Arguments], T],
+        *arguments: *Arguments,
+        discard: Callable[[T], object] | None = None,
+        timeout_s: float | None = None,
     ) -> T:
-        """A call that changes nothing and whose result may be dropped: a cancelled caller leaves it behind at once."""
-        return await self._run(function, arguments, is_query=True, abort=None, timeout_s=timeout_s)
+        """A call that changes nothing and whose result may be dropped: a cancelled caller leaves it behind at once.
+        `discard`: called with a result that is dropped, such as a descriptor to close."""
+        return await self._run(function, arguments, is_query=True, abort=None, discard=discard, timeout_s=timeout_s)
 
     async def clean_up(self, function: Callable[[], object]) -> None:
         """As `run`. But while calls are left behind, it returns at once, and `function` runs when a thread is free."""
@@ -84,6 +89,7 @@ class ThreadPool:
         *,
         is_query: bool,
         abort: Callable[[], object] | None,
+        discard: Callable[[T], object] | None,
         timeout_s: float | None,
     ) -> T:
         if len(self._left_behind) >= self._size:
@@ -107,24 +113,29 @@ class ThreadPool:
             while not is_query and not call.done() and loop.time() < deadline_s:
                 with suppress(asyncio.CancelledError):
                     await _wait(call, deadline_s)
-            self._leave_behind(call, is_query=is_query)
+            self._leave_behind(call, is_query=is_query, discard=discard)
             raise
         if call.done():
             result = call.result()
             self.answered_s = loop.time()
             return result
-        self._leave_behind(call, is_query=is_query)
+        self._leave_behind(call, is_query=is_query, discard=discard)
         raise self._unreachable(f"no answer within {timeout_s:.0f} s")
 
     def _unreachable(self, problem: str) -> TierUnreachable:
         hint = "does `ls` hang there too? See docs/RUNBOOK.md#tier-unreachable"
         return TierUnreachable(f"use {self._where}: {problem}", hint=hint)
 
-    def _leave_behind(self, call: asyncio.Task[Any], *, is_query: bool) -> None:
-        def ended(call: asyncio.Task[Any]) -> None:
+    def _leave_behind(
+        self, call: asyncio.Task[T], *, is_query: bool, discard: Callable[[T], object] | None = None
+    ) -> None:
+        def ended(call: asyncio.Task[T]) -> None:
             self._left_behind.pop(call, None)
-            if not call.cancelled():
-                call.exception()  # retrieve it: asyncio logs an exception that nobody retrieved
+            if call.cancelled():
+                return
+            # Retrieve the exception: asyncio logs one that nobody retrieved.
+            if call.exception() is None and discard is not None:
+                discard(call.result())
 
         if not call.done():
             self._left_behind[call] = is_query

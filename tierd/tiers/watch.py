@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from watchdog.events import FileCreatedEvent, FileDeletedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
@@ -22,8 +22,8 @@ log = logging.getLogger("tierd")
 _EVENTS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent, FileDeletedEvent]
 
 
-@contextmanager
-def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
+@asynccontextmanager
+async def watch(root: Path, on_change: Callable[[], None]) -> AsyncGenerator[None]:
     """Within the block, calls `on_change` on the running event loop after a manifest or a milestone marker changes."""
     loop = asyncio.get_running_loop()
     observer = Observer()
@@ -34,9 +34,16 @@ def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
             if name == layout.MANIFEST or layout.milestone_of(name):
                 loop.call_soon_threadsafe(on_change)
 
-    try:
+    def start() -> None:  # walks the directory
         observer.schedule(OnChange(), str(root), recursive=True, event_filter=_EVENTS)
         observer.start()
+
+    def stop() -> None:
+        observer.stop()
+        observer.join()
+
+    try:
+        await asyncio.to_thread(start)
     except OSError as error:
         log.warning("watch %s: %s; changes made by hand are found by the next listing", root, error)
         yield
@@ -44,5 +51,4 @@ def watch(root: Path, on_change: Callable[[], None]) -> Generator[None]:
     try:
         yield
     finally:
-        observer.stop()
-        observer.join()
+        await asyncio.to_thread(stop)

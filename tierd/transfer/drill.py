@@ -5,9 +5,13 @@ It uses the same copy as a real restore. What a killed drill left is removed by 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from tierd.errors import Corrupt
 from tierd.format.manifest import Manifest
@@ -17,6 +21,7 @@ from tierd.tiers.tier import Tier, copy_checkpoint
 from tierd.transfer.atomic_output import atomic_output
 from tierd.transfer.verify import verify_files
 
+T = TypeVar("T")
 FOLDER_CHARS_MAX = 100  # a filesystem allows 255, and `.partial` is added
 
 
@@ -29,20 +34,34 @@ async def drill(
 
     Raises Corrupt where a byte differs, NotFound, TierUnreachable, Full; LockHeld while another drill runs there.
     """
-    with atomic_output(scratch / _folder(tier.name), size_bytes=manifest.size_bytes + spare_bytes) as output:
+    size_bytes = manifest.size_bytes + spare_bytes
+    async with _in_thread(atomic_output(scratch / _folder(tier.name), size_bytes=size_bytes)) as output:
         async with DirectoryStore(output.partial) as store:
             restored = Tier("scratch", store)
             began_s = time.monotonic()
             await copy_checkpoint(manifest, tier, restored, progress=progress)
             seconds = time.monotonic() - began_s
             verification = await verify_files(restored, manifest)
-            await restored.delete(manifest.id)  # in the store's threads; `atomic_output` would block the event loop
+            await restored.delete(manifest.id)
         if verification.problems:
             raise Corrupt(
                 f"drill {manifest.id} from {tier.name}: {verification.sentences[0]}",
                 hint="the copy was correct when written, and is read back differently: check that disk",
             )
         return seconds
+
+
+@asynccontextmanager
+async def _in_thread(blocking: AbstractContextManager[T]) -> AsyncGenerator[T]:
+    """Enters and leaves a context manager that waits for a disk in threads, not on the event loop."""
+    entered = await asyncio.to_thread(blocking.__enter__)
+    try:
+        yield entered
+    except BaseException as error:
+        if not await asyncio.to_thread(blocking.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(blocking.__exit__, None, None, None)
 
 
 def clear(tier: str, scratch: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry, Manifest
@@ -141,10 +142,15 @@ class Fetch:
         """A file as it is here. Its wanted chunks are verified once `missing_bytes` is 0."""
         return self._source(self._files[name])
 
-    def open_fd(self, name: str) -> int:
-        """As `source`, but a read-only descriptor of the file's full size. The caller closes it."""
-        file = self._files[name]
-        return self.store.open_fd(file.partial.key) if file.is_in_place else file.partial.open_fd()
+    async def open_files(self) -> list[int]:
+        """As `source`, but read-only descriptors of the full size, of all files in the manifest's order. The caller
+        closes them."""
+
+        def open_file(entry: FileEntry) -> int:
+            file = self._files[entry.name]
+            return self.store.open_blocking(file.partial.key) if file.is_in_place else file.partial.open_fd()
+
+        return await self.store.pool.query(lambda: open_all(map(open_file, self.manifest.files)), discard=close_all)
 
     async def header_bytes(self, name: str) -> int:
         """The length of a shard's header, read from its first chunk, which must be here. Raises Corrupt."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
-from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
@@ -61,7 +60,7 @@ class Fetcher:
         manifest = entry.manifest
         async with self._locks.setdefault(manifest.id, asyncio.Lock()):
             if not is_hot_bad and self._hot.name in entry.tiers:
-                return self.open_hot(manifest), False  # fetched for another rank just now
+                return await self.open_hot(manifest), False  # fetched for another rank just now
             part = await self._continue(manifest, cold)
             fetch = part.fetch
             # A damaged hot replica is replaced as a whole.
@@ -74,13 +73,13 @@ class Fetcher:
                 await self._fetch_headers(fetch, cold, on_progress)
             if not fetch.is_whole:
                 self._parts[manifest.id.run] = part
-                return open_all(fetch.open_fd(file.name) for file in manifest.files), True
+                return await fetch.open_files(), True
             await self._commit(part, entry.all_milestones)
-            return self.open_hot(manifest), False
+            return await self.open_hot(manifest), False
 
-    def open_hot(self, manifest: Manifest) -> list[int]:
+    async def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
-        return open_all(self._hot_store.open_fd(layout.file_key(manifest.id, file.name)) for file in manifest.files)
+        return await self._hot_store.open_files(layout.file_key(manifest.id, file.name) for file in manifest.files)
 
     async def restored(self, run: Run) -> None:
         """All ranks of the run have read what they asked for: delete the part."""

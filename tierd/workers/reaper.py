@@ -105,6 +105,8 @@ class Reaper:
             async with lock:
                 if self._catalog.changes != decided_at:
                     return False
+                if self._has_only_verdict(action):
+                    continue
                 if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                     continue
                 confirm = partial(self._is_still_decided, action, plan, decided_at)
@@ -199,6 +201,15 @@ class Reaper:
             self._catalog.add(entry.manifest, action.tier, unknown)
             return False
         return self._catalog.changes == decided_at or action in plan()
+
+    def _has_only_verdict(self, action: Decision) -> bool:
+        """Whether this replica has the health marker of the checkpoint and no other replica has it yet. The replicator
+        copies it. Without it, an unhealthy checkpoint would count as one that may be healthy."""
+        entry = self._catalog.get(action.checkpoint)
+        if entry is None or action.tier not in entry.diagnoses:
+            return False
+        others = entry.tiers - {action.tier}
+        return bool(others) and not others & entry.diagnoses.keys()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier

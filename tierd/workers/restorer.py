@@ -197,7 +197,7 @@ class Restorer:
         manifest = entry.manifest
         _check_count(checkpoint, len(manifest.files))
         if tier == self._hot.name:
-            return OpenCheckpoint(tier, manifest, self.fetcher.open_hot(manifest))
+            return OpenCheckpoint(tier, manifest, await self.fetcher.open_hot(manifest))
         chunks = None if find.chunks is None else [unpack_indexes(packed) for packed in find.chunks]
         descriptors, is_part = await self.fetcher.bring(
             entry, self._cold[tier], chunks, on_progress, is_hot_bad=is_hot_bad

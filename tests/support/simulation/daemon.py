@@ -37,6 +37,7 @@ from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId
 from tierd.metrics import Metrics
 from tierd.s3.store import S3Store
+from tierd.systemd import Systemd
 from tierd.tiers.tier import Tier
 from tierd.workers.recovery import recover
 
@@ -119,7 +120,7 @@ class SimulatedDaemon(daemon._Daemon):
             patch.object(daemon, "DaemonContext", clocks),
             patch.object(daemon, "Metrics", lambda tiers: _shared_metrics()),
         ):
-            super().__init__(config, "", lambda: config)
+            super().__init__(config, Systemd(), lambda: config)
         self._own_context = contextvars.copy_context()
         self._own_context.run(OWNER.set, self.process)
 
