@@ -21,11 +21,14 @@ BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
 
 
-async def refresh(catalog: Catalog, tier: Tier) -> None:
-    """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised."""
+async def refresh(catalog: Catalog, tier: Tier, *, is_read_only: bool = False) -> None:
+    """List the tier once. If that fails, the catalog notes the tier as not known, and nothing is raised.
+
+    `is_read_only`: nothing will be deleted, copied or reported as durable because of this listing.
+    """
     since = catalog.changes
     try:
-        await enter(catalog, tier, await tier.listing(), since)
+        await enter(catalog, tier, await tier.listing(), since, is_read_only=is_read_only)
     except TierdError as error:
         catalog.listing_failed(tier.name, str(error))
     except Exception as error:  # broad: whatever the cause, the former listing must not justify a deletion
@@ -41,9 +44,11 @@ async def refresh_run(catalog: Catalog, tier: Tier, run: Run) -> None:
     await enter(catalog, tier, await tier.listing(f"{run}/"), None)
 
 
-async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | None) -> None:
+async def enter(
+    catalog: Catalog, tier: Tier, listing: Listing, since: int | None, *, is_read_only: bool = False
+) -> None:
     """Enter a listing that was begun when the catalog had `since` changes; None: a listing of one run."""
-    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
+    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
     listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
@@ -64,7 +69,7 @@ async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | Non
 
 
 async def _manifests(
-    catalog: Catalog, tier: Tier, listing: Listing
+    catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only: bool
 ) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId]]:
     """Of the committed: (manifests, errors of the others, those in a newer format). Read where this tier lists one for
     the first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
@@ -83,6 +88,10 @@ async def _manifests(
         found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
         unread = [c for c in unread if c not in found]
     for batch in _batches(unread, listing):
+        if not is_read_only:
+            # A killed daemon may have committed it and not fsynced its folder. What is decided because of it, as a
+            # deletion of another replica, must not outlast it.
+            await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in batch])
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
                 found[checkpoint] = manifest

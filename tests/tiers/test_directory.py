@@ -183,8 +183,9 @@ async def test_put_fsyncs_the_file_then_links_it_then_fsyncs_the_folder(
     monkeypatch.setattr(os, "link", watched_link)
     await store.put("run/a/x", memoryview(b"bytes"), size_bytes=5, chunk_bytes=CHUNK_BYTES)
     folders, (file, named, last) = events[:-3], events[-3:]
-    above = [("fsync", name) for name in (store.root.parent.parent.name, "above", "root", "run")]
-    assert folders == above  # every new folder is durable in its parent
+    # Every new folder is durable in its parent, and so is the deepest existing one.
+    existing = store.root.parent.parent
+    assert folders == [("fsync", name) for name in (existing.parent.name, existing.name, "above", "root", "run")]
     assert file[0] == "fsync"
     assert file[1].endswith(".partial")
     assert (named, last) == (("link", "x"), ("fsync", "a"))

@@ -91,7 +91,7 @@ async def open_tiers(
     async def list_tier(tier: Tier) -> None:
         # To list a tier must not make its directory, and before the first `tierd serve` there is none.
         if await tier.store.exists():
-            await refresh(catalog, tier)
+            await refresh(catalog, tier, is_read_only=True)
         else:
             absent.add(tier.name)
             catalog.enter_listing(tier.name, {}, {}, since=catalog.changes)
