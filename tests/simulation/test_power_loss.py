@@ -33,17 +33,19 @@ from tests.support.power_loss.scenarios import (
 STATES = 10_000
 STATES_LONG = 100_000
 
-SCENARIOS: dict[str, tuple[Scenario, Policy]] = {
-    "first start": (scenarios.first_start, TWO_TIERS),
-    "four ranks": (scenarios.four_ranks, TWO_TIERS),
-    "life": (scenarios.life, TWO_TIERS),
-    "one more": (scenarios.one_more, TWO_TIERS),
-    "life without a cold tier": (scenarios.life, HOT_ALONE),
-    "fetch": (scenarios.fetch, TWO_TIERS),
-    "repair": (scenarios.repair, TWO_TIERS),
-    "mark": (scenarios.mark, TWO_TIERS),
-    "restore": (scenarios.restore, TWO_TIERS),
-}
+SCENARIOS: dict[str, tuple[Scenario, Policy, int]] = {
+    "first start": (scenarios.first_start, TWO_TIERS, 0),
+    "four ranks": (scenarios.four_ranks, TWO_TIERS, 0),
+    "four ranks in another order": (scenarios.four_ranks, TWO_TIERS, 1),
+    "four ranks in a third order": (scenarios.four_ranks, TWO_TIERS, 2),
+    "life": (scenarios.life, TWO_TIERS, 0),
+    "one more": (scenarios.one_more, TWO_TIERS, 0),
+    "life without a cold tier": (scenarios.life, HOT_ALONE, 0),
+    "fetch": (scenarios.fetch, TWO_TIERS, 0),
+    "repair": (scenarios.repair, TWO_TIERS, 0),
+    "mark": (scenarios.mark, TWO_TIERS, 0),
+    "restore": (scenarios.restore, TWO_TIERS, 0),
+}"""By name: what happens, what the tiers keep, and the seed of the order in which concurrent calls are made."""
 KILLS = {
     "killed after the link of a manifest in hot": ("link", HOT, 20),
     "killed after the link of a manifest in cold": ("link", COLD, 10),
@@ -100,7 +102,8 @@ def explore(recordings: dict[str, tuple[Recording, Policy]], memory: Path) -> Ex
 @pytest.fixture(scope="module")
 def explored(memory: Path) -> Explored:
     recordings = {
-        name: (record(scenario, memory / "machine", policy), policy) for name, (scenario, policy) in SCENARIOS.items()
+        name: (record(scenario, memory / "machine", policy, seed=seed), policy)
+        for name, (scenario, policy, seed) in SCENARIOS.items()
     }
     for name, number in kill_points(memory).items():
         recordings[name] = (record(killed(number), memory / "machine"), TWO_TIERS)

@@ -227,6 +227,26 @@ class Explorer:
         self._present = dict(tree)
 
 
+def problems_after_recovery(root: Path, policy: Policy, expected: Expected) -> list[str]:
+    """A real folder after a loss of power: what is wrong with what it left, and after the recovery from it."""
+    with watching(root) as calls:
+        left = read_tree(str(root))
+        problems = broken_promises(contents_of(left), left, expected, policy)
+        restored = run_simulated(_recover_and_restore(Daemon(root, calls, policy)))
+        recovered = read_tree(str(root))
+        problems += broken_promises(contents_of(recovered), recovered, expected, policy)
+    least = newest(expected.durable, RUN)
+    if least is not None and (restored is None or restored < least):
+        problems.append(f"restored {restored}, but {least} was durable")
+    return problems
+
+
+async def _recover_and_restore(daemon: Daemon) -> Id | None:
+    async with daemon:
+        await daemon.start()
+        return await _restore(daemon)
+
+
 async def _restore(daemon: Daemon) -> Id | None:
     """The newest checkpoint whose bytes are those of the snapshot. As a trainer does, it excludes a damaged replica."""
     exclude: list[str] = []

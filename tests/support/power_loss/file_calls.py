@@ -101,14 +101,14 @@ class Call(NamedTuple):
 
 
 class FileCalls:
-    """`log`: the operations since `restart`. `fails`: asked before each call; returns the errno with which it fails, or
-    0."""
+    """`log`: the operations since `restart`. `fails`: where it is set, asked before each call; returns the errno with
+    which the call fails, or 0."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.log: list[Operation] = []
         self.base: dict[int, dict[str, int] | bytes] = {}
-        self.fails: Callable[[Call], int] = lambda call: 0
+        self.fails: Callable[[Call], int] | None = None
         self.number = 0
         self.is_dead = False
         self._inodes: dict[tuple[int, int], int] = {}
@@ -164,24 +164,29 @@ class FileCalls:
         if dir_fd is not None and not os.path.isabs(text):
             assert "/" not in text, text
             number = self._of_fd(dir_fd)
-            return number, text, "" if number is None else _path_of(dir_fd)
+            return number, text, "" if number is None else self._path_of(dir_fd)
         above, name = os.path.split(os.path.abspath(text))
         try:
             return self._number(_real["stat"](above)), name, above
         except OSError:
             return None, name, above
 
-    def _before(self, name: str, path: str) -> None:
-        """Counts the call, and raises OSError if it fails."""
-        call = Call(name, os.path.relpath(path, self.root), self.number)
+    def _before(self, name: str, above: str, entry: str = "") -> None:
+        """Counts a call on a file or on an entry of the folder `above`. Raises OSError if it fails."""
         is_change = name in CHANGES
+        code = 0
+        if self.fails is not None:
+            code = self.fails(Call(name, os.path.relpath(os.path.join(above, entry), self.root), self.number))
         if is_change:
             self.number += 1
-        code = self.fails(call)
         if self.is_dead and is_change:
             code = errno.EIO
         if code:
             raise OSError(code, os.strerror(code))
+
+    def _path_of(self, fd: int) -> str:
+        """Empty where nobody asks."""
+        return "" if self.fails is None else os.readlink(f"/proc/self/fd/{fd}")
 
     # ── the calls ──
 
@@ -190,7 +195,7 @@ class FileCalls:
         if folder is None:
             return _real["open"](path, flags, mode, dir_fd=dir_fd)
         is_new = bool(flags & os.O_CREAT) and not _exists(path, dir_fd)
-        self._before("create" if is_new else "open", f"{above}/{name}")
+        self._before("create" if is_new else "open", above, name)
         fd = _real["open"](path, flags, mode, dir_fd=dir_fd)
         if is_new:
             self.log.append(Enter(folder, name, self._new(_key(_real["fstat"](fd))), is_folder=False))
@@ -202,7 +207,7 @@ class FileCalls:
         if folder is None:
             return _real["mkdir"](path, mode, dir_fd=dir_fd)
         if not _exists(path, dir_fd):
-            self._before("mkdir", f"{above}/{name}")
+            self._before("mkdir", above, name)
         _real["mkdir"](path, mode, dir_fd=dir_fd)
         self.log.append(Enter(folder, name, self._new(_key(_real["stat"](path, dir_fd=dir_fd))), is_folder=True))
         return None
@@ -210,7 +215,7 @@ class FileCalls:
     def _remove(self, name: str, path: Any, dir_fd: int | None) -> None:
         folder, entry, above = self._place(path, dir_fd)
         if folder is not None and _exists(path, dir_fd):
-            self._before(name, f"{above}/{entry}")
+            self._before(name, above, entry)
         _real[name](path, dir_fd=dir_fd)
         if folder is not None:
             self.log.append(Remove(folder, entry))
@@ -225,7 +230,7 @@ class FileCalls:
         folder, name, _ = self._place(old, src_dir_fd)
         to_folder, to_name, above = self._place(new, dst_dir_fd)
         if folder is not None:
-            self._before("rename", f"{above}/{to_name}")
+            self._before("rename", above, to_name)
         _real["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         assert (folder is None) == (to_folder is None), "a rename across the border of the folder"
         if folder is not None and to_folder is not None:
@@ -244,7 +249,7 @@ class FileCalls:
     ) -> None:
         folder, name, above = self._place(new, dst_dir_fd)
         if folder is not None:
-            self._before("link", f"{above}/{name}")
+            self._before("link", above, name)
         _real["link"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
         if folder is not None:
             number = self._number(_real["stat"](new, dir_fd=dst_dir_fd, follow_symlinks=False))
@@ -255,7 +260,7 @@ class FileCalls:
         inode = self._of_fd(fd)
         if inode is None:
             return _real["pwrite"](fd, content, offset)
-        self._before("pwrite", _path_of(fd))
+        self._before("pwrite", self._path_of(fd))
         count = _real["pwrite"](fd, content, offset)
         self.log.append(Write(inode, offset, bytes(memoryview(content)[:count])))
         return count
@@ -263,7 +268,7 @@ class FileCalls:
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         inode = self._of_fd(fd)
         if inode is not None:
-            self._before("ftruncate", _path_of(fd))
+            self._before("ftruncate", self._path_of(fd))
         _real["ftruncate"](fd, size_bytes)
         if inode is not None:
             self.log.append(Resize(inode, size_bytes))
@@ -271,7 +276,7 @@ class FileCalls:
     def fallocate(self, fd: int, size_bytes: int) -> None:
         inode = self._of_fd(fd)
         if inode is not None:
-            self._before("fallocate", _path_of(fd))
+            self._before("fallocate", self._path_of(fd))
         before = _real["fstat"](fd).st_size
         _real_fallocate(fd, size_bytes)
         if inode is not None and size_bytes > before:
@@ -282,23 +287,26 @@ class FileCalls:
         if inode is not None:
             is_folder = os.path.isdir(f"/proc/self/fd/{fd}")
             try:
-                self._before("fsync folder" if is_folder else "fsync", _path_of(fd))
+                self._before("fsync folder" if is_folder else "fsync", self._path_of(fd))
             except OSError:
                 if not self.is_dead:
                     self.log.append(Sync(inode, is_failed=True))
                 raise
         _real["fsync"](fd)
         if inode is not None:
-            self.log.append(Sync(inode))
+            self.record_sync(inode)
+
+    def record_sync(self, inode: int) -> None:
+        self.log.append(Sync(inode))
 
     def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if self._of_fd(fd) is not None:
-            self._before("preadv", _path_of(fd))
+            self._before("preadv", self._path_of(fd))
         return _real["preadv"](fd, buffers, offset, flags)
 
     def read(self, fd: int, size_bytes: int) -> bytes:
         if self._of_fd(fd) is not None:
-            self._before("read", _path_of(fd))
+            self._before("read", self._path_of(fd))
         return _real["read"](fd, size_bytes)
 
     def scandir(self, path: Any = ".") -> Any:
@@ -336,10 +344,6 @@ def _exists(path: Any, dir_fd: int | None) -> bool:
     except OSError:
         return False
     return True
-
-
-def _path_of(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 @contextmanager
