@@ -45,7 +45,8 @@ SCENARIOS: dict[str, tuple[Scenario, Policy, int]] = {
     "repair": (scenarios.repair, TWO_TIERS, 0),
     "mark": (scenarios.mark, TWO_TIERS, 0),
     "restore": (scenarios.restore, TWO_TIERS, 0),
-}"""By name: what happens, what the tiers keep, and the seed of the order in which concurrent calls are made."""
+}
+"""By name: what happens, what the tiers keep, and the seed of the order in which concurrent calls are made."""
 KILLS = {
     "killed after the link of a manifest in hot": ("link", HOT, 20),
     "killed after the link of a manifest in cold": ("link", COLD, 10),
