@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from heapq import nlargest
 
 from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError
@@ -19,6 +20,7 @@ log = logging.getLogger("tierd")
 
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
+UNSYNCED_MAX = 64  # the last written: a daemon fsyncs each checkpoint before it begins the next, few at once
 
 
 async def refresh(catalog: Catalog, tier: Tier, *, is_read_only: bool = False) -> None:
@@ -87,11 +89,12 @@ async def _manifests(
     if tier.cache is not None and len(unread) > BATCH:
         found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
         unread = [c for c in unread if c not in found]
+    if not is_read_only:
+        # A killed daemon may have committed one and not fsynced its folder. What is decided because of it, as a
+        # deletion of another replica, must not outlast it.
+        newest = nlargest(UNSYNCED_MAX, unread, key=lambda checkpoint: listing.written_at_s.get(checkpoint, 0.0))
+        await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in newest])
     for batch in _batches(unread, listing):
-        if not is_read_only:
-            # A killed daemon may have committed it and not fsynced its folder. What is decided because of it, as a
-            # deletion of another replica, must not outlast it.
-            await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in batch])
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):
                 found[checkpoint] = manifest

@@ -107,7 +107,11 @@ class Tree:
             with suppress(FileNotFoundError):
                 folder, _ = self.open_folder(f"{parent}/-" if parent else "-", create=False)
                 with closing_fd(folder):
-                    os.fsync(folder)
+                    try:
+                        os.fsync(folder)
+                    except OSError as error:
+                        if error.errno not in (errno.EINVAL, errno.EROFS, errno.EOPNOTSUPP):
+                            raise  # else nothing can be written there, so nothing is unsynced
 
     def _sync_or_remove(self, parent: str) -> None:
         """Makes deletions in a folder durable, and removes the folder when it is empty."""
