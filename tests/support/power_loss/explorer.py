@@ -79,9 +79,10 @@ class Explorer:
         log: list[Operation],
         base: dict[int, dict[str, int] | bytes],
         *,
+        first: int = 0,
         stops: bool = False,
     ) -> None:
-        """Loses the power after each operation of the log. `stops`: at the first violation."""
+        """Loses the power after each operation of the log from number `first` on. `stops`: at the first violation."""
         disk = VolatileDisk(base)
         expected = _add_durable(Expected(), disk)
         for number, operation in enumerate(log):
@@ -91,9 +92,11 @@ class Explorer:
                 expected = _add_durable(expected, disk)
             elif isinstance(operation, Mark):
                 expected = self._told(operation, expected, f"operation {number}")
+            if number < first:
+                continue
             self.losses += 1
             # After an operation from which nothing new is certain, only what it makes possible is new.
-            for tree in disk.states(operation if expected is before and number else None):
+            for tree in disk.states(operation if expected is before and number > first else None):
                 self._check(tree, expected, f"operation {number}, {operation!s:.200}")
             if len(self.violations) > (0 if stops else 20):
                 return
@@ -111,6 +114,8 @@ class Explorer:
                 return replace(expected, claims=expected.claims | {claim})
             case "damaged", replicas:
                 return replace(expected, damaged=expected.damaged | replicas, durable=expected.durable - replicas)
+            case "killed", _:
+                return expected
             case "milestone", milestone:
                 return replace(expected, milestones=expected.milestones | {milestone})
             case _:

@@ -250,6 +250,7 @@ def killed(at: int, scenario: Scenario = life) -> Scenario:
         calls.fails = None
         calls.revive()
         calls.close_all()
+        calls.mark("killed", at)
         async with machine.daemon() as daemon:
             await daemon.start()
             await daemon.settle()
