@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 
 from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError, TierUnreachable
@@ -21,14 +22,21 @@ log = logging.getLogger("tierd")
 
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
+UNSYNCED_MAX = 64  # the last written: a daemon fsyncs each checkpoint before it begins the next, few at once
 
 CONFIRMED_MAX = 64  # of checkpoints that disappeared, the newest are looked for again one by one
 CONFIRMED_AT_ONCE = 4
 
 
-async def refresh(catalog: Catalog, tier: Tier, identities: Identities | None = None) -> None:
+async def refresh(
+    catalog: Catalog, tier: Tier, identities: Identities | None = None, *, is_read_only: bool = False
+) -> None:
     """List the tier once. If that fails, or the tier is not the right place, the catalog notes it as not known, and
-    nothing is raised. `identities`: None where any place will do."""
+    nothing is raised.
+
+    `identities`: None where any place will do. `is_read_only`: nothing will be deleted, copied or reported as durable
+    because of this listing.
+    """
     since = catalog.changes
     try:
         listing = await tier.listing()
@@ -38,7 +46,7 @@ async def refresh(catalog: Catalog, tier: Tier, identities: Identities | None = 
             await _confirm_absence(tier, absent[:CONFIRMED_MAX])
             if identities is not None:  # an unmounted disk takes checkpoints and markers with it
                 await identities.check(tier)
-        await enter(catalog, tier, listing, since)
+        await enter(catalog, tier, listing, since, is_read_only=is_read_only)
     except TierdError as error:
         catalog.listing_failed(tier.name, str(error))
     except Exception as error:  # broad: whatever the cause, the former listing must not justify a deletion
@@ -69,9 +77,11 @@ async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> N
     await for_each(CONFIRMED_AT_ONCE, checkpoints, confirm)
 
 
-async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | None) -> None:
+async def enter(
+    catalog: Catalog, tier: Tier, listing: Listing, since: int | None, *, is_read_only: bool = False
+) -> None:
     """Enter a listing that was begun when the catalog had `since` changes; None: a listing of one run."""
-    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing)
+    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
     listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
@@ -92,7 +102,7 @@ async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | Non
 
 
 async def _manifests(
-    catalog: Catalog, tier: Tier, listing: Listing
+    catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only: bool
 ) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId]]:
     """Of the committed: (manifests, errors of the others, those in a newer format). Read where this tier lists one for
     the first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
@@ -110,6 +120,11 @@ async def _manifests(
     if tier.cache is not None and len(unread) > BATCH:
         found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
         unread = [c for c in unread if c not in found]
+    if not is_read_only:
+        # A killed daemon may have committed one and not fsynced its folder. What is decided because of it, as a
+        # deletion of another replica, must not outlast it.
+        newest = nlargest(UNSYNCED_MAX, unread, key=lambda checkpoint: listing.written_at_s.get(checkpoint, 0.0))
+        await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in newest])
     for batch in _batches(unread, listing):
         for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
             if isinstance(manifest, Manifest):

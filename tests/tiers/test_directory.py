@@ -183,8 +183,9 @@ async def test_put_fsyncs_the_file_then_links_it_then_fsyncs_the_folder(
     monkeypatch.setattr(os, "link", watched_link)
     await store.put("run/a/x", memoryview(b"bytes"), size_bytes=5, chunk_bytes=CHUNK_BYTES)
     folders, (file, named, last) = events[:-3], events[-3:]
-    above = [("fsync", name) for name in (store.root.parent.parent.name, "above", "root", "run")]
-    assert folders == above  # every new folder is durable in its parent
+    # Every new folder is durable in its parent, and so is the deepest existing one.
+    existing = store.root.parent.parent
+    assert folders == [("fsync", name) for name in (existing.parent.name, existing.name, "above", "root", "run")]
     assert file[0] == "fsync"
     assert file[1].endswith(".partial")
     assert (named, last) == (("link", "x"), ("fsync", "a"))
@@ -246,6 +247,52 @@ async def test_full_disk_raises_full_and_keeps_existing_objects(tiny_disk: Path)
     assert 7 << 20 < free <= 8 << 20
     await store.put(KEY, memoryview(content(4096)), size_bytes=4096, chunk_bytes=CHUNK_BYTES)
     await store.close()
+
+
+async def test_put_that_cannot_remove_its_partial_file_closes_it(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that returns errors for hours must not use up the descriptors."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    await store.put_bytes("run/x", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        for name in ("rename", "unlink"):
+            patched.setattr(os, name, fail)
+        for _ in range(3):
+            with pytest.raises(TierUnreachable):
+                await store.put_bytes("run/y", b"y")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert await store.sweep_partials() == 3
+
+
+async def test_directory_that_could_not_be_synced_is_synced_by_the_next_put(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name in its parent would be lost with the power, and all that is in it."""
+    real, synced = os.fsync, list[str]()
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def watch(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    store.root.parent.mkdir()
+    store.root.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(TierUnreachable):
+            await store.put_bytes("run/x", b"x")
+    monkeypatch.setattr(os, "fsync", watch)
+    await store.put_bytes("run/x", b"x")
+    assert synced[0] == str(store.root.parent)
+    await store.put_bytes("run/y", b"y")
+    assert synced.count(str(store.root.parent)) == 1
 
 
 async def test_root_that_disappears_is_unreachable_and_not_empty(store: DirectoryStore) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -286,6 +288,28 @@ async def test_error_of_the_directory_is_raised_and_not_attributed_to_a_replica(
     rooms.partial_file().unlink()
     with pytest.raises(TierUnreachable, match="here"):
         await fetch.take(rooms.near)
+
+
+async def test_file_whose_fsync_failed_is_fetched_again(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux then counts its bytes as written. They can be read, and a second fsync succeeds, but a loss of power takes
+    them."""
+    real, has_failed = os.fsync, False
+
+    def fsync(fd: int) -> None:
+        nonlocal has_failed
+        if not has_failed and "rank-00000" in os.readlink(f"/proc/self/fd/{fd}"):
+            has_failed = True
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    fetch = await rooms.fetched(rooms.near)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(TierUnreachable, match="Input/output error"):
+        await fetch.finish()
+    again = await rooms.fetched()
+    assert 0 < again.missing_bytes < WHOLE_BYTES
+    await again.take(rooms.far)
+    await rooms.assert_whole(again)
 
 
 async def test_cancelled_fetch_keeps_the_arrived_chunks(make: Callable[..., Rooms]) -> None:

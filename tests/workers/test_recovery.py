@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -227,3 +228,39 @@ async def test_hundreds_of_manifests_are_read_in_batches(rooms: Rooms) -> None:
     await refresh(rooms.catalog, rooms.hot)
     assert len(rooms.catalog.entries()) == 301
     assert rooms.catalog.unreadable() == {}
+
+
+async def test_what_a_killed_daemon_may_not_have_synced_is_synced_once(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions follow from a listing. A command that only reads does not wait for the disk."""
+    manifests = [await rooms.commit("cold", step=step) for step in (100, 200)]
+    folders = {str(rooms.folder("cold", manifest.id)) for manifest in manifests}
+    real, synced = os.fsync, list[str]()
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    await refresh(rooms.catalog, rooms.cold["cold"], is_read_only=True)
+    assert synced == []
+    async with rooms_at(rooms.hot_store.root.parent) as restarted:
+        for _ in range(2):
+            await refresh(restarted.catalog, restarted.cold["cold"])
+        assert sorted(synced) == sorted(folders)
+
+
+async def test_folder_that_cannot_be_synced_makes_the_tier_unknown(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """halt, not guess: nothing is deleted because of what may be lost."""
+    await rooms.commit("cold")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    await refresh(rooms.catalog, rooms.cold["cold"])
+    assert not rooms.catalog.tiers["cold"].is_known
+    assert "Input/output error" in rooms.catalog.tiers["cold"].error

@@ -90,7 +90,7 @@ async def open_tiers(
     async def list_tier(tier: Tier) -> None:
         # To list a tier must not make its directory, and before the first `tierd serve` there is none.
         if await tier.store.exists():
-            await refresh(catalog, tier, identities)
+            await refresh(catalog, tier, identities, is_read_only=True)
         else:
             if identities is not None:
                 await identities.check(tier, Listing())  # raises where there was one before

@@ -189,6 +189,9 @@ class S3Store:
     def source(self, key: str) -> Source:
         return Source(partial(self.read, key))
 
+    async def make_durable(self, keys: Sequence[str]) -> None:
+        """Nothing is needed: a bucket lists only what is durable."""
+
     async def stored_checksum(self, key: str) -> str | None:
         action, object_key = self.requests.addressed("read the checksum of", key)
         return whole_checksum(await self._existing(object_key, action))

@@ -153,6 +153,10 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         # One call in a thread for all: handing a call over costs more than reading a manifest.
         return await self.pool.query(lambda: [get(key) for key in keys])
 
+    async def make_durable(self, keys: Sequence[str]) -> None:
+        with translated(f"fsync the folder of {keys[0]} and {len(keys) - 1} more in {self.url}" if keys else ""):
+            await self.pool.query(self.tree.sync_folders, keys, timeout_s=self.pool.timeout_s + len(keys))
+
     def _get(self, key: str, size_max: int) -> bytes:
         action = f"read {check_key(key)} in {self.url}"
         with translated(action), closing_fd(self.tree.open_file(key)) as fd:

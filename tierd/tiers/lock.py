@@ -16,6 +16,7 @@ import msgspec
 
 from tierd.errors import LockHeld, TierUnreachable
 from tierd.format import layout
+from tierd.tiers.tree import make_folder
 
 _DESCRIPTION_BYTES_MAX = 4096
 
@@ -31,7 +32,7 @@ class Lock(AbstractContextManager["Lock"]):
         path = self._path = root / layout.LOCK
         self._description: Mapping[str, object] = holder or {}
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             hint = "the daemon's user must be able to write there"

@@ -128,14 +128,16 @@ class NewFile:
         self.uses.is_over = True
 
     def _release(self) -> None:
-        if self._temporary_name:
-            with suppress(FileNotFoundError):
-                os.unlink(self._temporary_name, dir_fd=self._folder)
-            self._temporary_name = ""
-        for fd in (self._fd, self._folder):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._folder = -1
+        try:
+            if self._temporary_name:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._temporary_name, dir_fd=self._folder)
+                self._temporary_name = ""
+        finally:  # a disk that returns errors must not use up the descriptors
+            for fd in (self._fd, self._folder):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._folder = -1
 
     def _link(self) -> bool:
         """Takes the final name unless it exists. link(2) refuses an existing name, where rename(2) would replace it."""

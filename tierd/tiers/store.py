@@ -131,6 +131,11 @@ class Store(ReadableStore, Protocol):
         an object that cannot be read while others can: forbidden, archived, or in a bad sector."""
         ...
 
+    async def make_durable(self, keys: Sequence[str]) -> None:
+        """Make these objects durable as far as they are listed: whoever wrote them may have been killed before its last
+        fsync. Absent ones are ignored."""
+        ...
+
     async def stored_checksum(self, key: str) -> str | None:
         """The CRC64NVME of the whole object that the store keeps beside it, without reading the object; None where it
         keeps none. Raises NotFound."""

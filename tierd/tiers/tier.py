@@ -28,8 +28,9 @@ CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints`: of
-    the manifests. `generations`: the highest of each run. `identities`: those that the markers at the root give it."""
+    """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints` and
+    `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run. `identities`: those that the
+    markers at the root give it."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
@@ -37,6 +38,7 @@ class Listing:
     generations: dict[Run, Generation] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
     identities: set[str] = field(default_factory=set)
+    written_at_s: dict[CheckpointId, float] = field(default_factory=dict)
 
     def add_generation(self, run: Run, generation: Generation) -> None:
         """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
@@ -119,6 +121,7 @@ class Tier(ReadableTier):
             if name == layout.MANIFEST:
                 listing.add_generation(folders[folder].run, folders[folder].generation)
                 listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
+                listing.written_at_s[folders[folder]] = stored.written_at_s
         for checkpoint, files in listing.files.items():
             (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)
         return listing

@@ -28,6 +28,7 @@ class Tree:
         self.root = root.absolute()
         self.url = f"file://{self.root}"
         self._may_create = create
+        self._is_root_durable = False
 
     def open_folder(self, key: str, *, create: bool) -> tuple[int, str]:
         """(descriptor of the key's folder, file name). `create`: make missing folders, durably."""
@@ -100,6 +101,18 @@ class Tree:
         if "" in parents:
             fsync_path(self.root.resolve())
 
+    def sync_folders(self, keys: Sequence[str]) -> None:
+        """Makes the names of these files durable. Files that are gone are ignored."""
+        for parent in {key.rpartition("/")[0] for key in keys}:
+            with suppress(FileNotFoundError):
+                folder, _ = self.open_folder(f"{parent}/-" if parent else "-", create=False)
+                with closing_fd(folder):
+                    try:
+                        os.fsync(folder)
+                    except OSError as error:
+                        if error.errno not in (errno.EINVAL, errno.EROFS, errno.EOPNOTSUPP):
+                            raise  # else nothing can be written there, so nothing is unsynced
+
     def _sync_or_remove(self, parent: str) -> None:
         """Makes deletions in a folder durable, and removes the folder when it is empty."""
         with suppress(FileNotFoundError):
@@ -127,11 +140,17 @@ class Tree:
                 raise TierUnreachable(f"open {self.url}: no such directory", hint=hint) from error
             if not create:
                 raise
-            for path in reversed([path for path in (self.root, *self.root.parents) if not path.exists()]):
-                path.mkdir(exist_ok=True)
-                fsync_path(path.parent.resolve())
+            make_folder(self.root)
+            self._is_root_durable = True
             folder = os.open(self.root, _FOLDER)
         self._may_create = False
+        if create and not self._is_root_durable:
+            try:
+                _sync_parent(self.root)
+            except OSError:
+                os.close(folder)
+                raise
+            self._is_root_durable = True
         return folder
 
 
@@ -147,6 +166,21 @@ def fsync_path(path: Path) -> None:
     """Fsyncs a file or folder, which must not be a link."""
     with closing_fd(os.open(path, os.O_RDONLY | NO_LINK)) as fd:
         os.fsync(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its missing parents, durably."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    _sync_parent(missing[-1].parent if missing else path)
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent.resolve())
+
+
+def _sync_parent(folder: Path) -> None:
+    """Makes the name of a folder durable that exists: its maker may have been killed before this fsync."""
+    with suppress(PermissionError):  # the parent may be another user's, and not readable
+        fsync_path(folder.resolve().parent)
 
 
 @contextmanager

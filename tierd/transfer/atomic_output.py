@@ -19,7 +19,7 @@ from typing import Any
 
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
-from tierd.tiers.tree import closing_fd, fsync_path
+from tierd.tiers.tree import closing_fd, fsync_path, make_folder
 
 _MARK = ".tierd-restore"  # marks a folder as made by tierd
 _MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
@@ -72,7 +72,7 @@ def atomic_output(target: Path, *, size_bytes: int, keep: Container[str] = ()) -
     try:
         check_target(target)
         made = [path for path in target.parents if not path.exists()]
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         with _claimed(output):
             _clear(output.partial, keep)
             output.check_room(size_bytes)

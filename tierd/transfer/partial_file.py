@@ -72,9 +72,17 @@ class PartialFile:
             write_all(fd, offset, buffer[: round_up(length) if is_direct else length], is_direct=is_direct)
 
     def make_durable(self) -> None:
+        """Fsyncs the file, and deletes it if that fails: Linux then counts bytes as written that are not on the disk.
+        The next attempt would read and verify them, and its fsync would succeed."""
         with self._opened(os.O_RDWR) as fd:
-            os.ftruncate(fd, self._size_bytes)
-            os.fsync(fd)
+            try:
+                os.ftruncate(fd, self._size_bytes)
+                os.fsync(fd)
+            except OSError:
+                folder, _ = self._store.tree.open_folder(self.key, create=False)
+                with closing_fd(folder):
+                    os.unlink(self._name, dir_fd=folder)
+                raise
 
     def publish(self) -> None:
         """Gives the file its final name, durably."""

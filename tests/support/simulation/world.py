@@ -7,8 +7,8 @@ that fail, a shard that disappears from cold.
 
 A job may also be taken over by a second trainer while the first one still lives.
 
-Not modelled: power loss (files that were not fsynced stay), multipart uploads, a drain, a partial file of a killed
-daemon that loses its lock (so it is not swept).
+Not modelled: power loss (files that were not fsynced stay; tests/support/power_loss has a model), multipart uploads, a
+drain, a partial file of a killed daemon that loses its lock (so it is not swept).
 """
 
 from __future__ import annotations

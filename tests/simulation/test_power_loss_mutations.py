@@ -1,0 +1,232 @@
+"""Wrong orders of file operations: a loss of power must show each, by the promise that it breaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.power_loss import scenarios
+from tests.support.power_loss.explorer import explorer_at
+from tests.support.power_loss.file_calls import FileCalls
+from tests.support.power_loss.promises import HOT, Id, Policy
+from tests.support.power_loss.scenarios import (
+    GENERATION,
+    HOT_ALONE,
+    RUN,
+    TWO_TIERS,
+    Daemon,
+    Scenario,
+    changes_of,
+    killed,
+    record,
+)
+from tierd.format import layout
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
+from tierd.tiers import lock, tree
+from tierd.tiers import tier as tier_module
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.new_file import NewFile
+from tierd.tiers.tier import Tier
+from tierd.transfer import atomic_output
+from tierd.workers import replicator
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="power-loss-", dir=shared if shared.is_dir() else None))
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield folder
+    logging.disable(level)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def violations(scenario: Scenario, memory: Path, policy: Policy = TWO_TIERS) -> list[str]:
+    """Of the first operation after which a promise is broken. Stops there."""
+    recording = record(scenario, memory / "machine", policy)
+    with explorer_at(memory / "explorer", policy) as explorer:
+        explorer.explore(recording.log, recording.base, stops=True)
+        return explorer.violations
+
+
+# ── wrong variants of production code ──
+
+
+def no_folder_fsync(patch: Patch) -> None:
+    """No fsync of any folder."""
+    fsync = FileCalls.fsync
+
+    def skip_folders(calls: FileCalls, fd: int) -> None:
+        if not os.path.isdir(f"/proc/self/fd/{fd}"):
+            fsync(calls, fd)
+
+    patch.setattr(FileCalls, "fsync", skip_folders)
+
+
+def no_fsync_after_the_link(patch: Patch) -> None:
+    """The file's name is not synced."""
+
+    def commit(file: NewFile, *, if_absent: bool = False) -> bool:
+        os.ftruncate(file._fd, file._size_bytes)
+        os.fsync(file._fd)
+        return not if_absent or file._link()
+
+    patch.setattr(NewFile, "commit", commit)
+
+
+def link_before_fsync(patch: Patch) -> None:
+    """The file gets its name before its bytes are on the disk."""
+
+    def commit(file: NewFile, *, if_absent: bool = False) -> bool:
+        os.ftruncate(file._fd, file._size_bytes)
+        is_new = not if_absent or file._link()
+        os.fsync(file._folder)
+        os.fsync(file._fd)
+        return is_new
+
+    patch.setattr(NewFile, "commit", commit)
+
+
+def no_fsync_of_the_file(patch: Patch) -> None:
+    def commit(file: NewFile, *, if_absent: bool = False) -> bool:
+        os.ftruncate(file._fd, file._size_bytes)
+        is_new = not if_absent or file._link()
+        os.fsync(file._folder)
+        return is_new
+
+    patch.setattr(NewFile, "commit", commit)
+
+
+def manifest_first(patch: Patch) -> None:
+    """The copy to cold commits before the shards are there."""
+    copy = tier_module.copy_checkpoint
+
+    async def commit_first(manifest: Manifest, source: Tier, target: Tier, **options: Any) -> None:
+        await target.commit(manifest, raw=await source.manifest_bytes(manifest))
+        await copy(manifest, source, target, **options)
+
+    patch.setattr(replicator, "copy_checkpoint", commit_first)
+
+
+def told_before_the_commit(patch: Patch) -> None:
+    """`Persisted` is sent before the last fsync."""
+    commit = Tier.commit
+
+    async def told_first(tier: Tier, manifest: Manifest, **options: Any) -> None:
+        if tier.name == HOT:
+            Told.calls.mark("told", ("", Id(RUN, manifest.generation, manifest.step)))
+        await commit(tier, manifest, **options)
+
+    class Told:
+        calls: FileCalls
+
+    start = Daemon.start
+
+    async def remember(daemon: Daemon) -> None:
+        Told.calls = daemon._calls
+        await start(daemon)
+
+    patch.setattr(Daemon, "start", remember)
+    patch.setattr(Tier, "commit", told_first)
+
+
+def shards_deleted_first(patch: Patch) -> None:
+    async def delete(
+        tier: Tier, checkpoint: CheckpointId, *, confirm: Callable[[Collection[str]], bool] = lambda names: True
+    ) -> bool:
+        prefix = layout.checkpoint_prefix(checkpoint)
+        keys = [stored.key for stored in await tier.store.list(prefix)]
+        if not confirm({key.removeprefix(prefix) for key in keys}):
+            return False
+        await tier.store.delete(sorted(keys, key=lambda key: key.endswith(layout.MANIFEST)))
+        return True
+
+    patch.setattr(Tier, "delete", delete)
+
+
+def manifest_deleted_without_fsync(patch: Patch) -> None:
+    """All files of a checkpoint are deleted, then the folder is synced."""
+
+    def delete(self: tree.Tree, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                folder, name = self.open_folder(key, create=False)
+                with tree.closing_fd(folder), suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+        for parent in {key.rpartition("/")[0] for key in keys}:
+            self._sync_or_remove(parent)
+
+    patch.setattr(tree.Tree, "delete", delete)
+
+
+def hot_directory_made_without_fsync(patch: Patch) -> None:
+    """As the lock made it once."""
+    patch.setattr(lock, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+    patch.setattr(tree, "_sync_parent", lambda folder: None)
+
+
+def parents_of_a_target_made_without_fsync(patch: Patch) -> None:
+    """As `tierd restore --to` made them once."""
+    patch.setattr(atomic_output, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+
+
+def listed_is_taken_for_durable(patch: Patch) -> None:
+    """As a daemon once relied on what a killed one had committed without its last fsync."""
+
+    async def nothing(store: DirectoryStore, keys: Sequence[str]) -> None:
+        return
+
+    patch.setattr(DirectoryStore, "make_durable", nothing)
+
+
+MUTATIONS: dict[str, tuple[Callable[[Patch], None], Scenario, str]] = {
+    "no folder is synced": (no_folder_fsync, scenarios.first_start, "commit_last"),
+    "a name is not synced": (no_fsync_after_the_link, scenarios.first_start, "durable"),
+    "renamed before fsync": (link_before_fsync, scenarios.first_start, "commit_last"),
+    "a file is not synced": (no_fsync_of_the_file, scenarios.first_start, "commit_last"),
+    "manifest first": (manifest_first, scenarios.one_more, "commit_last"),
+    "told before the last fsync": (told_before_the_commit, scenarios.one_more, "durable"),
+    "shards are deleted before the manifest": (shards_deleted_first, scenarios.one_more, "commit_last"),
+    "the deletion of a manifest is not synced": (manifest_deleted_without_fsync, scenarios.one_more, "commit_last"),
+    "the hot directory is not synced": (hot_directory_made_without_fsync, scenarios.first_start, "durable"),
+    "the parents of a target are not synced": (
+        parents_of_a_target_made_without_fsync,
+        scenarios.restore,
+        "durable",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_order_is_caught(mutation: str, memory: Path, monkeypatch: Patch) -> None:
+    apply, scenario, promise = MUTATIONS[mutation]
+    apply(monkeypatch)
+    found = violations(scenario, memory)
+    assert found
+    assert promise in found[0]
+
+
+@pytest.mark.parametrize("tier", ["hot", "cold"])
+def test_relying_on_what_a_killed_daemon_did_not_sync_is_caught(tier: str, memory: Path, monkeypatch: Patch) -> None:
+    """The daemon is killed between the link of a manifest and the fsync of its folder. The next one lists the
+    checkpoint and deletes an older replica."""
+    policy = HOT_ALONE if tier == HOT else TWO_TIERS
+    calls = changes_of(scenarios.life, memory / "machine", policy)
+    is_link = ("link", f"{tier}/{Id(RUN, GENERATION, 30 if tier == HOT else 10).folder}/manifest.json")
+    scenario = killed(calls.index(is_link) + 1)
+    listed_is_taken_for_durable(monkeypatch)
+    found = violations(scenario, memory, policy)
+    assert found
+    assert "durable" in found[0] or "last_replica" in found[0]
