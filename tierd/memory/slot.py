@@ -17,6 +17,7 @@ import os
 from enum import Enum
 
 from tierd.errors import BadRequest
+from tierd.failpoints import failpoint
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
@@ -70,6 +71,7 @@ class MappedSlot:
         self.fd = fd
         try:
             _check_sealed(fd, capacity_bytes)
+            failpoint("slot.map")
             mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
             os.close(fd)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.errors import BadRequest, Full, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.tiers.store import check_key, is_key
 
@@ -38,6 +39,7 @@ class Tree:
                 if create:
                     with suppress(FileExistsError):
                         os.mkdir(parent, dir_fd=folder)
+                    failpoint("folder.sync")
                     os.fsync(folder)  # also an existing one: its maker may have been killed before its fsync
                 below = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
                 os.close(folder)
@@ -90,8 +92,10 @@ class Tree:
             except FileNotFoundError:
                 continue
             with closing_fd(folder):
+                failpoint("delete.unlink")
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
+                failpoint("delete.sync")
                 if position == 0:
                     os.fsync(folder)
             parents.add(key.rpartition("/")[0])
@@ -111,10 +115,12 @@ class Tree:
                     left = os.listdir(folder)
                     for damaged in left if all(map(layout.is_damaged_copy, left)) else ():
                         os.unlink(damaged, dir_fd=folder)
+                failpoint("delete.folder")
                 try:
                     os.rmdir(name, dir_fd=above)
                 except OSError:
                     return  # not empty
+                failpoint("delete.folder_sync")
                 os.fsync(above)
 
     def _open_root(self, *, create: bool) -> int:
@@ -129,6 +135,7 @@ class Tree:
                 raise
             for path in reversed([path for path in (self.root, *self.root.parents) if not path.exists()]):
                 path.mkdir(exist_ok=True)
+                failpoint("root.create")
                 fsync_path(path.parent.resolve())
             folder = os.open(self.root, _FOLDER)
         self._may_create = False

@@ -16,6 +16,7 @@ from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.descriptors import open_all
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
@@ -151,6 +152,7 @@ class Fetcher:
         """Commit the fetched checkpoint in hot, with the same manifest bytes."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
+        failpoint("fetch.commit")
         try:
             await self._hot.commit(manifest, raw=part.raw, milestones=milestones)
         except Corrupt as error:

@@ -10,6 +10,7 @@ import contextlib
 
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
@@ -56,6 +57,7 @@ class Persister:
                     is_final=False,
                 )
             else:
+                failpoint("persist.answer")
                 seconds = context.monotonic_s() - snapshot_set.sealed_at_s
                 message = wire.Persisted(step=checkpoint.step, generation=checkpoint.generation, seconds=seconds)
             context.notify.send(checkpoint.run, message)
@@ -64,6 +66,7 @@ class Persister:
         return is_complete
 
     async def _persist(self, snapshot_set: SnapshotSet) -> None:
+        failpoint("persist.begin")
         snapshot_set.move(SlotEvent.PERSIST)
         entry = self._catalog.get(snapshot_set.id)
         try:
@@ -73,6 +76,7 @@ class Persister:
                 await self._check_same(snapshot_set, entry.manifest)
                 snapshot_set.manifest = entry.manifest
                 if self._hot.name in entry.tiers:
+                    failpoint("persist.repeat")
                     # It may have been killed before its last fsync. Committing again repeats it.
                     await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException:
@@ -135,7 +139,9 @@ class Persister:
             manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(checkpoint.run) + 1)
             snapshot_set.manifest = manifest  # the next attempt recognizes it if this one fails after the commit
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
+            failpoint("persist.commit")
             await self._hot.commit(manifest, milestones=milestones)
+            failpoint("persist.committed")
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)

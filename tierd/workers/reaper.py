@@ -14,6 +14,7 @@ from functools import partial
 from tierd.context import DaemonContext
 from tierd.decisions import deletions
 from tierd.errors import Corrupt, Retained, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import HOT, Action, Decision
@@ -66,6 +67,7 @@ class Reaper:
             if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                 continue
             confirm = partial(self._is_still_decided, action, decided_at)
+            failpoint("reap.delete")
             try:
                 if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
                     return False
@@ -76,6 +78,7 @@ class Reaper:
                     failed_tiers.add(action.tier)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 continue
+            failpoint("reap.deleted")
             is_unchanged = self._catalog.changes == decided_at
             self._catalog.drop(action.checkpoint, action.tier)
             if is_unchanged:

@@ -12,6 +12,7 @@ from collections import Counter
 from tierd.context import DaemonContext
 from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
+from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -74,6 +75,7 @@ class Replicator:
         entry = self._catalog.get(checkpoint)
         if entry is None:
             return
+        failpoint("cold.copy")
         began_s = self._context.monotonic_s()
         with self._context.throttle.writing(self._cold.name) as count_written:
             await copy_checkpoint(
@@ -84,6 +86,7 @@ class Replicator:
                 is_healthy=entry.healthy,
                 progress=count_written,
             )
+        failpoint("cold.copied")
         self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
         metrics = self._context.metrics
         metrics.replicate_seconds.labels(tier=self._cold.name).observe(self._context.monotonic_s() - began_s)
