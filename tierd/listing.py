@@ -5,8 +5,9 @@ halt, not guess: a manifest that cannot be read, or a checkpoint with a file mis
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tierd.catalog import Catalog
 from tierd.errors import NewerFormat, NotFound, TierdError
@@ -19,6 +20,7 @@ log = logging.getLogger("tierd")
 
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
 BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
+SEQUENCE_TIMEOUT_S = 5.0  # how long the first commit of a run on a new hot disk waits for the cold tiers
 
 
 async def refresh(catalog: Catalog, tier: Tier) -> None:
@@ -39,6 +41,25 @@ async def refresh_run(catalog: Catalog, tier: Tier, run: Run) -> None:
     Raises TierUnreachable.
     """
     await enter(catalog, tier, await tier.listing(f"{run}/"), None)
+
+
+async def next_sequence(catalog: Catalog, cold: Iterable[Tier], run: Run) -> int:
+    """The sequence of the run's next checkpoint: one more than the highest in any tier.
+
+    If no checkpoint of the run is known, the hot disk may be new while the trainers live on: then each cold tier that
+    was not listed since the start is listed first. One that cannot be listed in time is left out.
+    """
+
+    async def list_in(tier: Tier) -> None:
+        try:
+            async with asyncio.timeout(SEQUENCE_TIMEOUT_S):
+                await refresh_run(catalog, tier, run)
+        except Exception as error:  # broad: whatever the cause, hot does not wait for a cold tier
+            log.warning("commit the first checkpoint of %s without a listing of %s: %s", run, tier.name, error)
+
+    if catalog.sequence_max(run) == 0:
+        await asyncio.gather(*(list_in(tier) for tier in cold if not catalog.tiers[tier.name].is_known))
+    return catalog.sequence_max(run) + 1
 
 
 async def enter(catalog: Catalog, tier: Tier, listing: Listing, since: int | None) -> None:

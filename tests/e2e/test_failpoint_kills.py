@@ -6,6 +6,7 @@ The checker is tests/support/kills/audit.py, which reads the files without tierd
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,16 @@ def test_a_daemon_killed_while_it_repairs_repairs_it_after_its_restart(tmp_path:
         to_kill.daemon.kill()
         to_kill.check("the repair")
         assert shards.decode(shard.read_bytes())
+
+
+def test_sequences_continue_though_the_hot_disk_is_lost_with_the_daemon(tmp_path: Path, served: Bucket) -> None:
+    """The ranks live on, and seal their next snapshot before the new daemon has listed the bucket."""
+    with battery(tmp_path, bucket=served) as to_kill:
+        serve_unarmed(to_kill, steps=3)
+        shutil.rmtree(tmp_path / "hot")
+        to_kill.audit.is_hot_lost = True
+        served.script = lambda operation, key: time.sleep(0.5 * (operation == "list_objects_v2")) or ""
+        serve_unarmed(to_kill, steps=2)
 
 
 def test_a_clock_that_jumps_by_days_loses_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
+from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
@@ -136,7 +137,8 @@ class Persister:
                     )
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
-            manifest = snapshot_set.make_manifest(sequence=self._catalog.sequence_max(checkpoint.run) + 1)
+            sequence = await next_sequence(self._catalog, self._context.cold.values(), checkpoint.run)
+            manifest = snapshot_set.make_manifest(sequence=sequence)
             snapshot_set.manifest = manifest  # the next attempt recognizes it if this one fails after the commit
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
             failpoint("persist.commit")
