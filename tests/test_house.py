@@ -134,6 +134,7 @@ DOORS = {
         modules=frozenset({"signal"}),
         files={
             "tierd/daemon.py": "SIGTERM drains, SIGHUP reloads the config",
+            "tierd/failpoints.py": "SIGKILL at a failpoint of a test",
             "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
             "tierd/health/finiteness.py": "its process ends with the daemon",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
@@ -158,6 +159,7 @@ DOORS = {
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
             "tierd/config_file.py": "TIERD_SECTION_KEY, and what systemd passes to a service",
+            "tierd/failpoints.py": "which failpoints a test has armed",
             "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
             "client/tierd_client/examples/train_gpt.py": "CUBLAS_WORKSPACE_CONFIG, for deterministic CUDA",

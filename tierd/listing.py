@@ -5,8 +5,9 @@ halt, not guess: a manifest that cannot be read, or a checkpoint with a file mis
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
 
 from tierd.catalog import Catalog
@@ -26,6 +27,7 @@ UNSYNCED_MAX = 64  # the last written: a daemon fsyncs each checkpoint before it
 
 CONFIRMED_MAX = 64  # of checkpoints that disappeared, the newest are looked for again one by one
 CONFIRMED_AT_ONCE = 4
+SEQUENCE_TIMEOUT_S = 5.0  # how long the first commit of a run on a new hot disk waits for the cold tiers
 
 
 async def refresh(
@@ -75,6 +77,25 @@ async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> N
             raise TierUnreachable(message, hint="the tier is listed again")
 
     await for_each(CONFIRMED_AT_ONCE, checkpoints, confirm)
+
+
+async def next_sequence(catalog: Catalog, cold: Iterable[Tier], run: Run, identities: Identities) -> int:
+    """The sequence of the run's next checkpoint: one more than the highest in any tier.
+
+    If no checkpoint of the run is known, the hot disk may be new while the trainers live on: then each cold tier that
+    was not listed since the start is listed first. One that cannot be listed in time is left out.
+    """
+
+    async def list_in(tier: Tier) -> None:
+        try:
+            async with asyncio.timeout(SEQUENCE_TIMEOUT_S):
+                await refresh_run(catalog, tier, run, identities)
+        except Exception as error:  # broad: whatever the cause, hot does not wait for a cold tier
+            log.warning("commit the first checkpoint of %s without a listing of %s: %s", run, tier.name, error)
+
+    if catalog.sequence_max(run) == 0:
+        await asyncio.gather(*(list_in(tier) for tier in cold if not catalog.tiers[tier.name].is_known))
+    return catalog.sequence_max(run) + 1
 
 
 async def enter(

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Daemon:
         self.process: ForkedProcess | subprocess.Popen[bytes] | None = None
         self._log = root / "not-started.log"
         self._command = command
+        self._main: Callable[..., object] = run_tierd
         # No scrub unless a test asks for one: it would repair what the test damages.
         self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
         root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,7 @@ class Daemon:
             with self._log.open("ab") as log:
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
         else:
-            self.process = ForkedProcess(run_tierd, arguments, self._environ, str(self._log))
+            self.process = ForkedProcess(self._main, arguments, self._environ, str(self._log))
 
     def start(self) -> None:
         """Starts it and waits until it is ready."""

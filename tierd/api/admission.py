@@ -18,6 +18,7 @@ from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Stale, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.memory.slot import MappedSlot, SlotState
@@ -62,6 +63,7 @@ class Admission:
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
+        failpoint("slot.adopt")
         config = self._context.config
         welcome = wire.Welcome(
             protocol=session.protocol,
@@ -167,10 +169,12 @@ class Admission:
             while not await self._claim_in(tiers, run, Generation(generation)):
                 generation += 1
             self._catalog.saw_generation(run, generation)
+        failpoint("run.claimed")
         return Generation(generation), unlisted
 
     async def _claim_in(self, cold: Sequence[Tier], run: Run, generation: Generation) -> bool:
         """Claim a generation in hot and in the cold tiers. False when another daemon has it in one of them."""
+        failpoint("run.claim")
         claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
         if not await self._context.hot.claim_generation(run, generation, claim):
             return False

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from tierd.api.packets import PacketConnection
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
+from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank, Run
 
@@ -75,8 +76,10 @@ class TrainerSession:
         """Send queued messages until `finish`, or until the peer has disconnected."""
         while (queued := await self._outbox.get()) is not None:
             message, descriptors = queued
+            failpoint("trainer.send")
             try:
                 await self.connection.send(wire.encode(message), descriptors)
+                failpoint("trainer.sent")
             except OSError:
                 break
             finally:

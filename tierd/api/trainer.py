@@ -24,6 +24,7 @@ from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
+from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.memory.slot import MappedSlot
@@ -191,7 +192,9 @@ class TrainerDoor:
                 self._memory.abandon(run, generation, rank, message.slot)
             case wire.Sealed():
                 _check_sealed(message)
+                failpoint("snapshot.accept")
                 snapshot_set = self._memory.seal(run, generation, rank, message, now_s=self._context.monotonic_s())
+                failpoint("snapshot.accepted")
                 session.post(wire.Accepted(slot=message.slot, step=message.step))
                 if message.resent:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
@@ -253,6 +256,7 @@ class TrainerDoor:
         if self._memory.is_unpersisted(checkpoint):
             return  # the persister answers: a committed checkpoint of this id may have other bytes
         entry = self._catalog.get(checkpoint)
+        failpoint("trainer.answer")
         for tier in entry.tiers if entry else ():
             if tier == self._context.hot.name:
                 session.post(wire.Persisted(step=ask.step, generation=ask.generation, seconds=0.0))

@@ -6,7 +6,7 @@ import platform
 
 import typer
 
-from tierd import __version__
+from tierd import __version__, failpoints
 from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
@@ -21,6 +21,7 @@ def serve(context: typer.Context) -> int:
     config = settings.config()
     from tierd.daemon import serve
 
+    failpoints.arm()
     serve(config, systemd=systemd(), read_config=settings.config)
     return 0
 

@@ -18,6 +18,7 @@ import threading
 from enum import Enum
 
 from tierd.errors import BadRequest
+from tierd.failpoints import failpoint
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
@@ -73,6 +74,7 @@ class MappedSlot:
         self.fd = fd
         try:
             _check_sealed(fd, capacity_bytes)
+            failpoint("slot.map")
             mapping = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
             mapping.madvise(mmap.MADV_DONTDUMP)  # else a core file of the daemon contains every slot
         except OSError as error:

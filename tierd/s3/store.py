@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.client import Answer
@@ -121,8 +122,10 @@ class S3Store:
             if await self.requests.head(object_key, action) is not None:
                 return False  # checked first, because some servers ignore If-None-Match
             arguments["IfNoneMatch"] = "*"
+        failpoint("s3.put_bytes")
         try:
             await self.requests.request("put_object", action, Key=object_key, Body=content, **arguments)
+            failpoint("s3.placed")
         except TierUnreachable as error:
             # 412: it exists, by another writer or by our first attempt whose answer was lost. The caller compares.
             if if_absent and code_of(error.__cause__) in CONDITION_FAILED:
@@ -278,6 +281,7 @@ class S3Store:
 
     async def _delete_one(self, key: str) -> None:
         action, object_key = self.requests.addressed("delete", key)
+        failpoint("s3.delete")
         try:
             await self.requests.request("delete_object", action, Key=object_key)
         except NotFound:
@@ -292,6 +296,7 @@ class S3Store:
 
     async def _delete_batch(self, keys: Sequence[str]) -> None:
         action = f"delete {keys[0]} and {len(keys) - 1} more in {self.requests.name} ({self.url})"
+        failpoint("s3.batch")
         objects = [{"Key": self.requests.prefix + key} for key in keys]
         try:
             batch = {"Objects": objects, "Quiet": True}

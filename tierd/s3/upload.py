@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.s3.body import PIECE_BYTES, Body
@@ -79,6 +80,7 @@ async def unfinished_uploads(requests: S3Requests, prefix: str, action: str) -> 
 
 async def abort_upload(requests: S3Requests, object_key: str, upload_id: str, action: str) -> None:
     """Does nothing when the upload is completed or aborted already."""
+    failpoint("s3.abort")
     try:
         await requests.request("abort_multipart_upload", action, Key=object_key, UploadId=upload_id)
     except (TierUnreachable, NotFound) as error:
@@ -105,6 +107,7 @@ class Upload:
         """Sends the file. Returns whether the last answer proves that all of it arrived. Raises Corrupt, and nothing
         becomes visible, when a chunk differs from the entry."""
         if self.entry.size_bytes <= self.part_bytes:
+            failpoint("s3.put")
             about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options, **self._condition()}
             return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **about))
         upload_id, etags = await self._resume()
@@ -153,12 +156,15 @@ class Upload:
                 self.progress(length)
                 return
             about = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
+            failpoint("s3.part")
             etags[number] = (await self._send("upload_part", offset, length, **about))["ETag"]
+            failpoint("s3.part_sent")
 
         await for_each(self.requests.parts_in_flight, enumerate(self._ranges(), start=1), send)
         parts = [
             {"PartNumber": number, "ETag": etags[number], "ChecksumCRC64NVME": sums[number]} for number in sorted(etags)
         ]
+        failpoint("s3.complete")
         try:
             answer = await self.requests.request(
                 "complete_multipart_upload",
@@ -170,6 +176,7 @@ class Upload:
                 ChecksumType="FULL_OBJECT",
                 **self._condition(),
             )
+            failpoint("s3.completed")
             return self._is_proof(answer)
         except TierUnreachable as error:
             # It may be completed: when only the answer was lost, the next attempt finds no such upload.
@@ -228,6 +235,7 @@ class Upload:
                 resumed = (upload.upload_id, await self._proven(parts))
         if resumed is not None:
             return resumed
+        failpoint("s3.create")
         kind: dict[str, Any] = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT", **self.options}
         created = await self.requests.request("create_multipart_upload", self.action, Key=self.object_key, **kind)
         return created["UploadId"], {}

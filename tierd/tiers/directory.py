@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tierd.descriptors import close_all, open_all, read_all
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.checksum import chunk_ranges
 from tierd.format.manifest import FileEntry
@@ -270,6 +271,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
             ):
                 return
             if is_abandoned(entry.path):
+                failpoint("sweep.unlink")
                 os.unlink(entry.path)
                 swept += 1
                 with suppress(OSError):  # not empty

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.shard import ALIGN_BYTES, round_up
 from tierd.tiers.direct_io import page_aligned, reserve, set_direct, write_all
@@ -77,6 +78,7 @@ class NewFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
         self._fd = os.open(temporary_name, flags, 0o666, dir_fd=self._folder)
         self._temporary_name = temporary_name
+        failpoint("file.created")
         with suppress(OSError):  # no locks on this filesystem: a sweep may remove the file, and the put fails
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         if self._is_direct and self._size_bytes:
@@ -86,6 +88,7 @@ class NewFile:
     @_counted
     def write(self, offset: int, piece: memoryview, length: int) -> None:
         """Writes `length` bytes of `piece`; may also write the rest of it, up to a multiple of 4096."""
+        failpoint("file.write")
         views = [piece[:length]]
         if self._is_direct:
             aligned = min(round_up(length), len(piece) // ALIGN_BYTES * ALIGN_BYTES)
@@ -101,6 +104,7 @@ class NewFile:
     @_counted
     def keep_damaged(self) -> None:
         """Gives the file that `commit` will replace a second name, which no listing shows, as evidence."""
+        failpoint("repair.keep")
         kept = layout.damaged_copy_name(self._name)
         with suppress(OSError):  # it is missing, or there are no hard links: the repair matters more
             with suppress(FileNotFoundError):
@@ -110,17 +114,22 @@ class NewFile:
     @_counted
     def commit(self, *, if_absent: bool = False) -> bool:
         """Makes the file visible and durable. `if_absent`: returns False and changes nothing where the name exists."""
+        failpoint("file.sync")
         os.ftruncate(self._fd, self._size_bytes)
         os.fsync(self._fd)
         if if_absent and not self._link():
             # Whoever made it may have been killed before its own fsync, and the caller relies on it from now on.
+            failpoint("file.exists")
             os.fsync(self._folder)
             return False
         if self._temporary_name:
+            failpoint("file.rename")
             os.rename(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._temporary_name = ""
+        failpoint("file.sync_folder")
         # fsync the directory too: without it the new name itself may be lost on power failure.
         os.fsync(self._folder)
+        failpoint("file.done")
         return True
 
     @_counted
@@ -130,6 +139,7 @@ class NewFile:
     def _release(self) -> None:
         try:
             if self._temporary_name:
+                failpoint("file.abandon")
                 with suppress(FileNotFoundError):
                     os.unlink(self._temporary_name, dir_fd=self._folder)
                 self._temporary_name = ""
@@ -141,6 +151,7 @@ class NewFile:
 
     def _link(self) -> bool:
         """Takes the final name unless it exists. link(2) refuses an existing name, where rename(2) would replace it."""
+        failpoint("file.link")
         try:
             os.link(self._temporary_name, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except FileExistsError:
@@ -150,6 +161,7 @@ class NewFile:
                 raise
             # No hard links (exFAT, some FUSE): check, then rename. The tier's lock keeps other daemons away.
             return not os.access(self._name, os.F_OK, dir_fd=self._folder)
+        failpoint("file.linked")
         os.unlink(self._temporary_name, dir_fd=self._folder)
         self._temporary_name = ""
         return True

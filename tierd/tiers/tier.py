@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
@@ -167,7 +168,9 @@ class Tier(ReadableTier):
         if diagnosis is not None:
             await self.mark_diagnosis(manifest.id, diagnosis)
         content = manifest.encode() if raw is None else raw
+        failpoint("tier.commit")
         if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
+            failpoint("tier.committed")
             return
         # It exists: another writer made it, or we did and the response was lost, or this daemon was killed.
         if not await self.is_committed(manifest, raw=content):
@@ -200,16 +203,19 @@ class Tier(ReadableTier):
             return False
         if keys:
             self.deleting.add(checkpoint)
+            failpoint("tier.delete")
             await self.store.delete([manifest, *sorted(keys - {manifest})])
             self.deleting.discard(checkpoint)
         return True
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
+        failpoint("tier.mark")
         content = encode_marker({"milestone": milestone, "created_at": created_at})
         key = layout.file_key(checkpoint, layout.milestone_file(milestone))
         await self.store.put_bytes(key, content, if_absent=True)
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
+        failpoint("tier.diagnose")
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
         await self.store.put_bytes(key, encode_marker(diagnosis), if_absent=True)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.errors import BadRequest, Full, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.tiers.store import check_key, is_key
 
@@ -39,6 +40,7 @@ class Tree:
                 if create:
                     with suppress(FileExistsError):
                         os.mkdir(parent, dir_fd=folder)
+                    failpoint("folder.sync")
                     os.fsync(folder)  # also an existing one: its maker may have been killed before its fsync
                 below = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
                 os.close(folder)
@@ -91,8 +93,10 @@ class Tree:
             except FileNotFoundError:
                 continue
             with closing_fd(folder):
+                failpoint("delete.unlink")
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
+                failpoint("delete.sync")
                 if position == 0:
                     os.fsync(folder)
             parents.add(key.rpartition("/")[0])
@@ -124,10 +128,12 @@ class Tree:
                     left = os.listdir(folder)
                     for damaged in left if all(map(layout.is_damaged_copy, left)) else ():
                         os.unlink(damaged, dir_fd=folder)
+                failpoint("delete.folder")
                 try:
                     os.rmdir(name, dir_fd=above)
                 except OSError:
                     return  # not empty
+                failpoint("delete.folder_sync")
                 os.fsync(above)
 
     def _open_root(self, *, create: bool) -> int:
@@ -174,6 +180,7 @@ def make_folder(path: Path) -> None:
     _sync_parent(missing[-1].parent if missing else path)
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
+        failpoint("root.create")
         fsync_path(folder.parent.resolve())
 
 

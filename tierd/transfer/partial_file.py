@@ -13,6 +13,7 @@ from functools import partial
 
 from tierd.descriptors import read_all
 from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import checksum, layout
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import ALIGN_BYTES, round_up
@@ -46,6 +47,7 @@ class PartialFile:
         """Makes the file, in its full size, unless it exists; returns whether it existed. `is_whole`: all of it will
         be written, so disk space is reserved."""
         with self._opened(os.O_RDWR | os.O_CREAT) as fd:
+            failpoint("fetch.begin")
             existing_bytes = os.fstat(fd).st_size
             if is_whole and self._size_bytes:
                 reserve(fd, self._size_bytes)
@@ -68,6 +70,7 @@ class PartialFile:
     def write(self, offset: int, buffer: memoryview, length: int) -> None:
         """Writes the first `length` bytes of `buffer`; at the end of the file also what fills the last block."""
         with self._opened(os.O_WRONLY) as fd:
+            failpoint("fetch.write")
             is_direct = self._is_aligned and set_direct(fd)
             write_all(fd, offset, buffer[: round_up(length) if is_direct else length], is_direct=is_direct)
 
@@ -75,6 +78,7 @@ class PartialFile:
         """Fsyncs the file, and deletes it if that fails: Linux then counts bytes as written that are not on the disk.
         The next attempt would read and verify them, and its fsync would succeed."""
         with self._opened(os.O_RDWR) as fd:
+            failpoint("fetch.sync")
             try:
                 os.ftruncate(fd, self._size_bytes)
                 os.fsync(fd)
@@ -89,7 +93,9 @@ class PartialFile:
         with translated(self._action, missing=TierUnreachable):
             folder, name = self._store.tree.open_folder(self.key, create=False)
             with closing_fd(folder):
+                failpoint("fetch.rename")
                 os.rename(self._name, name, src_dir_fd=folder, dst_dir_fd=folder)
+                failpoint("fetch.sync_folder")
                 os.fsync(folder)
 
     def open_fd(self) -> int:

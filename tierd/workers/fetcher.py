@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
@@ -150,6 +151,7 @@ class Fetcher:
         """Commit the fetched checkpoint in hot, with the same manifest bytes."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
+        failpoint("fetch.commit")
         try:
             await self._hot.commit(manifest, raw=part.raw, milestones=milestones)
         except Corrupt as error:

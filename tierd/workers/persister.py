@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable
 
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
+from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.report import free_bytes
@@ -80,6 +82,7 @@ class Persister:
         return is_complete
 
     async def _persist(self, snapshot_set: SnapshotSet) -> None:
+        failpoint("persist.begin")
         snapshot_set.move(SlotEvent.PERSIST)
         entry = self._catalog.get(snapshot_set.id)
         try:
@@ -89,6 +92,7 @@ class Persister:
                 await self._check_same(snapshot_set, entry.manifest)
                 snapshot_set.manifest = entry.manifest
                 if self._hot.name in entry.tiers:
+                    failpoint("persist.repeat")
                     # It may have been killed before its last fsync. Committing again repeats it.
                     await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException as error:
@@ -150,6 +154,7 @@ class Persister:
         """Tell the trainers which tiers have it. A resent snapshot may be in cold tiers already, or only there."""
         checkpoint = snapshot_set.id
         entry = self._catalog.get(checkpoint)
+        failpoint("persist.answer")
         for tier in sorted(entry.tiers, key=lambda tier: (tier != self._hot.name, tier)) if entry else ():
             step, generation = checkpoint.step, checkpoint.generation
             message: wire.ToClient = wire.Replicated(step=step, generation=generation, tier=tier)
@@ -187,10 +192,13 @@ class Persister:
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
-            sequence = self._catalog.sequence_max(checkpoint.run) + 1
+            context = self._context
+            sequence = await next_sequence(self._catalog, context.cold.values(), checkpoint.run, context.identities)
             manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
+            failpoint("persist.commit")
             await self._hot.commit(manifest, milestones=milestones)
+            failpoint("persist.committed")
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)

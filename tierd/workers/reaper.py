@@ -18,6 +18,7 @@ from tierd.context import DaemonContext
 from tierd.copies import Reason
 from tierd.decisions import decisions, deletions_for_space, missing_room_bytes, to_give_up
 from tierd.errors import Corrupt, GivenUp, Retained, TierdError
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
@@ -110,6 +111,7 @@ class Reaper:
                 if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
                     continue
                 confirm = partial(self._is_still_decided, action, plan, decided_at)
+                failpoint("reap.delete")
                 try:
                     if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
                         return False
@@ -120,6 +122,7 @@ class Reaper:
                         failed_tiers.add(action.tier)
                     self._context.incidents.record(self.name, error, action.checkpoint)
                     continue
+                failpoint("reap.deleted")
                 is_unchanged = self._catalog.changes == decided_at
                 self._drop(action)
                 if is_unchanged:

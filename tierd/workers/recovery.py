@@ -9,6 +9,7 @@ import logging
 import math
 
 from tierd.catalog import Catalog
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.listing import enter, files_of
@@ -30,6 +31,7 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
     await store.sweep_partials(is_given_up=lambda path, touched_s: touched_s < now_s - PARTIAL_DOWNLOADS_KEPT_S)
     listing = await hot.listing()
     for checkpoint in listing.partial:
+        failpoint("recover.delete")
         await hot.delete(checkpoint)
         del listing.files[checkpoint]
         log.info("deleted the files of %s from hot: they had no manifest when the former daemon ended", checkpoint)
@@ -44,6 +46,7 @@ async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_bef
     files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
     is_old = all(file.written_at_s <= written_before_s for file in files)
     if is_old and layout.manifest_key(checkpoint) not in (file.key for file in files):
+        failpoint("leftover.delete")
         await tier.store.delete([file.key for file in files])
 
 

@@ -17,6 +17,7 @@ from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
+from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Run
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -166,6 +167,7 @@ class Replicator:
         entry = self._catalog.get(checkpoint)
         if entry is None:
             return
+        failpoint("cold.copy")
         context, run = self._context, checkpoint.run
         began_s = context.monotonic_s()
         with context.throttle.writing(self._cold.name) as count_written:
@@ -182,6 +184,7 @@ class Replicator:
                 is_healthy=entry.healthy,
                 progress=progress,
             )
+        failpoint("cold.copied")
         newest = self._catalog.newest(run, self._cold.name)
         (self._went_back.add if newest and checkpoint.recency < newest.id.recency else self._went_back.discard)(run)
         self._turns[run] = next(self._turn)

@@ -18,6 +18,7 @@ from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
+from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
@@ -73,7 +74,8 @@ class WriteThrough:
 
     async def _write_to_all(self, snapshot_set: SnapshotSet) -> bool:
         await self._memory.compute_checksums(snapshot_set)
-        sequence = self._catalog.sequence_max(snapshot_set.id.run) + 1
+        context = self._context
+        sequence = await next_sequence(self._catalog, context.cold.values(), snapshot_set.id.run, context.identities)
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
