@@ -114,6 +114,30 @@ async def test_runs_take_turns(rooms: Rooms) -> None:
     assert [message.step for message in rooms.sent if isinstance(message, wire.Replicated)] == [200, 20, 100, 10]
 
 
+async def test_a_milestone_that_failed_waits_for_three_copies(tmp_path: Path) -> None:
+    """Not for all: with uploads slower than snapshots there is always a newer one."""
+    async with rooms_at(tmp_path, lifecycle=LifecycleConfig(cold=ColdPolicy(keep_last=10))) as rooms:
+        await rooms.commit("hot", step=100, milestones=("best",))
+        await commit_steps(rooms, 200, 300, 400, 500, 600)
+        real_put, failures = rooms.cold["cold"].store.put, 0
+
+        async def put(key: str, *arguments: object, **more: object) -> object:
+            nonlocal failures
+            if not failures:
+                failures += 1
+                raise TierUnreachable(f"write {key}: connection reset")
+            return await real_put(key, *arguments, **more)  # type: ignore[arg-type]
+
+        rooms.cold["cold"].store.put = put  # type: ignore[method-assign, assignment]
+        rooms.cold["cold"].store.puts_at_once = 1  # type: ignore[misc]
+        replicator = rooms.replicator()
+        with pytest.raises(TierUnreachable):
+            await replicator.run_once()
+        assert await replicator.run_once()
+        replicated = [message.step for message in rooms.sent if isinstance(message, wire.Replicated)]
+        assert replicated == [600, 500, 400, 100, 300, 200]
+
+
 async def test_a_copy_that_progresses_between_failures_is_continued(tmp_path: Path) -> None:
     """Two shards of the first checkpoint take two attempts, while newer checkpoints arrive."""
     clock_s = 0.0

@@ -27,6 +27,7 @@ from tierd.workers.recovery import clear_uncommitted
 log = logging.getLogger("tierd")
 
 GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
+RETRIED_AFTER = 3  # copies; a checkpoint that failed waits for them, if others are pending
 FORMER_COPY_S = 600.0  # assumed for a copy of a former daemon: how long it took is not known
 
 
@@ -46,12 +47,15 @@ class Copy:
         if self.sent_bytes > self.sent_max:  # an attempt counts again what an earlier one has sent
             self.sent_max, self.failing_since_s = self.sent_bytes, None
 
-    def is_continued(self, now_s: float) -> bool:
-        """Whether the next attempt is of this checkpoint, after one that ended. Without progress, attempts go on for as
-        long as the copy had taken until then: a longer wait costs more than a new copy, which is of a newer one."""
+    def attempt_failed(self, now_s: float) -> None:
         if self.failing_since_s is None:
             self.failing_since_s = now_s
-        return self.sent_max > 0 and now_s - self.failing_since_s <= self.failing_since_s - self.began_s
+
+    def is_continued(self, now_s: float) -> bool:
+        """Whether the next attempt is of this checkpoint again. Without progress, attempts go on for as long as the
+        copy had taken until then: a longer wait costs more than a new copy, which is of a newer checkpoint."""
+        failing_since_s = now_s if self.failing_since_s is None else self.failing_since_s
+        return self.sent_max > 0 and now_s - failing_since_s <= failing_since_s - self.began_s
 
 
 class Replicator:
@@ -68,6 +72,7 @@ class Replicator:
         self._retentions = Retentions()
         self._swept_at_s = float("-inf")
         self._failures: Counter[CheckpointId] = Counter()
+        self._copied_since_failure = 0
         self._copy: Copy | None = None
         self._went_back: set[Run] = set()  # runs whose last copy was older than what the tier had already
         self._turns: dict[Run, int] = {}  # the number of the last copy of each run
@@ -76,8 +81,8 @@ class Replicator:
 
     async def run_once(self) -> bool:
         """Copy until nothing is pending. After an error of the tier the pass ends, and the next one continues the same
-        copy if that had progressed, else the checkpoint that failed comes last. After an error of a checkpoint the
-        others are still copied."""
+        copy if that had progressed, else the checkpoint that failed waits for RETRIED_AFTER others. After an error of a
+        checkpoint the others are still copied."""
         began_at = self._catalog.changes
         if began_at == self._done_at:
             return True
@@ -93,8 +98,11 @@ class Replicator:
             tried.add(checkpoint)
             try:
                 await self._replicate(checkpoint, self._begin(checkpoint))
-                del self._failures[checkpoint]
                 self._end_copy()
+                self._copied_since_failure += 1
+                if self._copied_since_failure >= RETRIED_AFTER:
+                    self._failures.clear()
+                del self._failures[checkpoint]
             except NotFound:
                 # It was deleted or evicted while it was copied. What was sent is removed later, as a leftover.
                 self._end_copy()
@@ -104,7 +112,7 @@ class Replicator:
                 raise
             except TierdError as error:
                 self._end_copy()
-                self._failures[checkpoint] += 1
+                self._count_failure(checkpoint)
                 if isinstance(error, Corrupt):
                     self._context.metrics.verify_failures_total.labels(tier=self._hot.name).inc()
                 self._context.incidents.record(self.name, error, checkpoint)
@@ -141,10 +149,19 @@ class Replicator:
         self._catalog.set_copying(self._cold.name, None)
 
     def _drop_stalled_copy(self) -> None:
-        """A copy that fails without progress for long does not stay in hot: the tier may be down for days."""
-        if self._copy is not None and not self._copy.is_continued(self._context.monotonic_s()):
-            self._failures[self._copy.checkpoint] += 1
+        """Between two attempts: a copy that fails without progress for long does not stay in hot, because its tier may
+        be down for days."""
+        if self._copy is None:
+            return
+        now_s = self._context.monotonic_s()
+        self._copy.attempt_failed(now_s)
+        if not self._copy.is_continued(now_s):
+            self._count_failure(self._copy.checkpoint)
             self._end_copy()
+
+    def _count_failure(self, checkpoint: CheckpointId) -> None:
+        self._failures[checkpoint] += 1
+        self._copied_since_failure = 0
 
     async def _find_former_copy(self) -> None:
         """After a start, once: the copy that a former daemon has begun is continued, the newest of several. The tier
@@ -157,7 +174,7 @@ class Replicator:
             begun |= {parsed for key in await self._cold.store.unfinished() if (parsed := layout.parse_key(key))}
         in_hot = {manifest.id for manifest in self._catalog.manifests_in(self._hot.name)}
         in_cold = {manifest.id for manifest in self._catalog.manifests_in(self._cold.name)}
-        if checkpoint := max((begun & in_hot) - in_cold, key=lambda begun: begun.recency, default=None):
+        if checkpoint := max((begun & in_hot) - in_cold, key=lambda checkpoint: checkpoint.recency, default=None):
             self._copy = Copy(checkpoint, self._context.monotonic_s() - FORMER_COPY_S, sent_max=1)
         self._catalog.set_copying(self._cold.name, checkpoint)
 
@@ -186,7 +203,10 @@ class Replicator:
             )
         failpoint("cold.copied")
         newest = self._catalog.newest(run, self._cold.name)
-        (self._went_back.add if newest and checkpoint.recency < newest.id.recency else self._went_back.discard)(run)
+        if newest is not None and checkpoint.recency < newest.id.recency:
+            self._went_back.add(run)
+        else:
+            self._went_back.discard(run)
         self._turns[run] = next(self._turn)
         self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
         seconds = context.monotonic_s() - began_s
