@@ -59,60 +59,60 @@ class Identities:
 
     async def begin(self, tiers: Mapping[str, Tier]) -> None:
         """Before the daemon starts: mark every tier that answers in time. Raises BadConfig when two of them are one
-        place. What else is wrong with a cold tier is found by its first listing."""
+        place. What else is wrong with a cold tier is met by its first listing."""
         hot = tiers[HOT]
-        found = await hot.identities()
-        await self._check(hot, found)
-        await self._settle(hot, found, is_empty=False)
+        identities = await hot.identities()
+        await self._check(hot, identities)
+        await self._settle(hot, identities, is_empty=False)
         colds = [tier for name, tier in tiers.items() if name != HOT]
         try:
             async with asyncio.timeout(START_WAIT_S):
-                listed = await asyncio.gather(*(tier.identities() for tier in colds), return_exceptions=True)
-                for tier, identities in zip(colds, listed, strict=True):
-                    if not isinstance(identities, BaseException):
-                        await self._begin(tier, identities)
+                answers = await asyncio.gather(*(tier.identities() for tier in colds), return_exceptions=True)
+                for tier, answer in zip(colds, answers, strict=True):
+                    if not isinstance(answer, BaseException):
+                        await self._begin(tier, answer)
         except TimeoutError:
             log.info("not every tier has answered within %.0f s: its first listing checks it", START_WAIT_S)
 
-    async def _begin(self, tier: Tier, found: Set[str]) -> None:
+    async def _begin(self, tier: Tier, identities: Set[str]) -> None:
         with suppress(Exception):  # whatever it is, the first listing meets it again and reports it
-            if not found and await self._expected(tier.name) is None:
-                found = await self._mark(tier, None)
-        if error := self._same_place(tier, found):
+            if not identities and await self._expected(tier.name) is None:
+                identities = await self._mark(tier, None)
+        if error := self._same_place(tier, identities):
             raise BadConfig(error.message, hint=error.hint)
         with suppress(Exception):
-            await self._check(tier, found)
+            await self._check(tier, identities)
 
     async def check(self, tier: Tier, listing: Listing | None = None) -> None:
         """Raises TierUnreachable when the tier is another place than before, or the same as another tier.
 
         `listing`: of the whole tier. Without it, only the markers are listed, and none is made.
         """
-        found = await tier.identities() if listing is None else listing.identities
-        await self._check(tier, found)
+        identities = await tier.identities() if listing is None else listing.identities
+        await self._check(tier, identities)
         if listing is not None and self._on_loss is not None:
-            await self._settle(tier, found, is_empty=not listing.committed)
+            await self._settle(tier, identities, is_empty=not listing.committed)
 
-    async def _check(self, tier: Tier, found: Set[str]) -> None:
+    async def _check(self, tier: Tier, identities: Set[str]) -> None:
         expected = await self._expected(tier.name)
-        error = self._same_place(tier, found)
+        error = self._same_place(tier, identities)
         # A directory without its disk is just empty. A server that cannot reach its disks answers with an error.
-        if expected and expected not in found and (found or tier.store.is_local):
-            error = self._other_place(tier, expected, found)
+        if expected and expected not in identities and (identities or tier.store.is_local):
+            error = self._other_place(tier, expected, identities)
         if error is not None:
             self._seen.pop(tier.name, None)
             raise error
-        self._seen[tier.name] = (tier.store.url, frozenset(found))
+        self._seen[tier.name] = (tier.store.url, frozenset(identities))
 
-    async def _settle(self, tier: Tier, found: Set[str], *, is_empty: bool) -> None:
+    async def _settle(self, tier: Tier, identities: Set[str], *, is_empty: bool) -> None:
         """Mark the tier if it has no marker, and remember its identity. `is_empty`: it has no checkpoint, so nothing is
         missed when it is left out because it cannot be marked."""
         expected = await self._expected(tier.name)
-        if expected in found and tier.name not in self._unsaved:
+        if expected in identities and tier.name not in self._unsaved:
             return
-        if not found:
+        if not identities:
             try:
-                found = await self._mark(tier, expected)
+                identities = await self._mark(tier, expected)
             except TierdError as error:
                 if is_empty:
                     raise
@@ -120,8 +120,8 @@ class Identities:
                     self._unmarked.add(tier.name)
                     log.warning("%s cannot be marked, so another place there will not be noticed: %s", tier.name, error)
                 return
-            await self._check(tier, found)
-        identity = self._remembered[tier.name] = expected or min(found)
+            await self._check(tier, identities)
+        identity = self._remembered[tier.name] = expected or min(identities)
         if tier.name in self._places and (expected is None or tier.name in self._unsaved):
             await self._remember(tier.name, identity)
 
@@ -179,20 +179,20 @@ class Identities:
 
     # ── errors ──
 
-    def _other_place(self, tier: Tier, expected: str, found: Set[str]) -> TierUnreachable:
+    def _other_place(self, tier: Tier, expected: str, identities: Set[str]) -> TierUnreachable:
         key = layout.tier_marker_key(expected)
-        has = f"has {' and '.join(map(layout.tier_marker_key, sorted(found)))}, not" if found else "has no"
-        cause = "another place is there" if found else "its disk is not mounted, or it was replaced"
+        has = f"has {' and '.join(map(layout.tier_marker_key, sorted(identities)))}, not" if identities else "has no"
+        cause = "another place is there" if identities else "its disk is not mounted, or it was replaced"
         return TierUnreachable(
             f"list {tier.name}: {tier.store.url} {has} marker {key}: {cause}",
             hint=f"bring the right one back; if this is {tier.name} from now on: "
             f"{_accept(tier.store.url, key, self._endpoints.get(tier.name, ''))}; docs/RUNBOOK.md#another-place",
         )
 
-    def _same_place(self, tier: Tier, found: Set[str]) -> TierUnreachable | None:
+    def _same_place(self, tier: Tier, identities: Set[str]) -> TierUnreachable | None:
         """The error if another tier has one of these identities."""
-        for name, (url, identities) in self._seen.items():
-            if name != tier.name and (shared := identities & found):
+        for name, (url, others) in self._seen.items():
+            if name != tier.name and (shared := others & identities):
                 key = layout.tier_marker_key(min(shared))
                 place = f"{tier.store.url} is the same place as {name}, {url}"
                 return TierUnreachable(
