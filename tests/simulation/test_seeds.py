@@ -14,7 +14,7 @@ from tests.support.simulation.schedule import Event, Schedule, make_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, shrink
 
 SEEDS = 300
-SEEDS_FULL = 20  # with a full disk; each simulates an hour or two
+SEEDS_FULL = 8  # with a full disk; each simulates an hour or two
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 
 RARE_DEFECTS = {
@@ -53,6 +53,12 @@ def test_a_full_disk_breaks_no_promise() -> None:
 @pytest.mark.timeout(0)
 def test_no_seed_of_many_breaks_a_promise() -> None:
     assert unexpected(run_seeds(SEEDS, SEEDS_LONG, processes=os.cpu_count() or 1)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_a_full_disk_breaks_no_promise_in_many_seeds() -> None:
+    assert unexpected(run_seeds(SEEDS_FULL, 500, scenario="full disk", processes=os.cpu_count() or 1)) == []
 
 
 @pytest.mark.long

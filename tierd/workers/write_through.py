@@ -114,6 +114,6 @@ class WriteThrough:
             self._catalog.diagnosed(manifest.id, cold.name, is_healthy=is_healthy)
         self._context.metrics.bytes_total.labels(tier=cold.name, direction="write").inc(manifest.size_bytes)
         message = wire.Replicated(step=manifest.step, generation=manifest.generation, tier=cold.name)
-        self._context.notify.send(manifest.id.run, message)
+        self._context.notify.send(snapshot_set.id.run, message)
         self._context.notify.replicated()
         return True
