@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.power_loss import scenarios
 from tests.support.power_loss.explorer import explorer_at
-from tests.support.power_loss.file_calls import FileCalls
-from tests.support.power_loss.promises import HOT, Id, Policy
+from tests.support.power_loss.file_calls import FileCalls, Tree
+from tests.support.power_loss.promises import HOT, Id, Policy, contents_of
 from tests.support.power_loss.scenarios import (
     GENERATION,
     HOT_ALONE,
@@ -27,9 +27,11 @@ from tests.support.power_loss.scenarios import (
     changes_of,
     killed,
     record,
+    run_simulated,
 )
+from tests.support.power_loss.volatile_disk import VolatileDisk
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.tiers import lock, tree
 from tierd.tiers import tier as tier_module
@@ -37,6 +39,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.new_file import NewFile
 from tierd.tiers.tier import Tier
 from tierd.transfer import atomic_output
+from tierd.transfer.verify import Verification, verify_replica
 from tierd.workers import replicator
 
 Patch = pytest.MonkeyPatch
@@ -76,12 +79,15 @@ def no_folder_fsync(patch: Patch) -> None:
 
 
 def no_fsync_after_the_link(patch: Patch) -> None:
-    """The file's name is not synced."""
+    """The manifest's name is not synced."""
+    durable_commit = NewFile.commit
 
     def commit(file: NewFile, *, if_absent: bool = False) -> bool:
+        if file._name != layout.MANIFEST:
+            return durable_commit(file, if_absent=if_absent)
         os.ftruncate(file._fd, file._size_bytes)
         os.fsync(file._fd)
-        return not if_absent or file._link()
+        return file._link()
 
     patch.setattr(NewFile, "commit", commit)
 
@@ -193,7 +199,7 @@ def listed_is_taken_for_durable(patch: Patch) -> None:
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Scenario, str]] = {
     "no folder is synced": (no_folder_fsync, scenarios.first_start, "commit_last"),
-    "a name is not synced": (no_fsync_after_the_link, scenarios.first_start, "durable"),
+    "the name of a manifest is not synced": (no_fsync_after_the_link, scenarios.first_start, "durable"),
     "renamed before fsync": (link_before_fsync, scenarios.first_start, "commit_last"),
     "a file is not synced": (no_fsync_of_the_file, scenarios.first_start, "commit_last"),
     "manifest first": (manifest_first, scenarios.one_more, "commit_last"),
@@ -230,3 +236,40 @@ def test_relying_on_what_a_killed_daemon_did_not_sync_is_caught(tier: str, memor
     found = violations(scenario, memory, policy)
     assert found
     assert "durable" in found[0] or "last_replica" in found[0]
+
+
+def test_torn_bytes_are_noticed_when_someone_asks(memory: Path, monkeypatch: Patch) -> None:
+    """Where the files of a checkpoint were never synced, a verification finds each torn replica, and no other."""
+    no_fsync_of_the_file(monkeypatch)
+    recording = record(scenarios.first_start, memory / "machine")
+    disk = VolatileDisk(recording.base)
+    for operation in recording.log:
+        disk.apply(operation)
+    verdicts: set[bool] = set()
+    for number, tree_left in enumerate(disk.states()):
+        root = memory / str(number)
+        write_tree(root, tree_left)
+        contents = contents_of(tree_left)
+        for tier, checkpoint in (*contents.whole, *contents.broken):
+            verification = run_simulated(verify_in(root / tier, checkpoint))
+            assert bool(verification.problems) == ((tier, checkpoint) in contents.broken), verification
+            verdicts.add(bool(verification.problems))
+        shutil.rmtree(root)
+    assert verdicts == {True, False}
+
+
+async def verify_in(root: Path, checkpoint: Id) -> Verification:
+    async with DirectoryStore(root) as store:
+        named = checkpoint_id(checkpoint.run, checkpoint.step, checkpoint.generation)
+        verification = await verify_replica(Tier(HOT, store), named)
+        assert verification is not None
+        return verification
+
+
+def write_tree(root: Path, contents: Tree) -> None:
+    root.mkdir()
+    for path, content in sorted(contents.items()):
+        if content is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(content)
