@@ -128,10 +128,12 @@ def lost(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     missing = catalog.tiers[tier].missing
     if not missing:
         return []
-    runs = {checkpoint.run for checkpoint in missing}
+    # An unreadable checkpoint may be why another daemon's policy has deleted an older one.
+    unreadable = {checkpoint.run for where, checkpoint in catalog.unreadable() if where == tier}
+    runs = {checkpoint.run for checkpoint in missing} - unreadable
     views = {view.id: view for view in catalog.views() if view.id.run in runs}
     there = [view for view in views.values() if tier in view.tiers]
-    there += [views.get(checkpoint, view) for checkpoint, view in missing.items()]
+    there += [views.get(checkpoint, view) for checkpoint, view in missing.items() if checkpoint.run in runs]
     rules = config.lifecycle.hot if tier == HOT else config.own_policies.get(tier, config.lifecycle.cold)
     kept = [checkpoint for _, of_run in policy.by_run(there) for checkpoint in policy.kept(of_run, rules)]
     return sorted((c for c in kept if c in missing), key=lambda checkpoint: checkpoint.recency, reverse=True)
