@@ -60,6 +60,11 @@ async def pass_without_work(worker: object) -> bool:
     return True
 
 
+async def copy_nothing(replicator: Replicator) -> bool:
+    await replicator._find_former_copy()
+    return True
+
+
 copy_checkpoint = tier_module.copy_checkpoint
 commit = Tier.commit
 claim_generation = Tier.claim_generation
@@ -71,7 +76,7 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
     "a generation was claimed twice": (Tier, "claim_generation", claim_nothing),
     "hot deleted what its policy keeps": (Reaper, "run_once", evict_all),
     "hot keeps too much": (Reaper, "run_once", pass_without_work),
-    "cold lacks what it keeps": (Replicator, "run_once", pass_without_work),
+    "cold lacks what it keeps": (Replicator, "run_once", copy_nothing),
 }
 
 
