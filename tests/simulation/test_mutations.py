@@ -62,11 +62,12 @@ async def evict_unchecked(reaper: Reaper, need_bytes: int) -> int:
     return need_bytes
 
 
-async def copy_nothing(replicator: object, checkpoint: CheckpointId, copy: object) -> None:
-    return None
-
-
 async def pass_without_work(worker: object) -> bool:
+    return True
+
+
+async def copy_nothing(replicator: Replicator) -> bool:
+    await replicator._find_former_copy()
     return True
 
 
@@ -81,7 +82,7 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
     "a generation was claimed twice": (Tier, "claim_generation", claim_nothing),
     "hot deleted what its policy keeps": (Reaper, "run_once", evict_all),
     "hot keeps too much": (Reaper, "run_once", pass_without_work),
-    "cold lacks what it keeps": (Replicator, "_replicate", copy_nothing),
+    "cold lacks what it keeps": (Replicator, "run_once", copy_nothing),
 }
 
 MUTATIONS_OF_FULL_DISKS: dict[str, tuple[object, str, object]] = {

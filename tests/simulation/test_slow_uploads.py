@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.simulation.slow_uploads import CHECKPOINTS, INTERVAL_S, KEEP_LAST, MILESTONE, simulate_uploads
+from tierd.catalog import Catalog
 
 RATIOS = (0.5, 3.7, 6.0, 10.0)
 
@@ -45,6 +46,11 @@ def test_lasting_checkpoints_that_cannot_all_be_copied_leave_room_in_hot_and_are
     order = sorted(uploads.committed_s, key=lambda number: uploads.committed_s[number])
     newest = [max(order[: count + 1]) for count in range(len(order))]
     assert all(later > earlier for earlier, later in zip(newest, newest[2:], strict=False)), "every second one at least"
+
+
+def test_a_daemon_is_caught_that_does_not_keep_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Catalog, "copying", lambda catalog, tier: None)
+    assert len(simulate_uploads(6.0, 0).committed_s) < 3
 
 
 def test_a_copy_continues_after_each_restart_of_the_daemon() -> None:
