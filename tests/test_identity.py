@@ -189,7 +189,7 @@ async def test_another_disk_at_the_path_is_named_with_both_markers(tmp_path: Pat
 
 async def test_mount_that_disappears_while_the_daemon_runs_is_no_empty_tier(tmp_path: Path) -> None:
     async with rooms_at(tmp_path) as rooms:
-        await rooms.commit("hot", "cold", step=100)
+        manifest = await rooms.commit("hot", "cold", step=100)
         await rooms.list_tiers()
         (tmp_path / "cold").rename(tmp_path / "unmounted")
         (tmp_path / "cold").mkdir()
@@ -198,6 +198,9 @@ async def test_mount_that_disappears_while_the_daemon_runs_is_no_empty_tier(tmp_
         entry = rooms.catalog.get(checkpoint_id(RUN, 100, 1))
         assert entry is not None
         assert entry.tiers == {"hot", "cold"}, "what was known stays"
+        rooms.catalog.add(manifest, "hot", ["best"])
+        await rooms.replicator().run_once()
+        assert list((tmp_path / "cold").glob("*")) == [], "no marker of a milestone is written to the wrong disk"
         assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 0.0
 
 
