@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 @contextmanager
-def small_disk(at: Path, *, size_mib: int) -> Iterator[Path]:
+def small_disk(at: Path, *, size_mib: int) -> Generator[Path]:
     """A tmpfs of this size, mounted at a new folder. Skips the test where mounting is not allowed."""
     at.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", str(at)]
