@@ -71,8 +71,6 @@ def test_daemon_makes_no_blocking_call_from_its_start_to_its_end(tmp_path: Path)
         wait_until(lambda: 6 not in daemon.steps("hot"), "the hot replica to be missed")
         assert peer.find(tier="cold").tier == "cold"
         peer.take_files()
-        assert {failure["kind"] for failure in daemon.status()["failures"]} <= {"corrupt"}, (
-            "the bytes are no real shard"
-        )
+        assert "bug" not in [failure["kind"] for failure in daemon.status()["failures"]], daemon.log
         assert daemon.stop() == 0, daemon.log
         assert "Blocking call" not in daemon.log
