@@ -241,13 +241,19 @@ def killed(at: int, scenario: Scenario = life) -> Scenario:
     trainer, and goes on."""
 
     async def run(machine: Machine) -> None:
-        calls = machine.calls
-        calls.fails = lambda call: (calls.kill() if call.number >= at else None) or 0
+        calls, watcher = machine.calls, machine.calls.fails
+
+        def fails(call: Call) -> int:
+            if call.number >= at:
+                calls.kill()
+            return watcher(call) if watcher is not None and not calls.is_dead else 0
+
+        calls.fails = fails
         try:
             await scenario(machine)
         except TierdError:
             pass  # it was killed outside of a worker
-        calls.fails = None
+        calls.fails = watcher
         calls.revive()
         calls.close_all()
         calls.mark("killed", at)
