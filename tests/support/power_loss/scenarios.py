@@ -106,10 +106,12 @@ class Daemon(Rooms, AbstractAsyncContextManager["Daemon"]):
         await asyncio.gather(*map(run, self.workers))
 
     async def settle(self) -> None:
-        """Passes until nothing changes."""
+        """Passes until nothing changes. A dead daemon makes one, for its failures may change its catalog each time."""
         before = None
         while before != (before := (self.catalog.changes, len(self.memory.pending()))):
             await self.work()
+            if self._calls.is_dead:
+                return
 
     async def find(self, **fields: Any) -> OpenCheckpoint:
         query: dict[str, Any] = {"request": 1, "step": None, "generation": None, "milestone": None}
