@@ -34,10 +34,9 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.tiers import lock, tree
-from tierd.tiers import tier as tier_module
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.new_file import NewFile
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import Tier, copy_file
 from tierd.transfer import atomic_output
 from tierd.transfer.verify import Verification, verify_replica
 from tierd.workers import replicator
@@ -117,11 +116,11 @@ def no_fsync_of_the_file(patch: Patch) -> None:
 
 def manifest_first(patch: Patch) -> None:
     """The copy to cold commits before the shards are there."""
-    copy = tier_module.copy_checkpoint
 
     async def commit_first(manifest: Manifest, source: Tier, target: Tier, **options: Any) -> None:
         await target.commit(manifest, raw=await source.manifest_bytes(manifest))
-        await copy(manifest, source, target, **options)
+        for entry in manifest.files:
+            await copy_file(manifest.id, entry, source, target)
 
     patch.setattr(replicator, "copy_checkpoint", commit_first)
 

@@ -106,10 +106,12 @@ class Daemon(Rooms, AbstractAsyncContextManager["Daemon"]):
         await asyncio.gather(*map(run, self.workers))
 
     async def settle(self) -> None:
-        """Passes until nothing changes."""
+        """Passes until nothing changes. A dead daemon makes one, for its failures may change its catalog each time."""
         before = None
         while before != (before := (self.catalog.changes, len(self.memory.pending()))):
             await self.work()
+            if self._calls.is_dead:
+                return
 
     async def find(self, **fields: Any) -> OpenCheckpoint:
         query: dict[str, Any] = {"request": 1, "step": None, "generation": None, "milestone": None}
@@ -241,13 +243,19 @@ def killed(at: int, scenario: Scenario = life) -> Scenario:
     trainer, and goes on."""
 
     async def run(machine: Machine) -> None:
-        calls = machine.calls
-        calls.fails = lambda call: (calls.kill() if call.number >= at else None) or 0
+        calls, watcher = machine.calls, machine.calls.fails
+
+        def fails(call: Call) -> int:
+            if call.number >= at:
+                calls.kill()
+            return watcher(call) if watcher is not None and not calls.is_dead else 0
+
+        calls.fails = fails
         try:
             await scenario(machine)
         except TierdError:
             pass  # it was killed outside of a worker
-        calls.fails = None
+        calls.fails = watcher
         calls.revive()
         calls.close_all()
         calls.mark("killed", at)
