@@ -31,7 +31,7 @@ class Bandwidth:
         self._update()
         begin = self._requested
         self._requested += size_bytes
-        while self._bytes_per_s > 0 and self._allowed < begin:
+        while self._bytes_per_s > 0 and begin - self._allowed >= 1:  # less than a byte is a rounding error
             with suppress(TimeoutError):
                 async with asyncio.timeout((begin - self._allowed) / self._bytes_per_s):
                     await self._changed.wait()
