@@ -45,6 +45,7 @@ TWO_TIERS = Policy(hot_last=1, cold_last=2)
 HOT_ALONE = Policy(hot_last=1, cold_last=0)
 NOW_S = 1.8e9  # Unix time of recoveries
 GENERATION = 1
+PASSES_MAX = 10
 STEPS = (10, 20, 30, 40)
 
 
@@ -106,12 +107,12 @@ class Daemon(Rooms, AbstractAsyncContextManager["Daemon"]):
         await asyncio.gather(*map(run, self.workers))
 
     async def settle(self) -> None:
-        """Passes until nothing changes. A dead daemon makes one, for its failures may change its catalog each time."""
+        """Passes until nothing changes; at most PASSES_MAX, for failures may change the catalog each time."""
         before = None
-        while before != (before := (self.catalog.changes, len(self.memory.pending()))):
-            await self.work()
-            if self._calls.is_dead:
+        for _ in range(PASSES_MAX):
+            if before == (before := (self.catalog.changes, len(self.memory.pending()))):
                 return
+            await self.work()
 
     async def find(self, **fields: Any) -> OpenCheckpoint:
         query: dict[str, Any] = {"request": 1, "step": None, "generation": None, "milestone": None}
