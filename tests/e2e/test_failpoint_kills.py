@@ -183,6 +183,7 @@ def test_a_daemon_killed_while_it_fetches_loses_nothing(tmp_path: Path) -> None:
     assert run_fetching(tmp_path, seed=0) >= 10
 
 
+@pytest.mark.long
 def test_a_daemon_killed_while_it_marks_a_diagnosis_marks_it_after_its_restart(tmp_path: Path) -> None:
     # Checkpoints stay long enough to be examined.
     audit = Audit(RUN, Policy(hot_last=100), {HOT: Folder(tmp_path / "hot")}, (SIZE_BYTES,))
