@@ -311,10 +311,6 @@ def evict_before_the_copy(*arguments: Any) -> str | None:
     return None if reason and "not yet known to be in" in reason else reason
 
 
-async def trust_the_last_listing(*_: object) -> bool:
-    return True
-
-
 def trust_a_tier_that_cannot_be_listed(self: Catalog, tier: str, error: str) -> None:
     self.changes += 1
 
@@ -335,7 +331,6 @@ def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dic
     ("target", "name", "broken"),
     [
         (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
-        (Reaper, "_is_elsewhere", trust_the_last_listing),
         (Catalog, "listing_failed", trust_a_tier_that_cannot_be_listed),
         (Reaper, "_is_still_decided", delete_what_was_planned),
         (Reaper, "_has_only_verdict", forget_verdicts),
