@@ -97,6 +97,23 @@ async def test_what_the_lifecycle_of_another_daemon_expires_is_not_lost(rooms: R
     assert rooms.catalog.tiers["cold"].missing == {}
 
 
+async def test_nothing_of_a_run_is_reported_as_lost_while_one_of_its_manifests_cannot_be_read(rooms: Rooms) -> None:
+    """Another daemon may have expired 100 because of 400, which is there and unreadable."""
+    await rooms.commit("cold", step=400, sequence=14)
+    manifest = rooms.folder("cold", id_of(400)) / layout.MANIFEST
+    content = manifest.read_bytes()
+    manifest.write_bytes(b"{")
+    remove(rooms, "cold", 100)
+    await rooms.list_tiers()
+    assert lost_steps(rooms) == []
+    manifest.write_bytes(content)
+    await rooms.list_tiers()
+    assert lost_steps(rooms) == []
+    remove(rooms, "cold", 300)
+    await rooms.list_tiers()
+    assert lost_steps(rooms) == [300]
+
+
 async def test_what_another_daemon_expires_during_a_listing_is_not_lost(rooms: Rooms) -> None:
     """The listing was begun before the newer checkpoint, and reads the folder of the expired one after its deletion."""
     store = rooms.cold["cold"].store
