@@ -261,13 +261,13 @@ def test_each_failpoint_is_in_a_battery() -> None:
 
 MUTATIONS: list[tuple[str, bool, list[Kill], str]] = [
     ("acknowledges before the commit", False, [Kill("persist.commit@2")], "lost"),
-    ("writes the manifest of a copy first", True, [Kill("file.sync@7")], "torn"),
+    ("writes the manifest of a copy first", True, [Kill("file.sync@10")], "torn"),
     ("deletes shards before the manifest", False, [Kill("delete.unlink@2")], "torn"),
     ("recovers nothing", False, [Kill("file.write@2", anew=True), Kill("slot.map@1", anew=True)], "leftover"),
     ("forgets sequences", False, [Kill("persist.answer@3")], "sequence"),
     ("claims a generation in memory", False, [Kill("snapshot.accept@1"), Kill("slot.map@1", anew=True)], "claim"),
     ("evicts what hot keeps", False, [Kill("delete.folder_sync@1")], "lost"),
-    ("writes under the final name", False, [Kill("file.write@7")], "torn"),
+    ("writes under the final name", False, [Kill("file.write@8")], "torn"),
 ]
 """(what is broken, whether there is a cold tier, kills, the promise that the audit finds broken)."""
 

@@ -215,7 +215,7 @@ def _release_seal(training: Training) -> None:
 
 def _hide_slots(training: Training) -> None:
     training.take = SlotPool.take
-    SlotPool.take = lambda pool, step, wait_s: None
+    SlotPool.take = lambda pool, step, wait_s, *, is_last=False: None
 
 
 def _show_slots(training: Training) -> None:

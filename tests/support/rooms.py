@@ -52,7 +52,8 @@ class Rooms:
         self.hot_store = DirectoryStore(config.hot_path)
         self.hot = Tier("hot", self.hot_store)
         self.cold = {
-            cold.name: Tier(cold.name, DirectoryStore(Path(cold.url.removeprefix("file://")))) for cold in config.cold
+            cold.name: Tier(cold.name, DirectoryStore(Path("/", cold.url.removeprefix("file://"))))
+            for cold in config.cold
         }
         self.throttle = WriteThrottle(
             ["hot", *names], config.daemon, metrics=self.metrics, on_limit=lambda tier: None, now_s=time.monotonic

@@ -25,6 +25,7 @@ HOT, COLD = "hot", "cold"
 _KEY = re.compile(r"([^/]+/\d{12}-g\d{4,8})/([^/]+)")
 _FILE = re.compile(r"rank-\d{5}-of-\d{5}\.safetensors|manifest\.json|milestone-[A-Za-z0-9._-]+\.json|healthy\.json")
 _CLAIM = re.compile(r"[^/]+/generation-\d{4,8}\.json")
+_IDENTITY = re.compile(r"\.tierd-tier-[0-9a-f-]{36}\.json|\.tierd-known/[a-z]+\.json")
 
 
 class Place(Protocol):
@@ -133,7 +134,7 @@ class Audit:
             for key in files:
                 match = _KEY.fullmatch(key)
                 is_file = match and match[1] in folders and _FILE.fullmatch(match[2])
-                if not is_file and not _CLAIM.fullmatch(key):
+                if not is_file and not _CLAIM.fullmatch(key) and not _IDENTITY.fullmatch(key):
                     differences.append(f"leftover: {key} in {name}")
         return differences
 
