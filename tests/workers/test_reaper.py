@@ -208,6 +208,17 @@ async def test_replica_with_the_only_verdict_stays_until_another_has_it(tmp_path
         assert rooms.steps("dr") == [300, 200, 100]
 
 
+async def test_replica_with_the_only_verdict_is_deleted_after_the_others(rooms: Rooms) -> None:
+    """No policy keeps the unhealthy step 100. Its cold replica is deleted before it gets the verdict."""
+    for step in (100, 200):
+        unhealthy = CheckpointId(RUN, step, 1)  # type: ignore[arg-type]
+        await rooms.tiers["hot"].mark_diagnosis(unhealthy, Diagnosis(healthy=False))
+    await rooms.look()
+    assert await reaper(rooms).run_once()
+    assert rooms.steps("hot") == [500, 400, 300, 200], "the newest unhealthy one stays in hot, as evidence"
+    assert rooms.steps("cold") == [500, 400, 300]
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda shard: shard.write_bytes(b"short")])
 async def test_hot_replica_stays_when_the_cold_one_is_not_whole(rooms: Rooms, damage: Callable[[Path], object]) -> None:
     """Another daemon may have deleted a shard between its upload and the commit."""

@@ -96,6 +96,7 @@ class Reaper:
         only that one is skipped. `is_patient`: wait for another deletion of the same checkpoint, instead of skipping
         it."""
         decided_at = self._catalog.changes
+        skipped: set[CheckpointId] = set()  # one replica waits for a change of another
         for action in plan():
             now_s = self._context.monotonic_s()
             lock, entry = self._context.lock(action.checkpoint), self._catalog.get(action.checkpoint)
@@ -106,9 +107,9 @@ class Reaper:
             async with lock:
                 if self._catalog.changes != decided_at:
                     return False
-                if self._has_only_verdict(action):
-                    continue
-                if action.tier == HOT and not await self._is_elsewhere(action, failed_tiers):
+                is_hot = action.tier == HOT
+                if self._has_only_verdict(action) or (is_hot and not await self._is_elsewhere(action, failed_tiers)):
+                    skipped.add(action.checkpoint)
                     continue
                 confirm = partial(self._is_still_decided, action, plan, decided_at)
                 failpoint("reap.delete")
@@ -125,7 +126,8 @@ class Reaper:
                 failpoint("reap.deleted")
                 is_unchanged = self._catalog.changes == decided_at
                 self._drop(action)
-                if is_unchanged:
+                # After a skipped replica's other one is deleted, only a new plan can delete the skipped one.
+                if is_unchanged and action.checkpoint not in skipped:
                     decided_at = self._catalog.changes
             on_deleted(action, entry)
         return self._catalog.changes == decided_at
