@@ -26,7 +26,6 @@ from hypothesis.stateful import (
 )
 
 from tests.support.simulation.retention import Id, Replica, RetentionWorld, folder_in_memory
-from tierd.catalog import Catalog
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
@@ -311,16 +310,8 @@ def evict_before_the_copy(*arguments: Any) -> str | None:
     return None if reason and "not yet known to be in" in reason else reason
 
 
-def trust_a_tier_that_cannot_be_listed(self: Catalog, tier: str, error: str) -> None:
-    self.changes += 1
-
-
 def delete_what_was_planned(*_: object) -> bool:
     return True
-
-
-def forget_verdicts(*_: object) -> bool:
-    return False
 
 
 def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dict[CheckpointId, str]:
@@ -331,9 +322,7 @@ def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dic
     ("target", "name", "broken"),
     [
         (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
-        (Catalog, "listing_failed", trust_a_tier_that_cannot_be_listed),
         (Reaper, "_is_still_decided", delete_what_was_planned),
-        (Reaper, "_has_only_verdict", forget_verdicts),
         (policy, "kept", forget_milestones),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
