@@ -50,9 +50,9 @@ class Footprint:
         return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items())
 
 
-# One or two descriptors may be open at that moment: a file that is read, a connection that ends.
+# A few descriptors and tasks may be there at that moment: a file that is read, a connection that ends.
 # Pools start threads when they need them, each with up to three mappings; the allocator keeps what it has used once.
-SLACK = Footprint(descriptors=2, mappings=24, threads=6, tasks=0, slots=0, memory_mib=48)
+SLACK = Footprint(descriptors=3, mappings=24, threads=6, tasks=3, slots=0, memory_mib=48)
 
 
 def footprint(daemon: Daemon) -> Footprint:
