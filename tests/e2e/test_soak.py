@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import Daemon
-from tests.support.soak import SLACK, WARM_UP_SNAPSHOTS, Footprint, settled, settled_growth, soak, take_snapshots
+from tests.support.soak import (
+    SLACK,
+    WARM_UP_SNAPSHOTS,
+    Footprint,
+    open_files,
+    settled,
+    settled_growth,
+    soak,
+    take_snapshots,
+)
 
 PLAIN = "[health]\nexamine = false"  # the shards are plain bytes
 
@@ -19,14 +28,14 @@ def test_footprint_of_the_daemon_is_flat_over_many_snapshots(tmp_path: Path, sna
         take_snapshots(daemon, WARM_UP_SNAPSHOTS, first_step=1)
         first = settled(daemon)
         take_snapshots(daemon, snapshots - WARM_UP_SNAPSHOTS, first_step=1 + WARM_UP_SNAPSHOTS)
-        assert settled_growth(daemon, first) == {}, f"first {first}"
+        assert settled_growth(daemon, first) == {}, f"first {first}; open now: {open_files(daemon)}"
         assert first.slots == 2
         assert first.tasks > 5
 
 
 @pytest.mark.parametrize("leak", ["descriptors", "tasks"])
 def test_a_leak_is_reported(tmp_path: Path, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One descriptor, or one task, that is left behind by each restore."""
+    """Two descriptors, or two tasks, that are left behind by each restore."""
     monkeypatch.setattr("tests.support.soak.SETTLE_S", 1.0)
     leaks = {"descriptors": "os.dup(0)", "tasks": "asyncio.ensure_future(asyncio.Event().wait())"}
     code = f"""
@@ -35,7 +44,7 @@ from tierd.cli import main
 from tierd.workers.restorer import Restorer
 find, kept = Restorer.find, []
 async def leaking(*arguments):
-    kept.append({leaks[leak]})
+    kept.extend([{leaks[leak]}, {leaks[leak]}])
     return await find(*arguments)
 Restorer.find = leaking
 sys.argv[0] = "tierd"

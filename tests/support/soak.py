@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
-from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import wire
 
 SETTLE_S = 30.0  # for tasks that end and descriptors that are closed after the last message
+PAUSE_S = 0.5  # between two measurements: each makes two HTTP connections, which the daemon must have closed
 REPORT_S = 60.0
 LIFE_SNAPSHOTS = 25  # between two restarts of a trainer
 WARM_UP_SNAPSHOTS = 100
@@ -68,21 +68,26 @@ def footprint(daemon: Daemon) -> Footprint:
     )
 
 
+def open_files(daemon: Daemon) -> list[str]:
+    """What the daemon's descriptors refer to, for the message of a failure."""
+    folder = Path(f"/proc/{daemon.pid}/fd")
+    return sorted(os.readlink(link) for link in folder.iterdir() if link.is_symlink())
+
+
 def settled_growth(daemon: Daemon, first: Footprint) -> dict[str, int]:
     """The growth since `first`, once what the last trainer has left behind is gone, or after SETTLE_S."""
-    try:
-        wait_until(lambda: not footprint(daemon).growth(first), timeout_s=SETTLE_S)
-    except AssertionError:
-        pass
-    return footprint(daemon).growth(first)
+    deadline_s = time.monotonic() + SETTLE_S
+    while (growth := footprint(daemon).growth(first)) and time.monotonic() < deadline_s:
+        time.sleep(PAUSE_S)
+    return growth
 
 
 def settled(daemon: Daemon) -> Footprint:
-    """The footprint once it has been the same for half a second."""
+    """The footprint once two measurements are equal, or after SETTLE_S."""
     former = footprint(daemon)
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
-        time.sleep(0.5)
+        time.sleep(PAUSE_S)
         now = footprint(daemon)
         if now == former:
             break
