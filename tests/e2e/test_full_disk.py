@@ -106,6 +106,8 @@ def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_p
         assert peer.hear(wire.Replicated).step == 1  # at once; the cap delays the next copy
         seal(peer, 1, 2)
         assert peer.hear(wire.Released).slot == 0
+        while not any(isinstance(message, wire.Failed) and message.step == 2 for message in peer.heard):
+            peer.hear(wire.Failed)  # by hot: until then the slot is persisting, too
         wait_until(lambda: daemon.status()["slots"]["persisting"] == 1, "the copy to cold")
         seal(peer, 0, 3)
         while peer.hear(wire.Failed).step != 3:
