@@ -98,8 +98,8 @@ class Explorer:
             # After an operation from which nothing new is certain, only what it makes possible is new.
             for tree in disk.states(operation if expected is before and number > first else None):
                 self._check(tree, expected, f"operation {number}, {operation!s:.200}")
-            if len(self.violations) > (0 if stops else 20):
-                return
+                if len(self.violations) > (0 if stops else 20):
+                    return
 
     def _told(self, mark: Mark, expected: Expected, where: str) -> Expected:
         """`durable` means: before a trainer is told, the checkpoint is whole on the disk."""
