@@ -46,8 +46,8 @@ class Notifier(Protocol):
     def examined(self) -> None:
         """A checkpoint has a health verdict: the plan may be different now."""
 
-    def hot_is_full(self) -> None:
-        """Hot has no space for a snapshot, and could make none: a cold tier may take it."""
+    def hot_refused(self) -> None:
+        """Hot could not take a snapshot, because it is full or broken: a cold tier may take it."""
 
     def space_freed(self) -> None:
         """A replica was deleted: its tier has room again."""

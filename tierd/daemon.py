@@ -227,7 +227,7 @@ class _Daemon:
     async def _drain(self) -> list[SnapshotSet]:
         """Wait until every sealed snapshot is durable, for `daemon.drain_timeout_s` at most, and a while for those that
         ranks are about to seal: a shutdown stops the trainers at the same time. Does not wait for a snapshot that hot
-        has no space for and that every cold tier has failed to take. Returns those that are not durable.
+        has refused and that every cold tier has failed to take. Returns those that are not durable.
         """
         self._throttle.hurry(self)
         log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
@@ -334,7 +334,7 @@ class _Daemon:
             if name == "reap" or name.startswith("replicate"):
                 self._wakes[name].set()
 
-    def hot_is_full(self) -> None:
+    def hot_refused(self) -> None:
         self._wakes["write through"].set()
 
     def space_freed(self) -> None:
@@ -366,8 +366,8 @@ def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
     if any(HOT in snapshot_set.refused_by for snapshot_set in missing):
         refusing = ", ".join(sorted(set[str]().union(*(each.refused_by for each in missing)) - {HOT}))
         others = f", and {refusing} did not take it" if refusing else ""
-        hint += "; free space in hot: docs/RUNBOOK.md#disk-full"
-        return Transient(f"drain: {names} is lost with this daemon: hot has no space for it{others}", hint=hint)
+        hint += "; free space in hot, or replace its disk: docs/RUNBOOK.md#disk-full"
+        return Transient(f"drain: {names} is lost with this daemon: hot did not take it{others}", hint=hint)
     return Transient(f"drain: {names} did not reach the hot tier within {timeout_s:.0f} s", hint=hint)
 
 

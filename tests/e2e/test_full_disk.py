@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ def fill(hot: Path, *, leaving: int) -> Path:
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize - leaving)
     return filler
+
+
+@contextmanager
+def read_only(hot: Path) -> Generator[None]:
+    """A kernel makes a file system read-only when its disk fails."""
+    for command in (["mount", "--bind", hot, hot], ["mount", "-o", "remount,bind,ro", hot]):
+        subprocess.run(command, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", hot], check=True)
 
 
 def attach(peer: Peer, slots: int = 2) -> None:
@@ -127,6 +140,24 @@ def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_p
         assert lost == [3]
 
 
+def test_snapshots_are_durable_in_cold_while_the_hot_disk_is_read_only(tmp_path: Path, hot: Path) -> None:
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        seal(peer, 0, 1)
+        assert peer.hear(wire.Persisted).step == 1
+        with read_only(hot):
+            for step in (2, 3):
+                seal(peer, (step + 1) % 2, step)
+                while peer.hear(wire.Replicated).step != step:
+                    pass
+            assert daemon.metric(WRITTEN_THROUGH) == 2
+            failures = {failure["message"] for failure in daemon.status()["failures"] if failure["stage"] == "persist"}
+            assert any("Read-only file system" in message for message in failures)
+        seal(peer, 1, 4)
+        assert peer.hear(wire.Persisted).step == 4
+        assert daemon.metric(LOST) == 0
+
+
 def test_a_daemon_that_stops_writes_to_cold_what_hot_has_no_space_for(tmp_path: Path, hot: Path) -> None:
     with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
         attach(peer)
@@ -151,6 +182,6 @@ def test_a_daemon_that_stops_does_not_wait_for_space_that_nobody_frees(
             (tmp_path / "cold" / RUN).write_text("in the way")
         seal(peer, 0, 1)
         assert daemon.stop() == 1
-        assert "run/000000000001-g0001 is lost with this daemon: hot has no space for it" in daemon.log
+        assert "run/000000000001-g0001 is lost with this daemon: hot did not take it" in daemon.log
         assert ("cold did not take it" in daemon.log) == has_cold
         assert "Traceback" not in daemon.log

@@ -103,8 +103,8 @@ class Rooms:
     def examined(self) -> None:
         self.events.append(("examined",))
 
-    def hot_is_full(self) -> None:
-        self.events.append(("hot_is_full",))
+    def hot_refused(self) -> None:
+        self.events.append(("hot_refused",))
 
     def space_freed(self) -> None:
         self.events.append(("space_freed",))

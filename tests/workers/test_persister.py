@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cli import content
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
@@ -266,7 +267,7 @@ async def test_a_full_hot_disk_makes_room_by_evicting_what_cold_holds(
     assert rooms.steps("hot") == [400, 300, 200]
     assert rooms.steps("cold") == [300, 200, 100]
     assert [type(message) for message in rooms.sent] == [wire.Persisted]
-    assert ("hot_is_full",) not in rooms.events
+    assert ("hot_refused",) not in rooms.events
 
 
 async def test_room_is_made_before_a_write_that_will_not_fit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,11 +299,27 @@ async def test_a_snapshot_that_hot_has_no_space_for_is_left_to_the_cold_tiers(
     snapshot_set = rooms.seal(400, [bytes(20_000)])
     assert not await rooms.persister().run_once()
     assert snapshot_set.refused_by == {"hot"}
-    assert rooms.events[-2:] == [("hot_is_full",), ("persist_ended", RUN)]
+    assert rooms.events[-2:] == [("hot_refused",), ("persist_ended", RUN)]
     (message,) = rooms.sent
     assert isinstance(message, wire.Failed)
     assert (message.kind, message.is_final) == ("full", False)
     assert rooms.steps("hot") == ([300, 200, 100] if tiers == ("hot",) else []), "no last replica is deleted"
+
+
+async def test_a_hot_disk_that_fails_twice_leaves_the_snapshot_to_the_cold_tiers(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def put(key: str, *arguments: object, **options: object) -> object:
+        raise TierUnreachable("write: Read-only file system")
+
+    monkeypatch.setattr(rooms.hot_store, "put", put)
+    snapshot_set = rooms.seal(400)
+    persister = rooms.persister()
+    assert not await persister.run_once()
+    assert snapshot_set.refused_by == set(), "an error that passes is tried again in hot"
+    assert not await persister.run_once()
+    assert snapshot_set.refused_by == {"hot"}
+    assert rooms.events.count(("hot_refused",)) == 1
 
 
 async def test_a_snapshot_that_is_being_written_to_cold_is_not_written_to_hot(rooms: Rooms) -> None:

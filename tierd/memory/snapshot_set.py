@@ -29,10 +29,12 @@ class Snapshot:
 
 @dataclass(slots=True)
 class SnapshotSet:
-    """All ranks' snapshots of one step. `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed
-    attempts to persist the set. `refused_by`: the tiers that could not take it at the last attempt: hot, when it is
-    full, and cold tiers. `is_last`: the run stops, and its trainers wait for this set. `manifest`: of the committed
-    checkpoint."""
+    """All ranks' snapshots of one step.
+
+    `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed attempts to persist the set.
+    `refused_by`: the tiers that could not take it at the last attempt: hot, when it is full or has failed twice, and
+    cold tiers. `is_last`: the run stops, and its trainers wait for this set. `manifest`: of the committed checkpoint.
+    """
 
     id: CheckpointId
     world_size: int

@@ -2,7 +2,7 @@
 
 durable: `Persisted` is sent only after fsync of file and directory and rename. A snapshot that cannot be written is
 tried again until a newer one replaces it; the trainer gets a message about each failure. When hot is full, the reaper
-makes room; if it cannot, the snapshot is left to workers/write_through.py.
+makes room; if it cannot, or if the disk has failed twice, the snapshot is left to workers/write_through.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, Full, TierdError
+from tierd.errors import Corrupt, Full, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
@@ -64,8 +64,8 @@ class Persister:
             except TierdError as error:
                 is_complete = False
                 context.incidents.record(self.name, error, checkpoint)
-                if isinstance(error, Full):
-                    context.notify.hot_is_full()
+                if self._hot.name in snapshot_set.refused_by:
+                    context.notify.hot_refused()
                 failed = wire.Failed(
                     step=checkpoint.step,
                     generation=checkpoint.generation,
@@ -97,7 +97,8 @@ class Persister:
                     await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException as error:
             snapshot_set.failures += 1
-            if isinstance(error, Full):
+            # An error of the disk may be gone at the next attempt; one that stays does not stop durability.
+            if isinstance(error, Full) or (isinstance(error, Transient) and snapshot_set.failures > 1):
                 snapshot_set.refused_by.add(self._hot.name)
             else:
                 snapshot_set.refused_by.discard(self._hot.name)

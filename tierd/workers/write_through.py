@@ -1,4 +1,4 @@
-"""Copies snapshots from memory to the cold tiers while the hot tier has no space for them.
+"""Copies snapshots from memory to the cold tiers while the hot tier is full or its disk fails.
 
 The newest snapshot first, to all cold tiers at once. It is durable when the first one has committed it: the others then
 get as much time again, so that a slow tier does not occupy the slots. `Replicated` is sent for each tier, and
@@ -32,7 +32,7 @@ EXTRA_TIME_MIN_S = 30.0  # for the other tiers, after the first one has committe
 
 class WriteThrough:
     name = "replicate"
-    interval_s = 3600.0  # the persister wakes it when hot is full
+    interval_s = 3600.0  # the persister wakes it when hot refuses a snapshot
     is_urgent = True
 
     def __init__(self, context: DaemonContext) -> None:
@@ -41,7 +41,7 @@ class WriteThrough:
         self._catalog = context.catalog
 
     async def run_once(self) -> bool:
-        """Try once every snapshot that hot has no space for. False when one has reached no cold tier."""
+        """Try once every snapshot that hot has refused. False when one has reached no cold tier."""
         tried: set[CheckpointId] = set()
         is_complete = True
         while self._context.cold and (snapshot_set := self._newest(tried)) is not None:
@@ -69,7 +69,7 @@ class WriteThrough:
             snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
         if is_durable:
             self._context.metrics.snapshots_total.labels(run=snapshot_set.id.run, outcome="written_through").inc()
-            log.info("wrote %s from memory to cold: hot has no space for it", snapshot_set.id)
+            log.info("wrote %s from memory to cold: hot did not take it", snapshot_set.id)
         return is_durable
 
     async def _write_to_all(self, snapshot_set: SnapshotSet) -> bool:
