@@ -77,10 +77,10 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    _raise_descriptor_limit()
-    _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
+        _raise_descriptor_limit()
+        _lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
         daemon = _Daemon(config, systemd, read_config)
         asyncio.run(daemon.run(hot_lock, about))

@@ -252,6 +252,7 @@ def test_second_daemon_on_one_directory_is_exit_11(house: House) -> None:
     import fcntl
     import os
 
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
     descriptor = os.open(house.hot / ".tierd.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
@@ -261,6 +262,7 @@ def test_second_daemon_on_one_directory_is_exit_11(house: House) -> None:
 
     assert result.exit_code == 11
     assert "held by" in result.stderr
+    assert os.getpriority(os.PRIO_PROCESS, 0) == priority, "nothing is changed"
 
 
 @pytest.mark.parametrize("arguments", [["version", "--config", "tierd.toml"], ["version", "--config=tierd.toml"]])
