@@ -122,6 +122,22 @@ async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_th
         assert entry.tiers == {"hot"}
 
 
+async def test_no_marker_is_written_to_a_replica_after_its_deletion(rooms: Rooms) -> None:
+    """The folder would stay without a manifest."""
+    manifest = await rooms.commit("hot", "cold", milestones=("best",))
+    folder = rooms.folder("cold", manifest.id)
+    (folder / "milestone-best.json").unlink()
+    await rooms.look()
+    async with rooms.context.lock(manifest.id):  # as the reaper does
+        marking = asyncio.ensure_future(rooms.replicator()._mark())
+        await asyncio.wait({marking}, timeout=0.2)  # a replicator that does not wait for the deletion ends first
+        await rooms.cold["cold"].delete(manifest.id)
+        rooms.catalog.drop(manifest.id, "cold")
+    await marking
+    assert not folder.exists()
+    assert rooms.catalog.get(manifest.id).tiers == {"hot"}  # type: ignore[union-attr]
+
+
 async def test_an_unreachable_tier_is_reported_as_waiting_and_not_as_empty(rooms: Rooms) -> None:
     manifest = await rooms.commit("hot")
     await rooms.look()
