@@ -78,12 +78,12 @@ class DictState:
             if source is None:
                 plan.protect(key, self.values.get(key))
                 continue
-            section, stored = ValueSection(self.values, key, key), saved[source]
-            if stored.kind != section.kind:
-                plan.mismatch(key, f"checkpoint holds a {stored.kind}, now it is a {section.kind}")
+            section, tree = ValueSection(self.values, key, key), saved[source]
+            if tree.kind != section.kind:
+                plan.mismatch(key, f"checkpoint holds a {tree.kind}, now it is a {section.kind}")
             elif rank_local is not None and not rank_local.is_shared(source):
                 rank_local.plan(key, section, plan, source=source, is_required=True)
             else:
-                section.plan(stored.value, stored.suffix, plan)
+                section.plan(tree.value, tree.suffix, plan)
         plan.finish(())
         return plan
