@@ -73,7 +73,7 @@ async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> N
     """Raises TierUnreachable when one of them is there although the listing lacks it: some servers list late."""
 
     async def confirm(checkpoint: CheckpointId) -> None:
-        if layout.MANIFEST in await files_of(tier, checkpoint):
+        if await is_listed(tier, checkpoint):
             message = f"list {tier.name}: {checkpoint} is there, and a listing that has just ended lacks it"
             raise TierUnreachable(message, hint="the tier is listed again")
 
@@ -225,3 +225,8 @@ async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
     """The sizes by name of a checkpoint's files in the tier, committed or not."""
     prefix = layout.checkpoint_prefix(checkpoint)
     return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}
+
+
+async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
+    """Whether the tier has a manifest of the checkpoint, readable or not."""
+    return layout.MANIFEST in await files_of(tier, checkpoint)

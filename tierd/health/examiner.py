@@ -69,10 +69,10 @@ class Examiner:
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
         """Whether it is healthy, by its markers or by an examination without a marker yet; None: not examined."""
-        entry, held = self._catalog.get(checkpoint), self._memory.find(checkpoint)
+        entry, snapshot_set = self._catalog.get(checkpoint), self._memory.find(checkpoint)
         if entry is not None and entry.healthy is not None:
             return entry.healthy
-        diagnosis = self._unmarked.get(checkpoint) or (held.diagnosis if held is not None else None)
+        diagnosis = self._unmarked.get(checkpoint) or (snapshot_set.diagnosis if snapshot_set is not None else None)
         return diagnosis.healthy if diagnosis is not None else None
 
     async def examine(self, checkpoint: CheckpointId) -> Diagnosis | None:
@@ -97,8 +97,8 @@ class Examiner:
             diagnosis = msgspec.structs.replace(diagnosis, examined_at=self._context.timestamp())
             # Before the lock is released: the next caller must see that it was examined, and the marker takes a while.
             self._unmarked[checkpoint] = diagnosis
-            if (held := self._memory.find(checkpoint)) is not None:
-                held.diagnosis = diagnosis
+            if (snapshot_set := self._memory.find(checkpoint)) is not None:
+                snapshot_set.diagnosis = diagnosis
             self._report(checkpoint, diagnosis)
         await self._mark(checkpoint)
         self._context.notify.examined()
@@ -124,8 +124,8 @@ class Examiner:
     async def _mark(self, checkpoint: CheckpointId) -> None:
         """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not. In the
         cold tiers instead, if hot had no space for the checkpoint: then the replicator has no marker to copy."""
-        held = self._memory.find(checkpoint)
-        diagnosis = self._unmarked.get(checkpoint) or (held.diagnosis if held else None)
+        snapshot_set = self._memory.find(checkpoint)
+        diagnosis = self._unmarked.get(checkpoint) or (snapshot_set.diagnosis if snapshot_set else None)
         async with self._context.lock(checkpoint):  # no marker is written after a deletion
             entry = self._catalog.get(checkpoint)
             if entry is None:
@@ -135,7 +135,7 @@ class Examiner:
                     diagnosis = Diagnosis(healthy=entry.healthy)  # known from the marker of a cold tier
                 tiers = [self._hot]
             else:
-                tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if held is not None else []
+                tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if snapshot_set is not None else []
             for tier in tiers:
                 if diagnosis is not None and tier.name not in entry.diagnoses:
                     await tier.mark_diagnosis(checkpoint, diagnosis)
@@ -172,12 +172,12 @@ class Examiner:
             del self._digests[next(iter(self._digests))]
 
     async def _examine(self, checkpoint: CheckpointId) -> Diagnosis:
-        held = self._memory.find(checkpoint)
-        if held is not None:
-            snapshots = [snapshot for _, snapshot in sorted(held.snapshots.items())]
+        snapshot_set = self._memory.find(checkpoint)
+        if snapshot_set is not None:
+            snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
             files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]
             diagnosis = await _run_program(checkpoint, files)
-            if self._memory.find(checkpoint) is held:
+            if self._memory.find(checkpoint) is snapshot_set:
                 return diagnosis
             # A slot was released while it was read: the program may have read another snapshot.
         entry = self._catalog.get(checkpoint)

@@ -1,4 +1,4 @@
-"""At start, deletes incomplete files from the hot tier and fills the catalog.
+"""Deletes incomplete checkpoints: at start those in the hot tier, before the catalog is filled; later, failed copies.
 
 halt, not guess: a manifest that cannot be read, or a checkpoint without one of its files, is reported and not deleted.
 """
@@ -12,7 +12,7 @@ from tierd.catalog import Catalog
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.listing import enter_listing, files_of
+from tierd.listing import enter_listing
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 
@@ -52,8 +52,3 @@ async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_bef
         # A former deletion of the manifest may not be on the disk yet. As the first key, its absence is synced before
         # a shard is deleted: without that, a loss of power could bring the manifest back without its shards.
         await tier.store.delete([manifest, *(file.key for file in files)])
-
-
-async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
-    """Whether the tier has a manifest of the checkpoint, readable or not."""
-    return layout.MANIFEST in await files_of(tier, checkpoint)
