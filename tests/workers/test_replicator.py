@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.decisions import decisions, pending, waiting
 from tierd.errors import TierUnreachable
-from tierd.format import wire
+from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
@@ -128,10 +128,12 @@ async def test_no_marker_is_written_to_a_replica_after_its_deletion(rooms: Rooms
     folder = rooms.folder("cold", manifest.id)
     (folder / "milestone-best.json").unlink()
     await rooms.look()
-    async with rooms.context.lock(manifest.id):  # as the reaper does
+    store = rooms.cold["cold"].store
+    async with rooms.context.lock(manifest.id):  # as the reaper does, which lists the files and then deletes them
+        keys = sorted(stored.key for stored in await store.list(layout.checkpoint_prefix(manifest.id)))
         marking = asyncio.ensure_future(rooms.replicator()._mark())
         await asyncio.wait({marking}, timeout=0.2)  # a replicator that does not wait for the deletion ends first
-        await rooms.cold["cold"].delete(manifest.id)
+        await store.delete(keys)
         rooms.catalog.drop(manifest.id, "cold")
     await marking
     assert not folder.exists()
