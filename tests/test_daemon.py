@@ -212,7 +212,7 @@ def test_a_snapshot_that_cannot_be_persisted_delays_the_exit_and_sets_its_code(t
         peer.seal(0, 7, b"state")
         assert peer.hear(wire.Failed).is_final is False
         assert daemon.stop() == 1
-        assert "run42/000000000007-g0001 did not reach the hot tier" in daemon.log
+        assert "run42/000000000007-g0001 did not become durable" in daemon.log
         assert "Traceback" not in daemon.log
 
 

@@ -186,7 +186,14 @@ class Catalog:
         )
         uncommitted = frozenset(partial) - changed
         self.tiers[tier] = TierKnowledge(
-            True, "", unreadable, dict(fingerprints), uncommitted, damaged, frozenset(newer_format), former.missing
+            is_known=True,
+            error="",
+            unreadable=unreadable,
+            fingerprints=dict(fingerprints),
+            partial=uncommitted,
+            damaged=damaged,
+            newer_format=frozenset(newer_format),
+            missing=former.missing,
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self.changes += 1

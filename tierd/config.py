@@ -28,7 +28,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str = ".tierd/tierd.sock"
     listen: str = "127.0.0.1:9464"  # host:port of metrics, probes and status page; port 0: any free port
     node: str = "auto"  # auto: the host name
-    drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to reach the hot tier
+    drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to become durable
     memory_grace_s: Number = 3600.0  # how long slots are kept for the restart of a trainer that failed or was killed
     # CPU and disk priority of the daemon, 0 to 19; 0: as it was started
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10

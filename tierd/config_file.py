@@ -154,7 +154,7 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
     daemon = config.daemon
     host, _, port = daemon.listen.rpartition(":")
     if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        yield "daemon.listen", daemon.listen, "host:port"
+        yield "daemon.listen", daemon.listen, "host:port, with a port up to 65535"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         yield "daemon.node", daemon.node, "a host name"
     if config.limits.retry_max_s < config.limits.retry_min_s:

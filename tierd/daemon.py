@@ -2,7 +2,7 @@
 
 At start: lock the hot directory, check that no two tiers are one place, recover the hot tier, then open the sockets.
 Cold tiers are listed afterwards, so that an unreachable S3 never delays a trainer. At the end: the sockets stay open
-until sealed snapshots are in the hot tier, then everything stops. A second signal ends it at once.
+until sealed snapshots are durable, in hot or in a cold tier, then everything stops. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     """Run until SIGTERM or SIGINT. `read_config`: reads the config again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
-    end when a sealed snapshot did not reach the hot tier in time.
+    end when a sealed snapshot did not become durable in time.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
@@ -230,7 +230,7 @@ class _Daemon:
         has refused and that every cold tier has failed to take. Returns those that are not durable.
         """
         self._throttle.hurry(self)
-        log.info("draining: %d checkpoints are not in the hot tier yet", len(self._memory.pending()))
+        log.info("draining: %d snapshots are not durable yet", len(self._memory.pending()))
         now_s = time.monotonic()
         deadline_s = now_s + self._config.daemon.drain_timeout_s
         seal_deadline_s = min(deadline_s, now_s + SEAL_TIMEOUT_S)
@@ -367,8 +367,8 @@ def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
         refusing = ", ".join(sorted(set[str]().union(*(each.refused_by for each in missing)) - {HOT}))
         others = f", and {refusing} did not take it" if refusing else ""
         hint += "; free space in hot, or replace its disk: docs/RUNBOOK.md#disk-full"
-        return Transient(f"drain: {names} is lost with this daemon: hot did not take it{others}", hint=hint)
-    return Transient(f"drain: {names} did not reach the hot tier within {timeout_s:.0f} s", hint=hint)
+        return Transient(f"drain: {names} did not become durable: hot did not take it{others}", hint=hint)
+    return Transient(f"drain: {names} did not become durable within {timeout_s:.0f} s", hint=hint)
 
 
 def _unlink(socket: str) -> None:

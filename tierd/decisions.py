@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tierd.catalog import Catalog
-from tierd.config import Config
+from tierd.config import Config, TierPolicy
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
@@ -74,11 +74,6 @@ def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     return decided
 
 
-def deletions(catalog: Catalog, config: Config) -> list[Decision]:
-    """The replicas to delete now, by run, the oldest first."""
-    return policy.deletions(decisions(catalog, config))
-
-
 def deletions_for_space(
     catalog: Catalog, config: Config, need_bytes: int, *, without: Container[CheckpointId] = ()
 ) -> list[Decision]:
@@ -88,7 +83,7 @@ def deletions_for_space(
     """
     if not catalog.tiers[HOT].is_known:
         return []
-    halted_runs = {checkpoint.run for tier, checkpoint in catalog.unreadable() if tier == HOT}
+    halted_runs = _unreadable_runs(catalog, HOT)
     decided = [
         decision
         for decision in decisions(catalog, config)
@@ -100,7 +95,7 @@ def deletions_for_space(
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
-    rules = config.own_policies.get(tier, config.lifecycle.cold)
+    rules = _rules(config, tier)
     views = catalog.views()
     milestones = {view.id for view in views if view.milestones}
     copies = [copy for copy in _about_copies(catalog, config) if copy.tier == tier]
@@ -113,9 +108,9 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
     missing: dict[str, list[CheckpointId]] = {cold.name: [] for cold in config.cold}
-    for one in _about_copies(catalog, config):
-        if one.action in (Action.REPLICATE, Action.WAIT):
-            missing[one.tier].append(one.checkpoint)
+    for decision in _about_copies(catalog, config):
+        if decision.action in (Action.REPLICATE, Action.WAIT):
+            missing[decision.tier].append(decision.checkpoint)
     return missing
 
 
@@ -129,12 +124,12 @@ def lost(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     if not missing:
         return []
     # An unreadable checkpoint may be why another daemon's policy has deleted an older one.
-    unreadable = {checkpoint.run for where, checkpoint in catalog.unreadable() if where == tier}
+    unreadable = _unreadable_runs(catalog, tier)
     runs = {checkpoint.run for checkpoint in missing} - unreadable
     views = {view.id: view for view in catalog.views() if view.id.run in runs}
     there = [view for view in views.values() if tier in view.tiers]
     there += [views.get(checkpoint, view) for checkpoint, view in missing.items() if checkpoint.run in runs]
-    rules = config.lifecycle.hot if tier == HOT else config.own_policies.get(tier, config.lifecycle.cold)
+    rules = _rules(config, tier)
     kept = [checkpoint for _, of_run in policy.by_run(there) for checkpoint in policy.kept(of_run, rules)]
     return sorted((c for c in kept if c in missing), key=lambda checkpoint: checkpoint.recency, reverse=True)
 
@@ -159,7 +154,7 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
         for decision in decisions(catalog, config)
         if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in copying
     }
-    unreadable = {checkpoint.run for tier, checkpoint in catalog.unreadable() if tier == HOT}
+    unreadable = _unreadable_runs(catalog, HOT)
     waiting: list[policy.CheckpointView] = []
     for run, views in policy.by_run(view for view in catalog.views() if HOT in view.tiers):
         if catalog.tiers[HOT].is_known and run not in unreadable:
@@ -172,6 +167,16 @@ def missing_room_bytes(catalog: Catalog, free_bytes: int | None) -> int:
     """How much less than the room for the next two checkpoints is free in hot; 0 when that is free or not limited."""
     largest_bytes = max((manifest.size_bytes for manifest in catalog.manifests_in(HOT)), default=0)
     return 0 if free_bytes is None else max(0, ROOM_CHECKPOINTS * largest_bytes - free_bytes)
+
+
+def _unreadable_runs(catalog: Catalog, tier: str) -> set[Run]:
+    """The runs of which `tier` has a replica that cannot be read."""
+    return {checkpoint.run for checkpoint in catalog.tiers[tier].unreadable}
+
+
+def _rules(config: Config, tier: str) -> TierPolicy:
+    """What `tier` keeps."""
+    return config.lifecycle.hot if tier == HOT else config.own_policies.get(tier, config.lifecycle.cold)
 
 
 def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:

@@ -65,13 +65,15 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
         action, _, hit = rest.partition("@")
         is_action = action == "kill" or hasattr(errno, action) or action.replace(".", "", 1).isdigit()
         if name not in FAILPOINTS or not is_action or not hit.isdigit():
-            raise BadConfig(f"read ${VARIABLE}: {entry!r}", hint="NAME=ACTION@HIT; this variable is for tests only")
+            what = "an unknown failpoint" if name not in FAILPOINTS else "not NAME=ACTION@HIT"
+            hint = "an action is kill, seconds, or an errno; unset this variable unless you test tierd"
+            raise BadConfig(f"read ${VARIABLE}: {entry!r} is {what}", hint=hint)
         _armed[name] = action, int(hit), itertools.count(1)
         logging.getLogger("tierd").warning("failpoint %s: this daemon is under test", entry)
 
 
 def failpoint(name: str) -> None:
-    """The daemon is at this instant."""
+    """Marks an instant of the daemon. Does nothing unless it is armed; then it may raise an OSError."""
     if not _armed or name not in _armed:
         return
     action, hit, hits = _armed[name]

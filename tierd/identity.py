@@ -58,8 +58,10 @@ class Identities:
         self._unsaved: set[str] = set()  # tiers that could not be written down, as on a full hot disk
 
     async def begin(self, tiers: Mapping[str, Tier]) -> None:
-        """Before the daemon starts: mark every tier that answers in time. Raises BadConfig when two of them are one
-        place. What else is wrong with a cold tier is met by its first listing."""
+        """Before the daemon starts: mark every tier that answers in time. Another problem of a cold tier is met by its
+        first listing.
+
+        Raises BadConfig when two tiers are one place, and TierUnreachable when hot cannot be listed."""
         hot = tiers[HOT]
         identities = await hot.identities()
         await self._check(hot, identities)
@@ -160,7 +162,8 @@ class Identities:
             return None
         except msgspec.DecodeError as error:
             path = self._folder / f"{tier}.json"
-            hint = f"it says which place {tier} is. If {tier} is the right one now: rm {shlex.quote(str(path))}"
+            remove = f"If {self._places[tier]} is the right one: rm {shlex.quote(str(path))}"
+            hint = f"it says which place {tier} is. {remove}; docs/RUNBOOK.md#another-place"
             raise TierUnreachable(f"read {path}: {error}", hint=hint) from error
         # Another URL in the config is another place on purpose.
         return remembered.identity if remembered.place == self._places[tier] else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 
 from tierd.catalog import Catalog
@@ -48,7 +49,7 @@ async def refresh(
             await _confirm_absence(tier, absent[:CONFIRMED_MAX])
             if identities is not None:  # an unmounted disk takes checkpoints and markers with it
                 await identities.check(tier)
-        await enter(catalog, tier, listing, since, is_read_only=is_read_only)
+        await enter_listing(catalog, tier, listing, since=since, is_read_only=is_read_only)
     except TierdError as error:
         catalog.listing_failed(tier.name, str(error))
     except Exception as error:  # broad: whatever the cause, the former listing must not justify a deletion
@@ -65,14 +66,14 @@ async def refresh_run(catalog: Catalog, tier: Tier, run: Run, identities: Identi
     listing = await tier.listing(f"{run}/")
     if not listing.committed:
         await identities.check(tier)  # it may have been unmounted in between
-    await enter(catalog, tier, listing, None)
+    await _enter_run(catalog, tier, listing)
 
 
 async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> None:
     """Raises TierUnreachable when one of them is there although the listing lacks it: some servers list late."""
 
     async def confirm(checkpoint: CheckpointId) -> None:
-        if layout.MANIFEST in await files_of(tier, checkpoint):
+        if await is_listed(tier, checkpoint):
             message = f"list {tier.name}: {checkpoint} is there, and a listing that has just ended lacks it"
             raise TierUnreachable(message, hint="the tier is listed again")
 
@@ -98,26 +99,52 @@ async def next_sequence(catalog: Catalog, cold: Iterable[Tier], run: Run, identi
     return catalog.sequence_max(run) + 1
 
 
-async def enter(
-    catalog: Catalog, tier: Tier, listing: Listing, since: int | None, *, is_read_only: bool = False
+async def enter_listing(
+    catalog: Catalog, tier: Tier, listing: Listing, *, since: int, is_read_only: bool = False
 ) -> None:
-    """Enter a listing that was begun when the catalog had `since` changes; None: a listing of one run."""
-    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
-    listed = {checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()}
-    for run, generation in listing.generations.items():
-        catalog.saw_generation(run, generation)
-    diagnoses = {c: diagnosis for c in listed if (diagnosis := listing.diagnosis(c)) is not None}
-    if since is None:
-        catalog.enter_run(tier.name, listed, unreadable, diagnoses=diagnoses, newer_format=newer_format)
-        return
+    """Enter a listing of the whole tier that was begun when the catalog had `since` changes: it replaces what was
+    known. Raises TierUnreachable when the manifests cannot be read."""
+    listed = await _read(catalog, tier, listing, is_read_only=is_read_only)
     catalog.enter_listing(
         tier.name,
-        listed,
-        unreadable,
+        listed.replicas,
+        listed.unreadable,
         since=since,
-        diagnoses=diagnoses,
-        fingerprints={c: listing.fingerprints[c] for c in listed},
+        diagnoses=listed.diagnoses,
+        fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in listed.replicas},
         partial=listing.partial,
+        newer_format=listed.newer_format,
+    )
+
+
+async def _enter_run(catalog: Catalog, tier: Tier, listing: Listing) -> None:
+    """Enter a listing of one run: it only adds to what is known. Raises as `enter_listing`."""
+    listed = await _read(catalog, tier, listing, is_read_only=False)
+    catalog.enter_run(
+        tier.name, listed.replicas, listed.unreadable, diagnoses=listed.diagnoses, newer_format=listed.newer_format
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """What a listing and its manifests say. `replicas`: (manifest, milestones). `unreadable`: why. `diagnoses`: whether
+    healthy, of the replicas that have a marker. `newer_format`: the unreadable ones that a later tierd wrote."""
+
+    replicas: dict[CheckpointId, tuple[Manifest, frozenset[str]]]
+    unreadable: dict[CheckpointId, str]
+    diagnoses: dict[CheckpointId, bool]
+    newer_format: set[CheckpointId]
+
+
+async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only: bool) -> _Listed:
+    """Read the manifests of a listing. Generations only grow, so they enter the catalog at once."""
+    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
+    for run, generation in listing.generations.items():
+        catalog.saw_generation(run, generation)
+    return _Listed(
+        replicas={checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()},
+        unreadable=unreadable,
+        diagnoses={c: diagnosis for c in manifests if (diagnosis := listing.diagnosis(c)) is not None},
         newer_format=newer_format,
     )
 
@@ -198,3 +225,8 @@ async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
     """The sizes by name of a checkpoint's files in the tier, committed or not."""
     prefix = layout.checkpoint_prefix(checkpoint)
     return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}
+
+
+async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
+    """Whether the tier has a manifest of the checkpoint, readable or not."""
+    return layout.MANIFEST in await files_of(tier, checkpoint)

@@ -36,7 +36,7 @@ class LoopWatchdog:
         self._stuck_at = -1  # the beat after which the loop did not run
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Observe the lag and feed systemd, until cancelled."""
         fed_s = -float("inf")
         with self._watching():
             while True:

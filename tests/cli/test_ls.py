@@ -135,6 +135,10 @@ def test_ls_with_one_unreachable_tier_is_exit_3_and_lists_the_others(house_with_
     assert len(msgspec.json.decode(result.stdout)) == 1
     assert "dr is left out" in result.stderr
 
+    result = house.tierd("ls", "--run", "other")
+
+    assert "no checkpoints of run other in any tier that could be listed" in result.stderr
+
 
 HUNG_LS = """
 import sys

@@ -182,6 +182,6 @@ def test_a_daemon_that_stops_does_not_wait_for_space_that_nobody_frees(
             (tmp_path / "cold" / RUN).write_text("in the way")
         seal(peer, 0, 1)
         assert daemon.stop() == 1
-        assert "run/000000000001-g0001 is lost with this daemon: hot did not take it" in daemon.log
+        assert "run/000000000001-g0001 did not become durable: hot did not take it" in daemon.log
         assert ("cold did not take it" in daemon.log) == has_cold
         assert "Traceback" not in daemon.log

@@ -160,6 +160,32 @@ async def test_the_wait_for_a_verdict_is_bounded(rooms: Rooms) -> None:
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="unhealthy") == 1, "one examination for all callers"
 
 
+async def test_a_checkpoint_whose_marker_is_not_written_yet_is_not_examined_again(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        rooms.seal(step, [shard(float(step))])
+        await rooms.persister().run_once()
+    first = checkpoint_id(RUN, 1, 1)
+    assert rooms.memory.find(first) is None, "it is examined in hot"
+    worker = examiner(rooms)
+    examined: list[object] = []
+
+    async def examine(checkpoint: object, _: object) -> Diagnosis:
+        examined.append(checkpoint)
+        return Diagnosis(healthy=False)
+
+    monkeypatch.setattr(examiner_module, "_run_program", examine)
+    async with rooms.context.lock(first):  # as held by a deletion, which a marker waits for
+        verdicts = [await worker.is_healthy(first, wait_s=0.1) for _ in range(2)]
+    assert verdicts == [False, False]
+    assert markers(rooms, "hot", 1) == []
+    assert await worker.run_once()
+    assert markers(rooms, "hot", 1) == ["unhealthy.json"]
+    assert examined.count(first) == 1
+    assert rooms.count("tierd_examinations_total", run=RUN, verdict="unhealthy") == 2, "one of each checkpoint"
+
+
 async def test_the_verdict_is_copied_to_cold_and_back_to_hot(rooms: Rooms) -> None:
     rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()

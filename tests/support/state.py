@@ -14,6 +14,7 @@ from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import DTYPE_NAMES, as_bytes
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState
 
@@ -133,7 +134,7 @@ class Files:
 def restore(state: State, files: list[SourceFile], *, rank: int = 0, filter: RestoreFilter = EXACT) -> RestoreReport:
     shards, tensors = read_headers(files)
     tree = next(shard.tierd["state"] for shard in shards.values() if shard.tierd["rank"] == rank)
-    plan = state.plan_restore(tree, tensors, filter=filter)
+    plan = state.plan_restore(StoredState(tree, tensors), filter=filter)
     plan.run(lambda tensors, *, is_verified=True: ReadPlan(files, tensors).run(is_verified=is_verified))
     return plan.report
 
@@ -239,4 +240,4 @@ def names(state: TrainingState) -> set[str]:
 
 def plan(state: TrainingState, source: SourceFile) -> None:
     """Plans the restore of the shard into the state, without reading it."""
-    state.plan_restore(source.shard().tierd["state"], read_headers([source])[1])
+    state.plan_restore(StoredState(source.shard().tierd["state"], read_headers([source])[1]))

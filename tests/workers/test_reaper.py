@@ -14,11 +14,11 @@ import pytest
 from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy
-from tierd.decisions import HaltReason, decisions, deletions, halted, pending
+from tierd.decisions import HaltReason, decisions, halted, pending
 from tierd.errors import Retained, TierUnreachable
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
-from tierd.lifecycle.policy import Action
+from tierd.lifecycle.policy import Action, deletions
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
@@ -77,7 +77,7 @@ async def test_unreadable_manifest_stops_deletion_for_its_run_only(rooms: Rooms)
 
 async def test_a_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_it(rooms: Rooms) -> None:
     rooms.catalog.listing_failed("cold", "503")
-    assert all(action.tier == "hot" for action in deletions(rooms.catalog, rooms.config))
+    assert all(action.tier == "hot" for action in deletions(decisions(rooms.catalog, rooms.config)))
     await reaper(rooms).run_once()
     assert rooms.steps("cold") == [*reversed(STEPS)]
     assert rooms.steps("hot") == [500, 400, 300], "hot still deletes what no policy keeps"
@@ -85,7 +85,7 @@ async def test_a_cold_tier_that_cannot_be_listed_stops_deletions_that_depend_on_
 
 async def test_nothing_is_deleted_while_hot_cannot_be_listed(rooms: Rooms) -> None:
     rooms.catalog.listing_failed("hot", "I/O error")
-    assert deletions(rooms.catalog, rooms.config) == []
+    assert deletions(decisions(rooms.catalog, rooms.config)) == []
 
 
 async def test_a_tier_that_refuses_deletions_does_not_delay_others(rooms: Rooms) -> None:
@@ -147,7 +147,7 @@ async def test_deletions_are_those_among_the_decisions(rooms: Rooms) -> None:
     decided = decisions(rooms.catalog, rooms.config)
     expected = {decision for decision in decided if decision.action in (Action.EVICT, Action.EXPIRE)}
     assert expected
-    assert set(deletions(rooms.catalog, rooms.config)) == expected
+    assert set(deletions(decisions(rooms.catalog, rooms.config))) == expected
     assert {decision.checkpoint.step for decision in decided} == {*STEPS, 600}
 
 

@@ -215,6 +215,21 @@ async def test_only_uncommitted_files_are_deleted(rooms: Rooms) -> None:
     await clear_uncommitted(rooms.hot, checkpoint_id("absent", 1, 1))
 
 
+async def test_the_absence_of_the_manifest_is_durable_before_a_leftover_is_deleted(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon may have been killed between the deletion of the manifest and the fsync of its folder."""
+    manifest = await rooms.commit("hot")
+    (rooms.folder("hot", manifest.id) / "manifest.json").unlink()
+    events: list[str] = []
+    fsync, unlink = os.fsync, os.unlink
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(os, "unlink", lambda name, *, dir_fd: (events.append(name), unlink(name, dir_fd=dir_fd))[1])
+    await clear_uncommitted(rooms.hot, manifest.id)
+    assert events[:3] == ["manifest.json", "fsync", manifest.files[0].name]
+    assert not rooms.folder("hot", manifest.id).exists()
+
+
 async def test_hundreds_of_manifests_are_read_in_batches(rooms: Rooms) -> None:
     manifest = await rooms.commit("hot", size_bytes=1)
     source = rooms.folder("hot", manifest.id)

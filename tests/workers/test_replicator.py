@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig
 from tierd.decisions import decisions, pending, waiting
 from tierd.errors import TierUnreachable
-from tierd.format import wire
+from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
@@ -120,6 +120,24 @@ async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_th
         entry = rooms.catalog.get(manifest.id)
         assert entry is not None
         assert entry.tiers == {"hot"}
+
+
+async def test_no_marker_is_written_to_a_replica_after_its_deletion(rooms: Rooms) -> None:
+    """The folder would stay without a manifest."""
+    manifest = await rooms.commit("hot", "cold", milestones=("best",))
+    folder = rooms.folder("cold", manifest.id)
+    (folder / "milestone-best.json").unlink()
+    await rooms.look()
+    store = rooms.cold["cold"].store
+    async with rooms.context.lock(manifest.id):  # as the reaper does, which lists the files and then deletes them
+        keys = sorted(stored.key for stored in await store.list(layout.checkpoint_prefix(manifest.id)))
+        marking = asyncio.ensure_future(rooms.replicator()._mark())
+        await asyncio.wait({marking}, timeout=0.2)  # a replicator that does not wait for the deletion ends first
+        await store.delete(keys)
+        rooms.catalog.drop(manifest.id, "cold")
+    await marking
+    assert not folder.exists()
+    assert rooms.catalog.get(manifest.id).tiers == {"hot"}  # type: ignore[union-attr]
 
 
 async def test_an_unreachable_tier_is_reported_as_waiting_and_not_as_empty(rooms: Rooms) -> None:

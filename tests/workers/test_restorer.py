@@ -36,7 +36,7 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.listing import enter
+from tierd.listing import enter_listing
 from tierd.memory import tier as memory_module
 from tierd.memory.slot import SlotEvent
 from tierd.tiers import direct_io
@@ -361,7 +361,7 @@ async def test_a_listing_that_began_earlier_does_not_undo_the_one_of_a_find(room
     since, listing = rooms.catalog.changes, await rooms.cold["cold"].listing()
     newer = await rooms.commit("cold", step=200, sequence=2)
     assert (await ask(rooms))[1] == newer
-    await enter(rooms.catalog, rooms.cold["cold"], listing, since)
+    await enter_listing(rooms.catalog, rooms.cold["cold"], listing, since=since)
     assert rooms.catalog.newest(RUN, "cold") == newer
 
 

@@ -18,9 +18,10 @@ from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.waiting import wait_until
 from tierd.config import LimitsConfig, ScrubConfig
-from tierd.decisions import HaltReason, deletions, halted
+from tierd.decisions import HaltReason, decisions, halted
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
+from tierd.lifecycle.policy import deletions
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier, copy_checkpoint
@@ -149,18 +150,18 @@ async def test_a_replica_that_cannot_be_repaired_does_not_count_and_halts_deleti
         made = await rooms.commit("hot", "cold", step=step, sequence=step * 10)
         flip(tmp_path / "cold", made, made.files[0].name)
     await rooms.look()
-    assert [action.tier for action in deletions(rooms.catalog, rooms.config)] == ["hot", "hot"]
+    assert [action.tier for action in deletions(decisions(rooms.catalog, rooms.config))] == ["hot", "hot"]
     scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0, repair=False)
     await scrub.at(0.0)
     (first,) = scrub.damaged()
-    assert deletions(rooms.catalog, rooms.config) == []
+    assert deletions(decisions(rooms.catalog, rooms.config)) == []
     assert str(halted(rooms.catalog)[0]).startswith("damaged_replica: run42/")
     await scrub.at(INTERVAL_S - 1)
     assert len(scrub.damaged()) == 5
     assert rooms.count("tierd_verify_failures_total", tier="cold") == 5  # each is recorded once
     await rooms.look()  # a listing shows no damage, and does not end it
     assert len(scrub.damaged()) == 5
-    assert deletions(rooms.catalog, rooms.config) == []
+    assert deletions(decisions(rooms.catalog, rooms.config)) == []
 
     damaged = rooms.catalog.tiers["cold"].damaged
     await rooms.cold["cold"].delete(next(checkpoint for checkpoint in damaged if checkpoint.step == first))

@@ -62,7 +62,8 @@ async def ls(
     elif rows:
         _print(rows)
     else:
-        print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or 'any tier'}")
+        tiers_listed = "any tier that could be listed" if code else "any tier"
+        print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or tiers_listed}")
     return code
 
 

@@ -41,12 +41,14 @@ class Examiner:
         self._catalog = context.catalog
         self._hot = context.hot
         self._examining = asyncio.Lock()
-        self._done_at = -1  # the catalog's moment at the start of the last pass that left nothing to do
+        self._done_at = -1  # the catalog's changes at the start of the last pass that left nothing to do
         self._failed: set[CheckpointId] = set()
+        self._unmarked: dict[CheckpointId, Diagnosis] = {}  # of checkpoints whose marker may not be written yet
         self._digests: dict[CheckpointId, str] = {}
 
     async def run_once(self) -> bool:
         """Examine every checkpoint without a diagnosis, newest first. False when one could not be examined."""
+        self._unmarked = {c: diagnosis for c, diagnosis in self._unmarked.items() if self._may_lack_marker(c)}
         in_memory = [snapshots.id for snapshots in self._memory.complete() if self._lacks_marker(snapshots)]
         began_at = self._catalog.changes
         if began_at == self._done_at and not in_memory:
@@ -66,15 +68,18 @@ class Examiner:
         return is_complete
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether it is healthy, by its markers or by the examination in memory; None when it was not examined."""
-        entry, held = self._catalog.get(checkpoint), self._memory.find(checkpoint)
+        """Whether it is healthy, by its markers or by an examination without a marker yet; None: not examined."""
+        entry, snapshot_set = self._catalog.get(checkpoint), self._memory.find(checkpoint)
         if entry is not None and entry.healthy is not None:
             return entry.healthy
-        return held.diagnosis.healthy if held is not None and held.diagnosis is not None else None
+        diagnosis = self._unmarked.get(checkpoint) or (snapshot_set.diagnosis if snapshot_set is not None else None)
+        return diagnosis.healthy if diagnosis is not None else None
 
     async def examine(self, checkpoint: CheckpointId) -> Diagnosis | None:
-        """Examine it, unless it was examined or can never be. The new diagnosis, or None. Raises Transient when the
-        examination failed and may be tried again."""
+        """Examine it, unless it was examined or can never be. Returns the new diagnosis; None when there is no new one.
+
+        Raises Transient when the examination failed and may be tried again, and the error of the tier when the marker
+        could not be written; then the diagnosis stays, and the next pass writes the marker."""
         async with self._examining:
             if self.diagnosis(checkpoint) is not None or checkpoint in self._failed:
                 return None
@@ -89,12 +94,13 @@ class Examiner:
                 self._context.metrics.examinations_total.labels(run=checkpoint.run, verdict="failed").inc()
                 self._context.incidents.record(self.name, error, checkpoint)
                 return None
-        diagnosis = msgspec.structs.replace(diagnosis, examined_at=self._context.timestamp())
-        held = self._memory.find(checkpoint)
-        if held is not None:
-            held.diagnosis = diagnosis
-        self._report(checkpoint, diagnosis)
-        await self._mark(checkpoint, diagnosis)
+            diagnosis = msgspec.structs.replace(diagnosis, examined_at=self._context.timestamp())
+            # Before the lock is released: the next caller must see that it was examined, and the marker takes a while.
+            self._unmarked[checkpoint] = diagnosis
+            if (snapshot_set := self._memory.find(checkpoint)) is not None:
+                snapshot_set.diagnosis = diagnosis
+            self._report(checkpoint, diagnosis)
+        await self._mark(checkpoint)
         self._context.notify.examined()
         return diagnosis
 
@@ -111,11 +117,15 @@ class Examiner:
         entry = self._catalog.get(snapshot_set.id)
         return snapshot_set.diagnosis is None or (entry is not None and not entry.diagnoses)
 
-    async def _mark(self, checkpoint: CheckpointId, diagnosis: Diagnosis | None = None) -> None:
+    def _may_lack_marker(self, checkpoint: CheckpointId) -> bool:
+        entry = self._catalog.get(checkpoint)
+        return entry.healthy is None if entry is not None else self._memory.find(checkpoint) is not None
+
+    async def _mark(self, checkpoint: CheckpointId) -> None:
         """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not. In the
         cold tiers instead, if hot had no space for the checkpoint: then the replicator has no marker to copy."""
-        held = self._memory.find(checkpoint)
-        diagnosis = diagnosis or (held.diagnosis if held else None)
+        snapshot_set = self._memory.find(checkpoint)
+        diagnosis = self._unmarked.get(checkpoint) or (snapshot_set.diagnosis if snapshot_set else None)
         async with self._context.lock(checkpoint):  # no marker is written after a deletion
             entry = self._catalog.get(checkpoint)
             if entry is None:
@@ -125,7 +135,7 @@ class Examiner:
                     diagnosis = Diagnosis(healthy=entry.healthy)  # known from the marker of a cold tier
                 tiers = [self._hot]
             else:
-                tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if held is not None else []
+                tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if snapshot_set is not None else []
             for tier in tiers:
                 if diagnosis is not None and tier.name not in entry.diagnoses:
                     await tier.mark_diagnosis(checkpoint, diagnosis)
@@ -162,12 +172,12 @@ class Examiner:
             del self._digests[next(iter(self._digests))]
 
     async def _examine(self, checkpoint: CheckpointId) -> Diagnosis:
-        held = self._memory.find(checkpoint)
-        if held is not None:
-            snapshots = [snapshot for _, snapshot in sorted(held.snapshots.items())]
+        snapshot_set = self._memory.find(checkpoint)
+        if snapshot_set is not None:
+            snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
             files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]
             diagnosis = await _run_program(checkpoint, files)
-            if self._memory.find(checkpoint) is held:
+            if self._memory.find(checkpoint) is snapshot_set:
                 return diagnosis
             # A slot was released while it was read: the program may have read another snapshot.
         entry = self._catalog.get(checkpoint)

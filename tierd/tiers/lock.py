@@ -35,7 +35,7 @@ class Lock(AbstractContextManager["Lock"]):
             make_folder(root)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            hint = "the daemon's user must be able to write there"
+            hint = "it must be in a directory that the daemon's user can make and write: check hot.path"
             raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,9 +14,9 @@ from tierd.catalog import Entry
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
 from tierd.format.ids import CheckpointId, Run
+from tierd.listing import is_listed
 from tierd.tiers.tier import Tier
 from tierd.transfer.drill import clear, drill
-from tierd.workers.recovery import is_listed
 
 log = logging.getLogger("tierd")
 

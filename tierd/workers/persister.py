@@ -18,12 +18,12 @@ from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.listing import next_sequence
+from tierd.listing import is_listed, next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.report import free_bytes
 from tierd.tiers.pool import for_each
-from tierd.workers.recovery import clear_uncommitted, is_listed
+from tierd.workers.recovery import clear_uncommitted
 
 log = logging.getLogger("tierd")
 
@@ -107,17 +107,17 @@ class Persister:
         snapshot_set.move(SlotEvent.PERSISTED)
 
     async def _write_with_room(self, snapshot_set: SnapshotSet) -> Manifest:
-        """Raises Full when hot has no space and can make none."""
+        """Write the snapshot, after making room if needed. Raises Full when hot has no space and can make none."""
         size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshot_set.snapshots.values())
         missing_bytes = await self._missing_bytes(size_bytes)
-        if missing_bytes > 0:
+        if missing_bytes:
             await self._free(missing_bytes)
         try:
             return await self._write(snapshot_set)
         except Full:
             # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
             missing_bytes = await self._missing_bytes(size_bytes)
-            if not await self._free(missing_bytes if missing_bytes > 0 else size_bytes):
+            if not await self._free(missing_bytes or size_bytes):
                 raise
             return await self._write(snapshot_set)
 
@@ -133,7 +133,7 @@ class Persister:
     async def _missing_bytes(self, size_bytes: int) -> int:
         """How much more free space a checkpoint of this size needs in hot; 0 where the free space is not known."""
         free = await free_bytes(self._hot)
-        return 0 if free is None else size_bytes + MARGIN_BYTES - free
+        return 0 if free is None else max(0, size_bytes + MARGIN_BYTES - free)
 
     async def _check_same(self, snapshot_set: SnapshotSet, committed: Manifest) -> None:
         """Raises Corrupt unless the committed checkpoint with this id is this snapshot: an earlier daemon committed it

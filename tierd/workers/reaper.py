@@ -46,6 +46,8 @@ class Reaper:
         self._selected: dict[CheckpointId, set[str]] = {}  # of each in hot: the tiers that should get it
 
     async def run_once(self) -> bool:
+        """Free the slots of departed trainers, carry out the plan, and give up copies if hot is full. False when a
+        deletion failed."""
         grace_s = self._context.config.daemon.memory_grace_s
         for run in self._context.memory.forget_departed(now_s=self._context.monotonic_s(), grace_s=grace_s):
             self._context.notify.run_forgotten(run)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-from tierd.catalog import NOT_LISTED_YET
+from tierd.catalog import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
@@ -262,14 +262,27 @@ class Replicator:
     async def _mark(self) -> None:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all."""
         for entry in self._catalog.entries():
-            if self._cold.name not in entry.tiers:
+            if not self._lacks_marker(entry):
                 continue
-            for milestone in entry.all_milestones - entry.milestones.get(self._cold.name, frozenset()):
-                await self._cold.mark_milestone(entry.id, milestone, self._context.timestamp())
-                # If it was deleted there meanwhile, the catalog must not list it again.
-                if self._cold.name in entry.tiers:
-                    self._catalog.add(entry.manifest, self._cold.name, [milestone])
-            if entry.healthy is not None and self._cold.name not in entry.diagnoses:
-                diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
-                await self._cold.mark_diagnosis(entry.id, diagnosis)
-                self._catalog.diagnosed(entry.id, self._cold.name, is_healthy=diagnosis.healthy)
+            async with self._context.lock(entry.id):  # no marker is written after a deletion
+                if self._lacks_marker(entry):
+                    await self._copy_markers(entry)
+
+    def _lacks_marker(self, entry: Entry) -> bool:
+        name = self._cold.name
+        if name not in entry.tiers:
+            return False  # also when the replica was deleted: the catalog has taken the tier out of the entry
+        has_all_milestones = entry.all_milestones == entry.milestones.get(name, frozenset())
+        return not has_all_milestones or (entry.healthy is not None and name not in entry.diagnoses)
+
+    async def _copy_markers(self, entry: Entry) -> None:
+        name = self._cold.name
+        for milestone in entry.all_milestones - entry.milestones.get(name, frozenset()):
+            await self._cold.mark_milestone(entry.id, milestone, self._context.timestamp())
+            # Another daemon may have deleted it meanwhile: then the catalog must not list it again.
+            if name in entry.tiers:
+                self._catalog.add(entry.manifest, name, [milestone])
+        if entry.healthy is not None and name not in entry.diagnoses:
+            diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
+            await self._cold.mark_diagnosis(entry.id, diagnosis)
+            self._catalog.diagnosed(entry.id, name, is_healthy=diagnosis.healthy)

@@ -14,13 +14,12 @@ from accelerate.data_loader import DataLoaderDispatcher
 from transformers.trainer_callback import ExportableState
 
 from tierd.errors import BadConfig, Mismatch
-from tierd.format.tagged import Json
 from tierd_client.frameworks.read_ahead import ReadAhead
 from tierd_client.frameworks.worker_generators import WorkerGenerators
 from tierd_client.state import rng
-from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
-from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.restore_plan import RestorePlan
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import TrainingState
 
 KEY = "trainer"  # of Trainer's progress, in `extra`
@@ -186,22 +185,14 @@ class SavedProgress(TrainingState):
     def is_stepped(self) -> bool:
         return False  # no snapshot is taken of this state
 
-    def plan_restore(
-        self,
-        tree: Json,
-        available: Available,
-        rank_local: RankLocal | None = None,
-        *,
-        is_dry: bool = False,
-        filter: RestoreFilter = EXACT,
-    ) -> RestorePlan:
+    def plan_restore(self, stored: StoredState, *, is_dry: bool = False, filter: RestoreFilter = EXACT) -> RestorePlan:
         if not filter.is_exact:
             raise BadConfig(
                 "resume a Trainer with only, rename, strict, cast or keep: it is resumed whole",
                 hint="load weights into the model before the Trainer is made: `tierd export` writes them",
             )
-        plan = RestorePlan(available, torch.device("cpu"))
-        section = tree.get(f"extra.{KEY}") if isinstance(tree, dict) else None
+        plan = RestorePlan(stored.available, torch.device("cpu"))
+        section = stored.tree.get(f"extra.{KEY}") if isinstance(stored.tree, dict) else None
         if not isinstance(section, dict) or "value" not in section:
             raise Mismatch(
                 "resume a Trainer: the checkpoint was not taken from one", hint="give TierdCallback another run"

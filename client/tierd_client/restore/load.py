@@ -105,7 +105,7 @@ class SourceFile:
 
 def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:
     """(the parsed header of each file by the file's name in the manifest, the tensors of all files by name). The latter
-    are the `available` of `State.plan_restore`. From verified bytes. Raises Corrupt or NewerFormat."""
+    are the `available` of a `StoredState`. From verified bytes. Raises Corrupt or NewerFormat."""
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="tierd-restore") as pool:
         shards = list(pool.map(SourceFile.shard, files))
     tensors: dict[str, list[TensorEntry]] = defaultdict(list)

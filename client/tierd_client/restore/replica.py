@@ -27,6 +27,7 @@ from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, parse_tree
 
@@ -127,7 +128,7 @@ class Replica(AbstractContextManager["Replica"]):
                     saved_world_size,
                     "; new ranks get random numbers of their own" if world_size > saved_world_size else "",
                 )
-        plan = state.plan_restore(tree, available, rank_local, filter=filter)
+        plan = state.plan_restore(StoredState(tree, available, rank_local), filter=filter)
         plan.run(partial(self.read, files))
         self.report = plan.report
 

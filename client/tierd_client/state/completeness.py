@@ -13,6 +13,7 @@ import torch
 from tierd.errors import Mismatch, Unsupported
 from tierd.format.shard import TensorEntry
 from tierd_client.state.dict_state import DictState
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor, local_part
 from tierd_client.state.training_state import Capturable, Captured, TrainingState
 
@@ -45,7 +46,7 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
             for tensor in captured.tensors
         }
         try:
-            state.plan_restore(captured.tree, available, is_dry=True)
+            state.plan_restore(StoredState(captured.tree, available), is_dry=True)
         except Mismatch as error:
             differences = error.message.partition("\n")[2]
             raise Unsupported(

@@ -13,12 +13,11 @@ import torch
 
 from tierd.errors import BadConfig
 from tierd_client.log import log
-from tierd_client.state.encoding import Json
 from tierd_client.state.objects import Decode, Encode, Objects
-from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_filter import EXACT, RestoreFilter, StoredEntries
-from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.sections import ValueSection
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import Captured, capture_sections, parse_tree
 
 
@@ -61,23 +60,13 @@ class DictState:
         sections = {key: ValueSection(self.values, key, key) for key in self.values}
         return capture_sections(sections, self._per_rank, rank, world_size, self._objects)
 
-    def plan_restore(
-        self,
-        tree: Json,
-        available: Available,
-        rank_local: RankLocal | None = None,
-        *,
-        is_dry: bool = False,
-        filter: RestoreFilter = EXACT,
-    ) -> RestorePlan:
-        """How a checkpoint with the state tree `tree` and the tensors `available` is restored into `values`.
-
-        As `TrainingState.plan_restore`. Keys that only `values` has stay as they are, with a warning.
-        """
-        saved = parse_tree(tree)
+    def plan_restore(self, stored: StoredState, *, is_dry: bool = False, filter: RestoreFilter = EXACT) -> RestorePlan:
+        """As `TrainingState.plan_restore`, with the same errors. Keys that only `values` has stay as they are, with a
+        warning."""
+        saved, rank_local = parse_tree(stored.tree), stored.rank_local
         entries = StoredEntries(tensors=dict.fromkeys(saved, ""), has_optimizers=False)
         plan = RestorePlan(
-            available, self._accelerator, is_dry=is_dry, filter=filter, entries=entries, objects=self._objects
+            stored.available, self._accelerator, is_dry=is_dry, filter=filter, entries=entries, objects=self._objects
         )
         for key in plan.sources | self.values:
             if key not in plan.sources and not filter.keeps(key):
@@ -89,12 +78,12 @@ class DictState:
             if source is None:
                 plan.protect(key, self.values.get(key))
                 continue
-            section, stored = ValueSection(self.values, key, key), saved[source]
-            if stored.kind != section.kind:
-                plan.mismatch(key, f"checkpoint holds a {stored.kind}, now it is a {section.kind}")
+            section, tree = ValueSection(self.values, key, key), saved[source]
+            if tree.kind != section.kind:
+                plan.mismatch(key, f"checkpoint holds a {tree.kind}, now it is a {section.kind}")
             elif rank_local is not None and not rank_local.is_shared(source):
                 rank_local.plan(key, section, plan, source=source, is_required=True)
             else:
-                section.plan(stored.value, stored.suffix, plan)
+                section.plan(tree.value, tree.suffix, plan)
         plan.finish(())
         return plan

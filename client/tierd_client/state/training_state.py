@@ -25,7 +25,7 @@ from tierd_client.state.ownership import HeldTensor
 from tierd_client.state.per_rank import PerRankEntries
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
-from tierd_client.state.restore_plan import Available, RestorePlan
+from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.sections import (
     ModuleSection,
     RngSection,
@@ -38,6 +38,7 @@ from tierd_client.state.sections import (
     is_stateful,
 )
 from tierd_client.state.stored_entries import stored_entries
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor, sample_of
 
 PER_RANK = ("dataloader", "extra.", "rng")
@@ -97,13 +98,7 @@ class State(Capturable, Protocol):
     @property
     def is_stepped(self) -> bool: ...
     def plan_restore(
-        self,
-        tree: Json,
-        available: Available,
-        rank_local: RankLocal | None = None,
-        *,
-        is_dry: bool = False,
-        filter: RestoreFilter = EXACT,
+        self, stored: StoredState, *, is_dry: bool = False, filter: RestoreFilter = EXACT
     ) -> RestorePlan: ...
 
 
@@ -218,22 +213,13 @@ class TrainingState:
         per_rank = [name for name in sections if name.startswith(PER_RANK)]
         return capture_sections(sections, per_rank, rank, world_size, self._objects, self.per_rank)
 
-    def plan_restore(
-        self,
-        tree: Json,
-        available: Available,
-        rank_local: RankLocal | None = None,
-        *,
-        is_dry: bool = False,
-        filter: RestoreFilter = EXACT,
-    ) -> RestorePlan:
-        """How a checkpoint with the state tree `tree` and the tensors `available` is restored into the live objects.
+    def plan_restore(self, stored: StoredState, *, is_dry: bool = False, filter: RestoreFilter = EXACT) -> RestorePlan:
+        """How the checkpoint is restored into the live objects. Changes nothing: the caller then calls the plan's
+        `run`, unless it `is_dry`. `filter` selects what is restored.
 
-        `tree` is this rank's. When another number of ranks saved the checkpoint, it is any rank's and `rank_local` is
-        given. Changes nothing: the caller then calls the plan's `run`, unless it `is_dry`. `filter` selects what is
-        restored. Raises Mismatch, listing the differences, and Corrupt when `tree` is not a state tree.
+        Raises Mismatch, listing the differences, and Corrupt when the tree is not a state tree.
         """
-        saved = parse_tree(tree)
+        saved, available, rank_local = parse_tree(stored.tree), stored.available, stored.rank_local
         devices = {parameter.device for parameter in self._model.parameters() if not parameter.is_cpu}
         # For tensors that were saved from an accelerator and belong to no live object.
         accelerator = min(devices, key=str, default=torch.device("cpu"))

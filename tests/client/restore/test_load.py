@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tierd_client import DictState
 from tierd_client.restore import load as load_module
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor, capture_tensor
 from tierd_client.state.training_state import TrainingState
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,7 +123,7 @@ def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
     source.entry = entry_of(good)
     state = TrainingState(model=(model := model_of(600, fill=5.0)))
     shards, tensors = read_headers([source])
-    plan = state.plan_restore(shards[source.name].tierd["state"], tensors)
+    plan = state.plan_restore(StoredState(shards[source.name].tierd["state"], tensors))
     with pytest.raises(Corrupt, match="chunk 1 "):
         ReadPlan([source], plan.destinations.values()).run(workers=1)
     assert (model[0].weight == 5.0).any()
@@ -306,7 +307,7 @@ def test_only_the_chunks_with_this_ranks_rows_are_read(files: Files, ranks: Any,
     for rank in range(then):
         module = _sharded(torch.zeros(rows, 64), ranks(rank, then))
         state = TrainingState(model=module, optimizer=torch.optim.AdamW(module.parameters()), rng=False)
-        plan = state.plan_restore(shards[opened[0].name].tierd["state"], tensors)
+        plan = state.plan_restore(StoredState(shards[opened[0].name].tierd["state"], tensors))
         read_bytes = ReadPlan(opened, plan.destinations.values()).run()
         spans = 3 * (2 if then in (1, 3) else 1)  # pieces of files that this rank's rows lie in
         assert size_bytes // then <= read_bytes <= min(total, size_bytes // then + (2 * spans + 1) * CHUNK_BYTES)

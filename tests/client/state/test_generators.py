@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.state import Files, restore, small_net, stage
@@ -93,7 +94,7 @@ def test_forged_state_of_a_generator_is_a_typed_error() -> None:
     tree["extra.generator"]["value"] = {"$generator": ["random.Random", {"version": 3, "words": 1, "gauss": None}]}
     available: dict[str, Any] = {}
     tree.pop("model")
-    plan = state.plan_restore(tree, available)
+    plan = state.plan_restore(StoredState(tree, available))
     with pytest.raises(TierdError, match=r"restore extra\.generator") as caught:
         plan.run(lambda tensors: None)
     assert type(caught.value) is TierdError

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.state import Files, Loader, Training, assert_same, plan, restore, small_net, stage
@@ -65,7 +66,7 @@ def test_sections_that_only_one_side_has_are_named_in_warnings(files: Files, cap
 @pytest.mark.parametrize("tree", [None, [], {"model": 1}, {"model": {"kind": 1}}])
 def test_malformed_state_tree_is_corrupt(tree: object) -> None:
     with pytest.raises(Corrupt):
-        TrainingState(model=small_net()).plan_restore(tree, {})
+        TrainingState(model=small_net()).plan_restore(StoredState(tree, {}))
 
 
 @pytest.mark.parametrize("kind", [Corrupt, NotFound, TierUnreachable])

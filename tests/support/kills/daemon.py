@@ -116,10 +116,10 @@ def _delete_shards_first() -> None:
 
 def _recover_nothing() -> None:
     from tierd import daemon
-    from tierd.listing import enter
+    from tierd.listing import enter_listing
 
     async def recover(catalog: Any, hot: Any, store: Any, *, now_s: float) -> None:
-        await enter(catalog, hot, await hot.listing(), catalog.changes)
+        await enter_listing(catalog, hot, await hot.listing(), since=catalog.changes)
 
     daemon.recover = recover
 

@@ -1,7 +1,8 @@
-"""Checks the promises of DESIGN after every change, from the bytes in the tiers and from what trainers were told.
+"""Checks the promises after every change, from the bytes in the tiers and from what trainers were told.
 
-It shares no code with what it checks: keys, manifests and checksums are read here as docs/FORMAT.md describes them, and
-the retention rules are computed from the config alone. The first violation ends the simulation.
+The promises are the invariants of docs/ARCHITECTURE.md. It shares no code with what it checks: keys, manifests and
+checksums are read here as docs/FORMAT.md describes them, and the retention rules are computed from the config alone.
+The first violation ends the simulation.
 """
 
 from __future__ import annotations

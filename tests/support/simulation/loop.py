@@ -22,7 +22,7 @@ DURATION_S_MAX = 10 * 86400.0
 
 
 class Process:
-    """What is killed as one. `adopt` makes everything that is started from the current context part of it."""
+    """What is killed as one: everything that is started in a context where `OWNER` is this process."""
 
     def __init__(self, name: str) -> None:
         self.name = name

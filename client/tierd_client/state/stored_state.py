@@ -1,0 +1,19 @@
+"""The state in a checkpoint as one rank restores it: the input of `plan_restore`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd_client.state.encoding import Json
+from tierd_client.state.rank_local import RankLocal
+from tierd_client.state.restore_plan import Available
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """`tree`: the state tree that this rank saved. Where another number of ranks saved the checkpoint, it is any
+    rank's, and `rank_local` is given. `available`: the tensors of all shards."""
+
+    tree: Json
+    available: Available
+    rank_local: RankLocal | None = None
