@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +125,20 @@ def test_a_trainer_that_needs_a_slot_does_not_wait_for_a_slow_copy_to_cold(tmp_p
         assert [peer.hear(wire.Replicated).step for _ in range(2)] == [2, 4]
         lost = [message.step for message in peer.heard if isinstance(message, wire.Failed) and message.is_final]
         assert lost == [3]
+
+
+def test_a_restore_from_cold_makes_room_instead_of_taking_an_older_checkpoint(tmp_path: Path, hot: Path) -> None:
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        persist_three(daemon, peer)
+        seal(peer, 0, 4)
+        wait_until(lambda: 4 in daemon.steps("cold"), "the copy in cold")
+    shutil.rmtree(hot / RUN / "000000000004-g0001")
+    fill(hot, leaving=MIB // 2)
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet(RUN)
+        answer = peer.find()
+        assert json.loads(peer.take_files()[0])["step"] == 4, answer.passed_over
 
 
 def test_a_daemon_that_stops_writes_to_cold_what_hot_has_no_space_for(tmp_path: Path, hot: Path) -> None:

@@ -238,12 +238,5 @@ async def test_milestone_that_is_set_during_a_copy_reaches_the_cold_tier(rooms: 
         await refresh(rooms.catalog, rooms.hot)
         gate.open()
     assert copying.result()
-    assert not (rooms.folder("cold", saved) / "milestone-best.json").exists()
-    for step in (200, 300, 400, 500):
-        await commit_steps(rooms, step)
-        for tier in ("cold", "dr"):
-            await rooms.replicator(tier).run_once()
-        await Reaper(rooms.context).run_once()
-    assert 100 not in rooms.steps("hot")
-    assert rooms.steps("cold") == [500, 400, 300, 100]
+    await rooms.replicator().run_once()
     assert (rooms.folder("cold", saved) / "milestone-best.json").exists()
