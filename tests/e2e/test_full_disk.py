@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,31 @@ def test_a_daemon_that_stops_does_not_wait_for_space_that_nobody_frees(
         assert "run/000000000001-g0001 is lost with this daemon: hot has no space for it" in daemon.log
         assert ("cold did not take it" in daemon.log) == has_cold
         assert "Traceback" not in daemon.log
+
+
+def test_a_daemon_that_stops_does_not_wait_for_a_cold_tier_that_is_absent(tmp_path: Path, hot: Path) -> None:
+    """Nothing is written to a tier that is not known, so waiting for it is in vain too."""
+    environ = {"TIERD_DAEMON_DRAIN_TIMEOUT_S": "600"}
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet(RUN)
+        wait_until(lambda: not daemon.status()["halted"], "the listing of cold, which remembers its marker")
+    (tmp_path / "cold").rename(tmp_path / "aside")
+    with Daemon(tmp_path, environ=environ) as daemon, Peer(daemon.socket) as peer:
+        wait_until(lambda: "has no marker" in str(daemon.status()["halted"]), "the listing of cold")
+        attach(peer)
+        fill(hot, leaving=MIB // 2)
+        seal(peer, 0, 1)
+        assert daemon.stop() == 1
+        assert "run/000000000001-g0002 is lost with this daemon: hot has no space for it" in daemon.log
+
+
+@pytest.mark.xfail(strict=True, reason="a claim needs space in hot, also where a cold tier has it")
+def test_a_trainer_starts_although_hot_has_no_space_for_its_claim(tmp_path: Path, hot: Path) -> None:
+    """Cold has the claim, and takes the snapshots."""
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        with (hot / ".filler").open("ab", buffering=0) as filler, suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        attach(peer)
+        seal(peer, 0, 1)
+        assert peer.hear(wire.Replicated).step == 1
