@@ -32,10 +32,10 @@ async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) ->
         store.put_bytes = put_bytes  # type: ignore[method-assign]
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {})
         async with asyncio.TaskGroup() as group:
-            slow = group.create_task(admission._claim(Run("slow"), Rank(0), HELLO))
+            slow = group.create_task(admission._claim(Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
             await is_begun.wait()
             async with asyncio.timeout(10):
-                assert (await admission._claim(Run("other"), Rank(0), HELLO))[0] == 1
+                assert (await admission._claim(Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
             assert not slow.done()
             is_answering.set()
         assert slow.result()[0] == 1

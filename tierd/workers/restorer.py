@@ -110,6 +110,10 @@ class Restorer:
                 is_hot_bad = (checkpoint, self._hot.name) in failed
                 opened = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
             except TierdError as error:
+                if isinstance(error, NotFound) and tier == self._hot.name:
+                    # It may be being deleted. A fetch that began now would keep files that are deleted next.
+                    async with self._context.lock(checkpoint):
+                        pass
                 failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
                 replaced = [name for _, name in failed if name == MEMORY]
                 if tier == MEMORY and isinstance(error, Transient) and len(replaced) >= MEMORY_ATTEMPTS_MAX:
