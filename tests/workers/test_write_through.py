@@ -185,3 +185,26 @@ async def test_a_commit_in_hot_during_a_copy_from_memory_gets_another_sequence(
     assert slow.manifest is not None
     assert fast.manifest is not None
     assert slow.manifest.sequence != fast.manifest.sequence
+
+
+@pytest.mark.xfail(strict=True, reason="each snapshot waits 30 s for the second tier before the next one is written")
+async def test_a_tier_that_hangs_does_not_delay_the_snapshots_of_other_runs(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain ends after `daemon.drain_timeout_s`, and loses those that were not written."""
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rooms.cold["dr"].store, "put", hangs)
+    for run in ("first", "second"):
+        refused(rooms, 7, run=run)
+    writing = asyncio.ensure_future(WriteThrough(rooms.context).run_once())
+    try:
+        await asyncio.wait([writing], timeout=1.0)
+        assert {manifest.run for manifest in rooms.catalog.manifests_in("cold")} == {"first", "second"}
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
+        for snapshot_set in rooms.memory.pending():
+            assert states(snapshot_set) == {SlotState.SEALED}
