@@ -126,15 +126,17 @@ class _Daemon:
             for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)
+        self._reaper = Reaper(context)
         self._workers = self._make_workers()
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
-        self._door = TrainerDoor(context, Restorer(context, self._judge), spawn=self._spawn)
+        restorer = Restorer(context, self._judge, self._reaper.make_room)
+        self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         self._operator = Operator(context, self._listers, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config = self._context, self._config
-        reaper = Reaper(context)
+        reaper = self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
         if config.cold:
             workers["write through"] = WriteThrough(context)

@@ -14,6 +14,8 @@ import tierd
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
 from tierd.cli import options
 from tierd.cli.app import VERBS, called, config_first, make_app
+from tierd.errors import NotFound
+from tierd.tiers.tier import Tier
 
 
 @pytest.fixture
@@ -99,6 +101,23 @@ def test_milestone_is_marked_in_every_tier_that_holds_the_checkpoint(house: Hous
     assert house.json("ls", house.hot)[1]["milestone"] == "release-1.0"
     assert house.json("ls", house.cold)[0]["milestone"] == "release-1.0"
     assert house.json("show", "run42", "milestone:release-1.0")["manifest"]["step"] == 100
+
+
+def test_milestone_is_not_reported_of_a_checkpoint_that_is_deleted_meanwhile(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = make_checkpoint(house.hot, step=100)
+    real_mark = Tier.mark_milestone
+
+    async def delete_and_mark(tier: Tier, *arguments: str) -> None:
+        await tier.delete(manifest.id)
+        await real_mark(tier, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tier, "mark_milestone", delete_and_mark)
+    result = house.tierd("milestone", "--step", "100", "best")
+    assert result.exit_code == NotFound.exit_code
+    assert "it has just been deleted" in result.stderr
+    assert list(house.hot.rglob("milestone-*")) == []
 
 
 def test_milestone_dry_run_marks_nothing(house: House) -> None:

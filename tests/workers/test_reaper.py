@@ -173,6 +173,16 @@ async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_li
     assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
 
 
+async def test_hot_replica_stays_when_the_marker_of_its_milestone_has_disappeared_from_cold(rooms: Rooms) -> None:
+    """Without the marker, the cold tier would expire the checkpoint."""
+    for tier in rooms.tiers.values():
+        await tier.mark_milestone(CheckpointId(RUN, 200, 1), "best", "now")  # type: ignore[arg-type]
+    await rooms.look()
+    (rooms.folder("cold", CheckpointId(RUN, 200, 1)) / "milestone-best.json").unlink()  # type: ignore[arg-type]
+    assert await reaper(rooms).run_once()
+    assert rooms.steps("hot") == [500, 400, 300, 200]
+
+
 @pytest.mark.parametrize("tier", ["hot", "cold"])
 async def test_checkpoint_with_a_milestone_that_the_plan_did_not_know_stays(rooms: Rooms, tier: str) -> None:
     """Another machine may have set it after the last listing of the tier."""

@@ -9,7 +9,7 @@ import gc
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.store_contract import BytesSource
 from tests.support.waiting import wait_until
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.descriptors import close_all
 from tierd.errors import (
     BadRequest,
@@ -42,6 +43,7 @@ from tierd.memory.slot import SlotEvent
 from tierd.tiers import direct_io
 from tierd.tiers.store import StoredObject
 from tierd.workers import restorer as restorer_module
+from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
 
 SHARD = layout.shard_name(Rank(1), 2)
@@ -623,3 +625,29 @@ async def test_more_files_than_a_message_carries_is_unsupported(rooms: Rooms) ->
     await rooms.look()
     with pytest.raises(TierdError, match="a message carries 252"):
         await ask(rooms, tier="memory")
+
+
+async def test_restore_during_a_deletion_in_hot_takes_the_cold_replica_and_reports_no_damage(tmp_path: Path) -> None:
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=5, keep_every=0))
+    async with rooms_at(tmp_path, lifecycle=lifecycle) as rooms:
+        for step in (100, 200):
+            await rooms.commit("hot", "cold", step=step, sequence=step)
+        await rooms.look()
+        real_delete = rooms.hot_store.delete
+        finding: list[asyncio.Task[OpenCheckpoint]] = []
+
+        async def delete(keys: Sequence[str]) -> None:
+            await real_delete(keys[:2])  # the manifest and one of two shards
+            find = wire.Find(request=1, step=100, generation=None, milestone=None, tier="auto", exclude=[])
+            finding.append(asyncio.ensure_future(restorer(rooms).find(RUN, find, lambda done, total: None)))
+            await asyncio.wait(finding, timeout=0.5)
+            await real_delete(keys[2:])
+
+        rooms.hot_store.delete = delete  # type: ignore[method-assign]
+        assert await Reaper(rooms.context).run_once()
+        opened = await finding[0]
+        assert opened.tier == "cold"
+        close_all(opened.descriptors)
+        assert rooms.count("tierd_verify_failures_total", tier="hot") in (None, 0)
+        await rooms.look()
+        assert rooms.catalog.unreadable() == {}

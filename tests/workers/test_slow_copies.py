@@ -224,3 +224,19 @@ async def test_after_a_start_nothing_is_deleted_from_hot_before_a_former_copy_is
     assert rooms.steps("hot") == [500, 400, 300, 200]
     gate.open()
     assert await copy
+
+
+async def test_milestone_that_is_set_during_a_copy_reaches_the_cold_tier(rooms: Rooms) -> None:
+    """The copy had begun without the marker: hot has the only one until the replicator has copied it."""
+    await commit_steps(rooms, 100)
+    saved = checkpoint_id(RUN, 100, 1)
+    gate = Gate(rooms, "cold", saved)
+    async with asyncio.TaskGroup() as group:
+        copying = group.create_task(rooms.replicator().run_once())
+        await gate.is_reached.wait()
+        await rooms.hot.mark_milestone(saved, "best", "now")
+        await refresh(rooms.catalog, rooms.hot)
+        gate.open()
+    assert copying.result()
+    await rooms.replicator().run_once()
+    assert (rooms.folder("cold", saved) / "milestone-best.json").exists()

@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import tierd
 from tierd.api.packets import PacketConnection
@@ -43,7 +44,9 @@ class Admission:
         self._restorer = restorer
         self._sessions = sessions
         self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # the process that may have a rank's slots mapped
-        self._claiming = asyncio.Lock()
+        self._claiming: WeakValueDictionary[Run, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # a slow claim delays no other run
         self._boot = uuid.uuid4().hex
 
     async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
@@ -163,7 +166,7 @@ class Admission:
             # Minutes since 1970, more than any count of starts: generations in the tiers that could not be listed stay
             # older than this one.
             least = int(self._context.now().timestamp() / 60)
-        async with self._claiming:
+        async with self._claiming.setdefault(run, asyncio.Lock()):
             generation = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
             while not await self._claim_in(tiers, run, Generation(generation)):

@@ -11,8 +11,10 @@ from tierd.cli import options
 from tierd.cli.console import now, print_report
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
+from tierd.errors import NotFound
 from tierd.format import layout
 from tierd.lifecycle.selection import select
+from tierd.listing import files_of
 
 
 async def milestone(
@@ -31,10 +33,18 @@ async def milestone(
         chosen = select(query, tiers.catalog.inventory()).candidate
         layout.milestone_file(name)  # refuses a bad name before the first marker is written
         marked_at = now().isoformat(timespec="milliseconds")
-        for tier in chosen.tiers:
+        names: list[str] = []
+        for tier in (tiers.by_name[tier] for tier in chosen.tiers):
             if not dry_run:
-                await tiers.by_name[tier].mark_milestone(chosen.id, name, marked_at)
-    checkpoint, names = chosen.id, list(chosen.tiers)
+                await tier.mark_milestone(chosen.id, name, marked_at)
+                # A daemon may have deleted the replica since it was listed.
+                if layout.MANIFEST not in await files_of(tier, chosen.id):
+                    await tier.store.delete([layout.file_key(chosen.id, layout.milestone_file(name))])
+                    continue
+            names.append(tier.name)
+        if not names:
+            raise NotFound(f"mark {chosen.id} as {name}: it has just been deleted", hint="choose another: `tierd ls`")
+    checkpoint = chosen.id
     marked = f"{'would mark' if dry_run else 'marked'} {checkpoint.run} step {checkpoint.step}"
     text = f"{marked} (generation {checkpoint.generation}) as {name} in {', '.join(names)}"
     report = msgspec.to_builtins(checkpoint) | {"milestone": name, "tiers": names, "is_dry_run": dry_run}

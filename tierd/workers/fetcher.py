@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from tierd.catalog import Entry
@@ -19,8 +19,10 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
+from tierd.report import free_bytes
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
+from tierd.workers.persister import MARGIN_BYTES, ROOM_TIMEOUT_S
 
 NEARLY_ALL = 0.9  # of a checkpoint's bytes: then fetch the rest too, which makes it a hot replica
 
@@ -37,9 +39,16 @@ class _PartialFetch:
     raw: bytes
 
 
+async def no_room(need_bytes: int) -> int:
+    return 0
+
+
 class Fetcher:
-    def __init__(self, context: DaemonContext) -> None:
+    """`make_room`: as of Persister."""
+
+    def __init__(self, context: DaemonContext, make_room: Callable[[int], Awaitable[int]] = no_room) -> None:
         self._context = context
+        self._make_room = make_room
         self._hot = context.hot
         self._hot_store = context.hot_store
         # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
@@ -129,6 +138,7 @@ class Fetcher:
             on_progress(fetch.wanted_bytes - fetch.missing_bytes, fetch.wanted_bytes)
 
         count(0)
+        await self._ensure_space(fetch.missing_bytes)
         self._swept.discard(manifest.id.run)
         try:
             async with self._sweeping:
@@ -146,6 +156,15 @@ class Fetcher:
             self._context.metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
         if problem is not None:
             raise problem
+
+    async def _ensure_space(self, size_bytes: int) -> None:
+        """Without space in hot, the trainer would get an older checkpoint that is there."""
+        free = await free_bytes(self._hot)
+        missing_bytes = 0 if free is None else size_bytes + MARGIN_BYTES - free
+        if missing_bytes > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_TIMEOUT_S):
+                    await self._make_room(missing_bytes)
 
     async def _commit(self, part: _PartialFetch, milestones: frozenset[str]) -> None:
         """Commit the fetched checkpoint in hot, with the same manifest bytes."""

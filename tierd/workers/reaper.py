@@ -225,11 +225,9 @@ class Reaper:
         entry = self._catalog.get(action.checkpoint)
         if entry is None:
             return False
-        elsewhere = entry.tiers - {HOT}
-        marked = frozenset[str]().union(*(entry.milestones.get(name, ()) for name in elsewhere))
-        if elsewhere and not entry.milestones.get(HOT, frozenset()) <= marked:
-            return False  # without the marker, which the replicator copies, the cold tier would expire the checkpoint
-        for name in elsewhere:
+        marked: set[str] = set()
+        is_listed = False
+        for name in entry.tiers - {HOT}:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
@@ -248,7 +246,10 @@ class Reaper:
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
-        return True
+            marked |= {milestone for file in files if (milestone := layout.milestone_of(file)) is not None}
+            is_listed = True
+        # Without the marker, which the replicator copies, the cold tier would expire the checkpoint.
+        return not is_listed or entry.milestones.get(HOT, frozenset()) <= marked
 
 
 class Retentions:

@@ -187,6 +187,7 @@ class Replicator:
         failpoint("cold.copy")
         context, run = self._context, checkpoint.run
         began_s = context.monotonic_s()
+        milestones = entry.all_milestones  # of those set meanwhile, the copy has no marker: `_mark` writes it
         with context.throttle.writing(self._cold.name) as count_written:
 
             def progress(size_bytes: int) -> None:
@@ -197,7 +198,7 @@ class Replicator:
                 entry.manifest,
                 self._hot,
                 self._cold,
-                milestones=entry.all_milestones,
+                milestones=milestones,
                 is_healthy=entry.healthy,
                 progress=progress,
             )
@@ -208,7 +209,7 @@ class Replicator:
         else:
             self._went_back.discard(run)
         self._turns[run] = next(self._turn)
-        self._catalog.add(entry.manifest, self._cold.name, entry.all_milestones)
+        self._catalog.add(entry.manifest, self._cold.name, milestones)
         seconds = context.monotonic_s() - began_s
         context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
         context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)

@@ -23,7 +23,7 @@ from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, s
 from tierd.listing import refresh_run
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers.tier import Tier
-from tierd.workers.fetcher import Fetcher, OnProgress
+from tierd.workers.fetcher import Fetcher, OnProgress, no_room
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
 MEMORY_ATTEMPTS_MAX = 3  # snapshots that a find reads in memory and that a newer one replaces meanwhile
@@ -47,13 +47,17 @@ class OpenCheckpoint:
 
 
 class Restorer:
-    def __init__(self, context: DaemonContext, judge: Judge) -> None:
+    """`make_room`: as of Persister."""
+
+    def __init__(
+        self, context: DaemonContext, judge: Judge, make_room: Callable[[int], Awaitable[int]] = no_room
+    ) -> None:
         self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = context.cold
-        self.fetcher = Fetcher(context)
+        self.fetcher = Fetcher(context, make_room)
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:
@@ -106,6 +110,10 @@ class Restorer:
                 is_hot_bad = (checkpoint, self._hot.name) in failed
                 opened = await self._open(checkpoint, tier, find, on_progress, is_hot_bad=is_hot_bad)
             except TierdError as error:
+                if isinstance(error, NotFound) and tier == self._hot.name:
+                    # It may be being deleted. A fetch that began now would keep files that are deleted next.
+                    async with self._context.lock(checkpoint):
+                        pass
                 failed[checkpoint, tier] = self._record_failure(checkpoint, tier, error)
                 replaced = [name for _, name in failed if name == MEMORY]
                 if tier == MEMORY and isinstance(error, Transient) and len(replaced) >= MEMORY_ATTEMPTS_MAX:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 
+from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.errors import TierdError
 from tierd.format import wire
@@ -95,7 +96,10 @@ class WriteThrough:
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
         """Whether the tier has committed the checkpoint."""
-        if not self._catalog.tiers[cold.name].is_known:
+        knowledge = self._catalog.tiers[cold.name]
+        if not knowledge.is_known:
+            if knowledge.error != NOT_LISTED_YET:
+                snapshot_set.refused_by.add(cold.name)  # else a drain would wait for it in vain
             return False  # nothing is written where another place may be mounted
         milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
         diagnosis = snapshot_set.diagnosis

@@ -1,0 +1,41 @@
+"""Admission of trainers: claims of generations while a cold tier is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tests.support.rooms import rooms_at
+from tests.support.wire_peer import HELLO
+from tierd.api.admission import Admission
+from tierd.format.ids import Rank, Run
+from tierd.workers.restorer import Restorer
+
+
+async def judge_nothing(checkpoint: object) -> bool | None:
+    return None
+
+
+async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.look()
+        store = rooms.cold["cold"].store
+        real_put_bytes, is_begun, is_answering = store.put_bytes, asyncio.Event(), asyncio.Event()
+
+        async def put_bytes(key: str, *arguments: Any, **options: Any) -> bool:
+            if key.startswith("slow/"):
+                is_begun.set()
+                await is_answering.wait()
+            return await real_put_bytes(key, *arguments, **options)
+
+        store.put_bytes = put_bytes  # type: ignore[method-assign]
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {})
+        async with asyncio.TaskGroup() as group:
+            slow = group.create_task(admission._claim(Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
+            await is_begun.wait()
+            async with asyncio.timeout(10):
+                assert (await admission._claim(Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
+            assert not slow.done()
+            is_answering.set()
+        assert slow.result()[0] == 1
