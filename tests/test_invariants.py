@@ -17,9 +17,10 @@ import pytest
 
 from tests import test_identity
 from tests.memory import test_tier as test_memory
-from tests.support.rooms import rooms_at
+from tests.support.rooms import Rooms, rooms_at
 from tests.tiers import test_directory, test_pool, test_tier
 from tests.workers import test_reaper
+from tierd.catalog import Catalog
 from tierd.identity import Identities
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import Action
@@ -45,6 +46,10 @@ def accept_every_generation(memory: MemoryTier, run: Any, generation: object, ac
     return memory._runs[run]
 
 
+def trust_a_tier_that_cannot_be_listed(*_: object) -> None:
+    pass
+
+
 async def accept_every_place(*_: object) -> None:
     pass
 
@@ -59,6 +64,16 @@ def delete_more_than_is_shown(decided: Any) -> Any:
 
 
 # ── tests of the invariants ──
+
+
+@asynccontextmanager
+async def rooms_with_checkpoints(root: Path) -> AsyncGenerator[Rooms]:
+    """As the fixture of tests/workers/test_reaper.py."""
+    async with rooms_at(root) as rooms:
+        for number, step in enumerate(test_reaper.STEPS):
+            await rooms.commit("hot", "cold", step=step, sequence=number + 1)
+        await rooms.look()
+        yield rooms
 
 
 async def copy_of_a_damaged_shard(root: Path) -> None:
@@ -79,10 +94,13 @@ async def buffers_in_use(root: Path) -> None:
     await test_pool.test_buffers_are_limited_in_number_and_reused()
 
 
+async def deletions_without_a_listing(root: Path) -> None:
+    async with rooms_with_checkpoints(root) as rooms:
+        await test_reaper.test_nothing_is_deleted_while_hot_cannot_be_listed(rooms)
+
+
 async def deletions_and_decisions(root: Path) -> None:
-    async with rooms_at(root) as rooms:
-        for number, step in enumerate(test_reaper.STEPS):
-            await rooms.commit("hot", "cold", step=step, sequence=number + 1)
+    async with rooms_with_checkpoints(root) as rooms:
         await test_reaper.test_deletions_are_those_among_the_decisions(rooms)
 
 
@@ -96,6 +114,9 @@ class Mutation:
 
 MUTATIONS = {
     "same_bytes": Mutation(ChunkSums, "entry", copy_without_a_comparison, copy_of_a_damaged_shard),
+    "halt, not guess": Mutation(
+        Catalog, "listing_failed", trust_a_tier_that_cannot_be_listed, deletions_without_a_listing
+    ),
     "fenced": Mutation(MemoryTier, "_current", accept_every_generation, calls_of_a_stale_generation),
     "identified": Mutation(
         Identities,
