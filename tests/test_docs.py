@@ -36,6 +36,7 @@ SOURCES = {
 }
 FORMAT = (ROOT / "docs/FORMAT.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+RELIABILITY = (ROOT / "docs/RELIABILITY.md").read_text(encoding="utf-8")
 
 
 def refuse(found: list[str], why: str) -> None:
@@ -263,6 +264,17 @@ def test_every_room_has_a_line() -> None:
 def test_every_invariant_names_a_test_that_holds_it() -> None:
     for name, _, tests in rows(ARCHITECTURE, "name", "promise", "held by"):
         assert re.search(r"`test_\w+`", tests), f"no test holds {name}"
+
+
+def test_every_invariant_has_a_daemon_that_breaks_it() -> None:
+    invariants = [name for name, *_ in rows(ARCHITECTURE, "name", "promise", "held by")]
+    broken = {
+        name: tests
+        for name, _, tests, _ in rows(RELIABILITY, "invariant", "what is broken", "test", "battery that catches it")
+    }
+    assert list(broken) == invariants
+    for name, tests in broken.items():
+        assert re.search(r"`test_\w+`", tests), f"no test breaks {name}"
 
 
 DECISION_STATUS = r"- Status: (?:accepted|superseded by).*?\n- Date: \d{4}-\d\d-\d\d"

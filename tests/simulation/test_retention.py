@@ -250,8 +250,8 @@ class Retention(RuleBasedStateMachine):
     @invariant()
     def no_deletion_breaks_a_promise(self) -> None:
         assert self.broken == [], "a promise"
-        for bug in self.world.bugs if hasattr(self, "world") else ():
-            raise bug
+        if hasattr(self, "world"):
+            self.world.check()
 
     @invariant()
     def what_any_tier_keeps_exists(self) -> None:
@@ -322,7 +322,12 @@ def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dic
     ("target", "name", "broken"),
     [
         (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
-        (Reaper, "_is_still_decided", delete_what_was_planned),
+        pytest.param(  # found after some hundred examples
+            Reaper,
+            "_is_still_decided",
+            delete_what_was_planned,
+            marks=[pytest.mark.long, pytest.mark.timeout(0)],
+        ),
         (policy, "kept", forget_milestones),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.simulation.slow_uploads import CHECKPOINTS, INTERVAL_S, KEEP_LAST, MILESTONE, simulate_uploads
 from tierd.catalog import Catalog
+from tierd.decisions import waiting
+from tierd.workers.persister import Persister
 
 RATIOS = (0.5, 3.7, 6.0, 10.0)
 
@@ -51,6 +53,24 @@ def test_lasting_checkpoints_that_cannot_all_be_copied_leave_room_in_hot_and_are
 def test_a_daemon_is_caught_that_does_not_keep_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Catalog, "copying", lambda catalog, tier: None)
     assert len(simulate_uploads(6.0, 0).committed_s) < 3
+
+
+def test_a_daemon_is_caught_that_waits_for_copies_before_it_persists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket is down. With the unbroken daemon, hot has the last snapshots all the same."""
+    run_once = Persister.run_once
+
+    async def wait_for_the_copies(persister: Persister) -> bool:
+        context = persister._context
+        if any(waiting(context.catalog, context.config).values()):
+            return False
+        return await run_once(persister)
+
+    def last_in_hot() -> list[int]:
+        return simulate_uploads(0.5, 0, checkpoints=10, bucket_fails_s=[(100.0, 1e6)]).in_hot[-KEEP_LAST:]
+
+    assert last_in_hot() == [8, 9, 10]
+    monkeypatch.setattr(Persister, "run_once", wait_for_the_copies)
+    assert last_in_hot() != [8, 9, 10]
 
 
 def test_a_copy_continues_after_each_restart_of_the_daemon() -> None:

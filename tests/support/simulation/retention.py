@@ -99,7 +99,6 @@ class RetentionWorld:
         self._on_change = on_change
         self.loop = SteppedLoop(seed)
         self.loop.latency_s = lambda name: (self.loop.random.uniform(0.0, 0.02), self.loop.random.uniform(0.0, 0.002))
-        self.loop.after_job = self._after_job
         self.unmounted: set[str] = set()
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.bugs: list[BaseException] = []
@@ -109,6 +108,7 @@ class RetentionWorld:
         for tier in self.cold:
             self.begin_pass(f"list {tier}")
         self.run_until_idle()
+        self.loop.after_job = self._after_job  # until here there is no checkpoint
 
     # ── the daemon ──
 
@@ -143,6 +143,11 @@ class RetentionWorld:
     @property
     def workers(self) -> list[str]:
         return list(self._passes)
+
+    def check(self) -> None:
+        """Raises what no worker may raise, and an error of a callback: the job that it belongs to would never end."""
+        for bug in (*self.bugs, *(each["exception"] for each in self.loop.errors if "exception" in each)):
+            raise bug
 
     def is_running(self, name: str) -> bool:
         return name in self.tasks and not self.tasks[name].done()
@@ -197,10 +202,11 @@ class RetentionWorld:
         rooms, identity = self.rooms, checkpoint_id(RUN, checkpoint.step, checkpoint.generation)
 
         async def mark() -> None:
-            entry = rooms.catalog.get(identity)
-            if entry is not None and HOT in entry.tiers and not entry.diagnoses:
-                await rooms.hot.mark_diagnosis(identity, Diagnosis(healthy=is_healthy))
-                rooms.catalog.diagnosed(identity, HOT, is_healthy=is_healthy)
+            async with rooms.context.lock(identity):
+                entry = rooms.catalog.get(identity)
+                if entry is not None and HOT in entry.tiers and not entry.diagnoses:
+                    await rooms.hot.mark_diagnosis(identity, Diagnosis(healthy=is_healthy))
+                    rooms.catalog.diagnosed(identity, HOT, is_healthy=is_healthy)
 
         self.spawn("examine", mark)
 
