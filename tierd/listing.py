@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -80,8 +80,11 @@ async def _confirm_absence(tier: Tier, checkpoints: Sequence[CheckpointId]) -> N
     await for_each(CONFIRMED_AT_ONCE, checkpoints, confirm)
 
 
-async def next_sequence(catalog: Catalog, cold: Iterable[Tier], run: Run, identities: Identities) -> int:
-    """The sequence of the run's next checkpoint: one more than the highest in any tier.
+async def next_sequence(
+    catalog: Catalog, cold: Iterable[Tier], run: Run, identities: Identities, *, in_memory: Callable[[Run], int]
+) -> int:
+    """The sequence of the run's next checkpoint: one more than the highest in any tier. `in_memory`: the highest
+    number of a snapshot that is being written; 0 when there is none.
 
     If no checkpoint of the run is known, the hot disk may be new while the trainers live on: then each cold tier that
     was not listed since the start is listed first. One that cannot be listed in time is left out.
@@ -96,7 +99,7 @@ async def next_sequence(catalog: Catalog, cold: Iterable[Tier], run: Run, identi
 
     if catalog.sequence_max(run) == 0:
         await asyncio.gather(*(list_in(tier) for tier in cold if not catalog.tiers[tier.name].is_known))
-    return catalog.sequence_max(run) + 1
+    return max(catalog.sequence_max(run), in_memory(run)) + 1
 
 
 async def enter_listing(

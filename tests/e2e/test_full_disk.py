@@ -219,7 +219,6 @@ def test_a_daemon_that_stops_does_not_wait_for_a_cold_tier_that_is_absent(tmp_pa
         assert "run/000000000001-g0002 did not become durable: hot did not take it" in daemon.log
 
 
-@pytest.mark.xfail(strict=True, reason="a claim needs space in hot, also where a cold tier has it")
 def test_a_trainer_starts_although_hot_has_no_space_for_its_claim(tmp_path: Path, hot: Path) -> None:
     """Cold has the claim, and takes the snapshots."""
     with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:

@@ -161,7 +161,6 @@ async def test_bytes_that_differ_from_the_checksums_are_not_committed(rooms: Roo
     assert {incident["kind"] for incident in rooms.incidents.recent()} == {"corrupt"}
 
 
-@pytest.mark.xfail(strict=True, reason="a copy from memory and a commit in hot take the same sequence")
 async def test_a_commit_in_hot_during_a_copy_from_memory_gets_another_sequence(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +186,6 @@ async def test_a_commit_in_hot_during_a_copy_from_memory_gets_another_sequence(
     assert slow.manifest.sequence != fast.manifest.sequence
 
 
-@pytest.mark.xfail(strict=True, reason="each snapshot waits 30 s for the second tier before the next one is written")
 async def test_a_tier_that_hangs_does_not_delay_the_snapshots_of_other_runs(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from tierd.api.packets import PacketConnection
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
-from tierd.errors import BadRequest, Stale, TierdError, TierUnreachable
+from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
@@ -44,9 +44,8 @@ class Admission:
         self._restorer = restorer
         self._sessions = sessions
         self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # the process that may have a rank's slots mapped
-        self._claiming: WeakValueDictionary[Run, asyncio.Lock] = (
-            WeakValueDictionary()
-        )  # a slow claim delays no other run
+        # One lock for each run: a slow claim delays no other run.
+        self._claiming: WeakValueDictionary[Run, asyncio.Lock] = WeakValueDictionary()
         self._boot = uuid.uuid4().hex
 
     async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
@@ -176,18 +175,30 @@ class Admission:
         return Generation(generation), unlisted
 
     async def _claim_in(self, cold: Sequence[Tier], run: Run, generation: Generation) -> bool:
-        """Claim a generation in hot and in the cold tiers. False when another daemon has it in one of them."""
+        """Claim a generation in hot and in the cold tiers. False when another daemon has it in one of them.
+
+        Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it."""
         failpoint("run.claim")
         claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
-        if not await self._context.hot.claim_generation(run, generation, claim):
-            return False
+        claimed = False
+        hot_error: TierdError | None = None
+        try:
+            if not await self._context.hot.claim_generation(run, generation, claim):
+                return False
+            claimed = True
+        except (Full, TierUnreachable) as error:
+            hot_error = error
+            log.warning("claim generation %d of %s in hot: %s", generation, run, error)
         for tier in cold:
             try:
                 async with asyncio.timeout(COLD_CLAIM_TIMEOUT_S):
                     if not await tier.claim_generation(run, generation, claim):
                         return False
+                claimed = True
             except (TierdError, TimeoutError) as error:
                 log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
+        if hot_error is not None and not claimed:
+            raise hot_error
         return True
 
     def _fence(self, run: Run, generation: Generation) -> None:

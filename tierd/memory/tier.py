@@ -212,6 +212,11 @@ class MemoryTier:
         pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
         return sorted(pending, key=lambda each: (not each.is_last, each.failures, each.sealed_at_s))
 
+    def sequence_max(self, run: Run) -> int:
+        """The highest sequence of a manifest that was made for a snapshot here; 0 when there is none."""
+        sets = self._runs[run].sets.values() if run in self._runs else ()
+        return max((each.manifest.sequence for each in sets if each.manifest is not None), default=0)
+
     def unsealed(self) -> list[Run]:
         """The runs whose connected ranks stage a snapshot now, or have yet to seal one that others have sealed."""
         return [run for run, memory in self._runs.items() if memory.is_staging()]

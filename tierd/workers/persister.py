@@ -91,10 +91,11 @@ class Persister:
             else:
                 await self._check_same(snapshot_set, entry.manifest)
                 snapshot_set.manifest = entry.manifest
-                if self._hot.name in entry.tiers:
-                    failpoint("persist.repeat")
-                    # It may have been killed before its last fsync. Committing again repeats it.
-                    await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
+                async with self._context.lock(snapshot_set.id):  # no manifest is written after a deletion
+                    if self._hot.name in entry.tiers:
+                        failpoint("persist.repeat")
+                        # It may have been killed before its last fsync. Committing again repeats it.
+                        await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException as error:
             snapshot_set.failures += 1
             # An error of the disk may be gone at the next attempt; one that stays does not stop durability.
@@ -194,7 +195,13 @@ class Persister:
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
             context = self._context
-            sequence = await next_sequence(self._catalog, context.cold.values(), checkpoint.run, context.identities)
+            sequence = await next_sequence(
+                self._catalog,
+                context.cold.values(),
+                checkpoint.run,
+                context.identities,
+                in_memory=context.memory.sequence_max,
+            )
             manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
             failpoint("persist.commit")

@@ -167,6 +167,9 @@ class Reaper:
             return
         for action in to_give_up(catalog, config, free_bytes):
             async with self._context.lock(action.checkpoint):
+                entry = catalog.get(action.checkpoint)
+                if entry is not None and entry.healthy is False and self._has_only_verdict(action):
+                    continue
                 if action.action is Action.EVICT and not await self._is_elsewhere(action, set()):
                     continue
                 confirm = partial(self._is_still_given_up, action, free_bytes)
@@ -211,11 +214,14 @@ class Reaper:
 
     def _has_only_verdict(self, action: Decision) -> bool:
         """Whether this replica has the health marker of the checkpoint and no other replica has it yet. The replicator
-        copies it. Without it, an unhealthy checkpoint would count as one that may be healthy."""
+        copies it. Without it, an unhealthy checkpoint would count as one that may be healthy: also one that a tier has
+        which is not known now."""
         entry = self._catalog.get(action.checkpoint)
         if entry is None or action.tier not in entry.diagnoses:
             return False
         others = entry.tiers - {action.tier}
+        if entry.healthy is False:
+            others |= self._catalog.unlisted().keys()
         return bool(others) and not others & entry.diagnoses.keys()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:

@@ -1,15 +1,15 @@
 """Copies snapshots from memory to the cold tiers while the hot tier is full or its disk fails.
 
 The newest snapshot first, to all cold tiers at once. It is durable when the first one has committed it: the others then
-get as much time again, so that a slow tier does not occupy the slots. `Replicated` is sent for each tier, and
-`Persisted` is not: the checkpoint is not in hot.
+get as much time again, unless another snapshot waits, so that a slow tier does not occupy the slots. `Replicated` is
+sent for each tier, and `Persisted` is not: the checkpoint is not in hot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 
 from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
@@ -23,12 +23,12 @@ from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
-from tierd.tiers.pool import for_each
 from tierd.tiers.tier import ReadableTier, Tier, copy_checkpoint
 
 log = logging.getLogger("tierd")
 
 EXTRA_TIME_MIN_S = 30.0  # for the other tiers, after the first one has committed
+POLL_S = 1.0  # looks for a snapshot that waits, which ends the extra time
 
 
 class WriteThrough:
@@ -47,7 +47,7 @@ class WriteThrough:
         is_complete = True
         while self._context.cold and (snapshot_set := self._newest(tried)) is not None:
             tried.add(snapshot_set.id)
-            is_complete &= await self._write(snapshot_set)
+            is_complete &= await self._write(snapshot_set, tried)
             self._context.notify.persist_ended(snapshot_set.id.run)
         return is_complete
 
@@ -59,12 +59,12 @@ class WriteThrough:
         ]
         return max(refused, key=lambda snapshot_set: snapshot_set.sealed_at_s, default=None)
 
-    async def _write(self, snapshot_set: SnapshotSet) -> bool:
+    async def _write(self, snapshot_set: SnapshotSet, tried: set[CheckpointId]) -> bool:
         """Whether the snapshot is durable in a cold tier now."""
         snapshot_set.move(SlotEvent.PERSIST)  # its slots stay as they are
         is_durable = False
         try:
-            is_durable = await self._write_to_all(snapshot_set)
+            is_durable = await self._write_to_all(snapshot_set, tried)
         finally:
             snapshot_set.failures += not is_durable
             snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
@@ -73,25 +73,35 @@ class WriteThrough:
             log.info("wrote %s from memory to cold: hot did not take it", snapshot_set.id)
         return is_durable
 
-    async def _write_to_all(self, snapshot_set: SnapshotSet) -> bool:
+    async def _write_to_all(self, snapshot_set: SnapshotSet, tried: set[CheckpointId]) -> bool:
         await self._memory.compute_checksums(snapshot_set)
         context = self._context
-        sequence = await next_sequence(self._catalog, context.cold.values(), snapshot_set.id.run, context.identities)
+        sequence = await next_sequence(
+            self._catalog,
+            context.cold.values(),
+            snapshot_set.id.run,
+            context.identities,
+            in_memory=self._memory.sequence_max,
+        )
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
         clock = asyncio.get_running_loop().time
-        began_s, is_durable = clock(), False
-
-        async def write(cold: Tier) -> None:
-            nonlocal is_durable
-            if await self._write_to(cold, source, manifest, snapshot_set) and not is_durable:
-                is_durable = True
-                limit.reschedule(clock() + max(EXTRA_TIME_MIN_S, clock() - began_s))
-
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None) as limit:  # none, until the first tier has committed
-                await for_each(len(self._context.cold), self._context.cold.values(), write)
+        began_s, deadline_s, is_durable = clock(), math.inf, False
+        writing = {
+            asyncio.create_task(self._write_to(cold, source, manifest, snapshot_set)) for cold in context.cold.values()
+        }
+        try:
+            while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
+                done, writing = await asyncio.wait(writing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                commits = [task.result() for task in done]
+                if any(commits) and not is_durable:
+                    is_durable = True
+                    deadline_s = clock() + max(EXTRA_TIME_MIN_S, clock() - began_s)
+        finally:
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
         return is_durable
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
