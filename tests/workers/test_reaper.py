@@ -218,6 +218,23 @@ async def test_replica_with_the_only_verdict_stays_until_another_has_it(tmp_path
         assert rooms.steps("dr") == [300, 200, 100]
 
 
+async def test_an_unhealthy_verdict_stays_while_a_tier_that_may_have_the_checkpoint_is_not_known(rooms: Rooms) -> None:
+    """A daemon that was killed after its copy, before it copied the marker: cold has not been listed yet."""
+    for step, is_healthy in ((100, False), (200, False), (300, True)):
+        checkpoint = CheckpointId(RUN, step, 1)  # type: ignore[arg-type]
+        await rooms.tiers["hot"].mark_diagnosis(checkpoint, Diagnosis(healthy=is_healthy))
+    await rooms.look()
+    for step in (100, 300):
+        rooms.catalog.drop(CheckpointId(RUN, step, 1), "cold")  # type: ignore[arg-type]
+    rooms.catalog.listing_failed("cold", "not listed yet")
+    await reaper(rooms).run_once()
+    assert 100 in rooms.steps("hot")
+    await rooms.look()
+    assert await reaper(rooms).run_once()
+    assert 100 not in rooms.steps("hot")
+    assert 100 not in rooms.steps("cold"), "no policy keeps it"
+
+
 async def test_replica_with_the_only_verdict_is_deleted_after_the_others(rooms: Rooms) -> None:
     """No policy keeps the unhealthy step 100. Its cold replica is deleted before it gets the verdict."""
     for step in (100, 200):
