@@ -228,3 +228,14 @@ def test_a_trainer_starts_although_hot_has_no_space_for_its_claim(tmp_path: Path
         attach(peer)
         seal(peer, 0, 1)
         assert peer.hear(wire.Replicated).step == 1
+
+
+def test_a_daemon_starts_for_the_first_time_on_a_disk_without_space(tmp_path: Path, hot: Path) -> None:
+    with (hot / ".filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        seal(peer, 0, 1)
+        assert peer.hear(wire.Replicated).step == 1
+        assert "describe this daemon" in daemon.log

@@ -306,6 +306,26 @@ async def test_a_snapshot_that_hot_has_no_space_for_is_left_to_the_cold_tiers(
     assert rooms.steps("hot") == ([300, 200, 100] if tiers == ("hot",) else []), "no last replica is deleted"
 
 
+async def test_an_attempt_that_is_cancelled_leaves_the_refusal_of_the_former_one(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error at the end of a drain names the tiers that refused the snapshot."""
+    limit_space(rooms, monkeypatch, 1000)
+    snapshot_set = rooms.seal(400, [bytes(20_000)])
+    persister = rooms.persister()
+    assert not await persister.run_once()
+
+    async def put(key: str, *arguments: object, **options: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rooms.hot_store, "put", put)
+    attempt = asyncio.ensure_future(persister.run_once())
+    await asyncio.wait([attempt], timeout=0.05)
+    attempt.cancel()
+    await asyncio.wait([attempt])
+    assert snapshot_set.refused_by == {"hot"}
+
+
 async def test_a_hot_disk_that_fails_twice_leaves_the_snapshot_to_the_cold_tiers(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ describes the holder, for messages and for the CLI, which reads the daemon's add
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ import msgspec
 from tierd.errors import LockHeld, TierUnreachable
 from tierd.format import layout
 from tierd.tiers.tree import make_folder
+
+log = logging.getLogger("tierd")
 
 _DESCRIPTION_BYTES_MAX = 4096
 
@@ -51,11 +54,14 @@ class Lock(AbstractContextManager["Lock"]):
             ) from error
 
     def describe(self, holder: Mapping[str, object]) -> None:
-        """Replace the description of the holder."""
+        """Replace the description of the holder. On a full disk there is none: the lock does not depend on it."""
         self._description = holder
         description = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)
+        except OSError as error:
+            log.warning("describe this daemon in %s: %s; commands do not find it there", self._path, error.strerror)
 
     def renew(self) -> None:
         """Take the lock again if the directory was deleted and made anew meanwhile: the former file protects nothing.

@@ -101,7 +101,7 @@ class Persister:
             # An error of the disk may be gone at the next attempt; one that stays does not stop durability.
             if isinstance(error, Full) or (isinstance(error, Transient) and snapshot_set.failures > 1):
                 snapshot_set.refused_by.add(self._hot.name)
-            else:
+            elif isinstance(error, TierdError):  # an attempt that is cancelled, at the end of a drain, shows nothing
                 snapshot_set.refused_by.discard(self._hot.name)
             snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
