@@ -145,10 +145,12 @@ async def test_deletions_are_those_among_the_decisions(rooms: Rooms) -> None:
     await rooms.commit("hot", step=600, sequence=6)
     await rooms.look()
     decided = decisions(rooms.catalog, rooms.config)
-    expected = {decision for decision in decided if decision.action in (Action.EVICT, Action.EXPIRE)}
-    assert expected
-    assert set(deletions(decisions(rooms.catalog, rooms.config))) == expected
+    shown = {(each.tier, int(each.checkpoint.step)) for each in decided if each.action in (Action.EVICT, Action.EXPIRE)}
+    assert {tier for tier, _ in shown} == {"hot", "cold"}
     assert {decision.checkpoint.step for decision in decided} == {*STEPS, 600}
+    before = {(tier, step) for tier in ("hot", "cold") for step in rooms.steps(tier)}
+    assert await reaper(rooms).run_once()
+    assert before - {(tier, step) for tier in ("hot", "cold") for step in rooms.steps(tier)} == shown
 
 
 async def test_slots_of_departed_trainers_are_freed_after_the_grace_time(tmp_path: Path) -> None:
