@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 import tierd
+from tierd import logs
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
@@ -75,8 +76,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not reach the hot tier in time.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logs.configure()
     _raise_descriptor_limit()
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
