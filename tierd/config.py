@@ -134,7 +134,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     empty_runs_max: PositiveCount = 1000  # runs that one user has started within a day and that have no checkpoint
     empty_run_grace_s: Number = 604800.0  # then the claims of a run without a checkpoint are deleted; 0: never
     manifest_mib_max: Annotated[int, msgspec.Meta(ge=1, le=MANIFEST_BYTES_MAX >> 20)] = 16  # a larger one is not read
-    manifests_mib_max: PositiveCount = 256  # all manifests of a tier together; the largest beyond it are not read
+    manifests_mib_max: PositiveCount = 128  # all known manifests together; the largest beyond it are not read
     reconcile_interval_s: Positive = 10.0  # how often the lifecycle is planned again without a reason to wake it
     cold_list_interval_s: Positive = 600.0  # how often a cold tier is listed again
     retry_min_s: Positive = 1.0  # backoff of a failing worker: doubles from retry_min_s to retry_max_s, with jitter

@@ -105,7 +105,7 @@ class _Daemon:
             config=config,
             catalog=Catalog(names),
             memory=self._memory,
-            hot=Tier(HOT, hot_store),
+            hot=Tier(HOT, hot_store, limits=config.limits),
             hot_store=hot_store,
             cold={cold.name: self._open_cold(cold) for cold in config.cold},
             identities=Identities(config, lambda error: context.incidents.record("list", error)),
