@@ -110,7 +110,7 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             continue  # not a table in the file: msgspec.convert refuses it below
         try:
             section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeError) as error:
             name = "TIERD_" + "_".join(keys).upper()
             raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
 

@@ -58,6 +58,7 @@ from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
+from tierd.workers.run_expirer import RunExpirer
 from tierd.workers.scrubber import Scrubber
 from tierd.workers.worker import Wake, Worker, run_forever
 from tierd.workers.write_through import WriteThrough
@@ -136,6 +137,7 @@ class _Daemon:
         context, config = self._context, self._config
         reaper = Reaper(context)
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
+        workers["expire"] = RunExpirer(context)
         if config.cold:
             workers["write through"] = WriteThrough(context)
         if config.health.examine:
