@@ -142,6 +142,10 @@ class Catalog:
     def saw_generation(self, run: Run, generation: int) -> None:
         self._generations[run] = max(self._generations.get(run, 0), generation)
 
+    def forget_run(self, run: Run) -> None:
+        """The claims of a run without checkpoints were deleted."""
+        self._generations.pop(run, None)
+
     def enter_listing(
         self,
         tier: str,

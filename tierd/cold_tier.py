@@ -19,10 +19,11 @@ def open_cold_tier(
     if config.url.startswith("file://"):
         root = Path(config.url.removeprefix("file://"))
         timeout_s = 2 * limits.request_timeout_s
-        return Tier(config.name, DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s))
+        store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s)
+        return Tier(config.name, store, limits=limits)
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store
 
     folder = cache_folder()
     cache = ManifestCache(folder, f"{config.url} {config.endpoint_url}") if folder else None
-    return Tier(config.name, S3Store(config, limits, on_request=on_request), cache)
+    return Tier(config.name, S3Store(config, limits, on_request=on_request), cache, limits=limits)

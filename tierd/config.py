@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tierd.format.manifest import MANIFEST_BYTES_MAX
 from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
@@ -127,6 +128,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     connections_max: PositiveCount = 1024
     hello_timeout_s: Positive = 10.0  # a peer that connects and sends nothing is dropped
+    messages_per_s: PositiveCount = 500  # of one connection; what is sent faster is read later
+    slots_max: PositiveCount = 1024  # of all runs of one user
+    slots_gib_max: Number = 0.0  # memory of all slots of one user; 0: the memory of this machine
+    empty_runs_max: PositiveCount = 1000  # runs that one user has started within a day and that have no checkpoint
+    empty_run_grace_s: Number = 604800.0  # then the claims of a run without a checkpoint are deleted; 0: never
+    manifest_mib_max: Annotated[int, msgspec.Meta(ge=1, le=MANIFEST_BYTES_MAX >> 20)] = 16  # a larger one is not read
+    manifests_mib_max: PositiveCount = 128  # all known manifests together; the largest beyond it are not read
     reconcile_interval_s: Positive = 10.0  # how often the lifecycle is planned again without a reason to wake it
     cold_list_interval_s: Positive = 600.0  # how often a cold tier is listed again
     retry_min_s: Positive = 1.0  # backoff of a failing worker: doubles from retry_min_s to retry_max_s, with jitter

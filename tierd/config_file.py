@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_origin
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -66,7 +66,11 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     if path is not None:
         try:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        except (
+            ValueError,
+            RecursionError,
+            OSError,
+        ) as error:  # also of what is not UTF-8
             raise BadConfig(f"read config {path}: {error}", hint="deploy/tierd.toml is a commented example") from error
     _apply_environment(tree, environ)
     try:
@@ -110,7 +114,7 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             continue  # not a table in the file: msgspec.convert refuses it below
         try:
             section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeError) as error:
             name = "TIERD_" + "_".join(keys).upper()
             raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
 
@@ -176,13 +180,13 @@ def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", cold.name) or cold.name in _TIER_WORDS:
         yield "cold.name", cold.name, f"a short word of a-z, 0-9 and -, and none of {_TIER_WORDS}"
     if not cold.url.startswith("file:///"):
-        parts = urlsplit(cold.url)
+        parts = _split_url(cold.url)
         # Only a bucket name: credentials in a URL would end up in logs.
         is_bucket = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parts.netloc)
         if parts.scheme != "s3" or not is_bucket or parts.query or parts.fragment:
             yield f"cold.url of {cold.name}", cold.url, "s3://bucket/prefix or file://directory"
     if cold.endpoint_url:
-        endpoint = urlsplit(cold.endpoint_url)
+        endpoint = _split_url(cold.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             yield f"cold.endpoint_url of {cold.name}", cold.endpoint_url, "http://host or https://host"
     if cold.ca_bundle and not os.path.isfile(cold.ca_bundle):
@@ -201,6 +205,14 @@ def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake
     if cold.milestone_storage_class and not policy.milestones:
         key = f"cold.milestone_storage_class of {cold.name}"
         yield key, cold.milestone_storage_class, "empty: the lifecycle of this tier keeps no milestones"
+
+
+def _split_url(url: str) -> SplitResult:
+    """The parts of a URL; all are empty where it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # such as of brackets around what is no IPv6 address
+        return SplitResult("", "", "", "", "")
 
 
 def _shared_places(config: Config) -> Iterator[_Mistake]:

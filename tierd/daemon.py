@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 import tierd
+from tierd import logs
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
@@ -57,6 +58,7 @@ from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
+from tierd.workers.run_expirer import RunExpirer
 from tierd.workers.scrubber import Scrubber
 from tierd.workers.worker import Wake, Worker, run_forever
 from tierd.workers.write_through import WriteThrough
@@ -75,8 +77,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not become durable in time.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logs.configure()
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     with Lock(config.hot_path, about) as hot_lock:
         _raise_descriptor_limit()
@@ -105,7 +106,7 @@ class _Daemon:
             config=config,
             catalog=Catalog(names),
             memory=self._memory,
-            hot=Tier(HOT, hot_store),
+            hot=Tier(HOT, hot_store, limits=config.limits),
             hot_store=hot_store,
             cold={cold.name: self._open_cold(cold) for cold in config.cold},
             identities=Identities(config, lambda error: context.incidents.record("list", error)),
@@ -138,6 +139,7 @@ class _Daemon:
         context, config = self._context, self._config
         reaper = self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
+        workers["expire"] = RunExpirer(context)
         if config.cold:
             workers["write through"] = WriteThrough(context)
         if config.health.examine:

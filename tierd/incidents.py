@@ -12,6 +12,7 @@ from typing import Any
 
 from tierd.errors import TierdError
 from tierd.format.ids import CheckpointId
+from tierd.format.text import printable
 from tierd.metrics import Metrics
 
 log = logging.getLogger("tierd")
@@ -38,8 +39,8 @@ class Incidents:
                 "stage": stage,
                 "kind": kind,
                 # A message may contain a file name that is not valid UTF-8; the status must still be encodable.
-                "message": (error.message if is_expected else repr(error)).encode("utf-8", "backslashreplace").decode(),
-                "hint": error.hint if is_expected else "a bug in tierd: please report it with the log",
+                "message": printable(error.message if is_expected else repr(error)),
+                "hint": printable(error.hint) if is_expected else "a bug in tierd: please report it with the log",
             }
         )
         log.warning("%s: %s", stage, error, exc_info=None if is_expected else error)

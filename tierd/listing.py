@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from tierd.catalog import Catalog
-from tierd.errors import NewerFormat, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
-from tierd.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from tierd.format.manifest import Manifest
 from tierd.identity import Identities
 from tierd.tiers.pool import for_each
 from tierd.tiers.tier import Listing, Tier
@@ -23,7 +23,7 @@ from tierd.tiers.tier import Listing, Tier
 log = logging.getLogger("tierd")
 
 BATCH = 64  # manifests read at once: bounds how long the event loop is busy
-BATCH_BYTES = MANIFEST_BYTES_MAX  # manifests read at once have no more together: bounds the memory
+BATCH_BYTES = 4 << 20  # of manifests that are read at once, except for a larger one, which is read alone
 UNSYNCED_MAX = 64  # the last written: a daemon fsyncs each checkpoint before it begins the next, few at once
 
 CONFIRMED_MAX = 64  # of checkpoints that disappeared, the newest are looked for again one by one
@@ -168,6 +168,9 @@ async def _manifests(
             found[checkpoint] = known.manifest
         else:
             unread.append(checkpoint)
+    refused = _too_large(catalog, tier, unread, listing)
+    unreadable |= refused
+    unread = [checkpoint for checkpoint in unread if checkpoint not in refused]
     if tier.cache is not None and len(unread) > BATCH:
         found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
         unread = [c for c in unread if c not in found]
@@ -177,7 +180,8 @@ async def _manifests(
         newest = nlargest(UNSYNCED_MAX, unread, key=lambda checkpoint: listing.written_at_s.get(checkpoint, 0.0))
         await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in newest])
     for batch in _batches(unread, listing):
-        for checkpoint, manifest in zip(batch, await tier.manifests(batch), strict=True):
+        size_max = max(listing.fingerprints[checkpoint][0] for checkpoint in batch)
+        for checkpoint, manifest in zip(batch, await tier.manifests(batch, size_max=size_max), strict=True):
             if isinstance(manifest, Manifest):
                 found[checkpoint] = manifest
             elif not isinstance(manifest, NotFound):  # deleted since it was listed
@@ -203,6 +207,29 @@ async def _manifests(
     return found, unreadable, newer_format
 
 
+def _too_large(
+    catalog: Catalog, tier: Tier, unread: Iterable[CheckpointId], listing: Listing
+) -> dict[CheckpointId, str]:
+    """Why each of these manifests is not read: it is too large, or all known manifests with it are. Small ones come
+    first, so that a few large ones, which anyone who can write to a bucket can put there, displace no other."""
+    sizes: dict[CheckpointId, int] = {}
+    for knowledge in catalog.tiers.values():
+        sizes |= {checkpoint: size_bytes for checkpoint, (size_bytes, _) in knowledge.fingerprints.items()}
+    total_bytes, total_max = sum(sizes.values()), tier.limits.manifests_mib_max << 20
+    refused: dict[CheckpointId, str] = {}
+    for checkpoint in sorted(unread, key=lambda checkpoint: listing.fingerprints[checkpoint][0]):
+        size_bytes = listing.fingerprints[checkpoint][0]
+        added_bytes = max(0, size_bytes - sizes.get(checkpoint, 0))
+        where = f"{checkpoint} in {tier.name}: its manifest of {size_bytes} bytes is not read"
+        if size_bytes > tier.manifest_bytes_max:
+            refused[checkpoint] = f"{where}: limits.manifest_mib_max is {tier.limits.manifest_mib_max}"
+        elif total_bytes + added_bytes > total_max:
+            refused[checkpoint] = f"{where}: with the others it exceeds limits.manifests_mib_max"
+        else:
+            total_bytes += added_bytes
+    return refused
+
+
 def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
     batch: list[CheckpointId] = []
     size_bytes = 0
@@ -222,6 +249,13 @@ def missing_file(manifest: Manifest, files: dict[str, int]) -> str:
         if files.get(entry.name) != entry.size_bytes:
             return f"{entry.name} is missing or has another size"
     return ""
+
+
+async def check_sizes(manifest: Manifest, tier: Tier) -> None:
+    """Raises Corrupt unless the tier has every file in the size that the manifest says, before space is reserved for
+    them: a forged manifest must not fill a disk."""
+    if problem := missing_file(manifest, await files_of(tier, manifest.id)):
+        raise Corrupt(f"read {manifest.id} in {tier.name}: {problem}", hint="docs/RUNBOOK.md#unreadable-manifest")
 
 
 async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:

@@ -183,7 +183,7 @@ def test_control_characters_in_a_manifest_do_not_reach_the_terminal(house: House
     for verb in (["ls"], ["show", "run42"]):
         out = house.tierd(*verb).stdout
         assert "\x1b" not in out
-        assert "]0;owned�[red]" in out
+        assert r"\x1b]0;owned\x07[red]" in out
 
 
 # ── show ──

@@ -107,11 +107,15 @@ async def test_each_missing_permission_is_named(served: Bucket, operation: str) 
         assert (served.objects, served.uploads) == ({}, {})
 
 
-async def test_absent_object_answered_with_403_is_reported(served: Bucket) -> None:
-    """As AWS answers an identity that may list only with a prefix."""
+async def test_absent_object_answered_with_403_is_reported_only_where_its_key_cannot_be_listed(served: Bucket) -> None:
+    """As AWS answers an identity that may list only with a prefix, or not at all."""
     served.script = lambda operation, key: "AccessDenied" if "head" in operation and not served.objects else ""
+    assert "absent" not in await probe(served.url)
+    served.script = lambda operation, key: (
+        "AccessDenied" if operation == "list_objects_v2" or ("head" in operation and not served.objects) else ""
+    )
     found = await probe(served.url)
-    assert "403, not 404" in found["absent"].message
+    assert "its key cannot be listed" in found["absent"].message
 
 
 @pytest.mark.parametrize(

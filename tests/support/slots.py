@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 
 def make_memfd(size_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK) -> int:
     descriptor = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size_bytes)
+    os.posix_fallocate(descriptor, 0, size_bytes)  # a sparse one cannot be sealed
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
 

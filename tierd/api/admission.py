@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import tierd
 from tierd.api.packets import PacketConnection
+from tierd.api.quotas import Quotas
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
@@ -22,6 +23,7 @@ from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer
@@ -36,13 +38,18 @@ class Admission:
     """`sessions`: the sessions of all trainers that are connected now; admitting a rank adds to it."""
 
     def __init__(
-        self, context: DaemonContext, restorer: Restorer, sessions: dict[tuple[Run, Rank], TrainerSession]
+        self,
+        context: DaemonContext,
+        restorer: Restorer,
+        sessions: dict[tuple[Run, Rank], TrainerSession],
+        quotas: Quotas,
     ) -> None:
         self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
         self._restorer = restorer
         self._sessions = sessions
+        self._quotas = quotas
         self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # the process that may have a rank's slots mapped
         # One lock for each run: a slow claim delays no other run.
         self._claiming: WeakValueDictionary[Run, asyncio.Lock] = WeakValueDictionary()
@@ -60,7 +67,8 @@ class Admission:
         hello = await self._receive_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
-            return TrainerSession(connection, run, NO_RANK, Generation(0), protocol=hello.protocol), {}
+            lines = self._quotas.lines()
+            return TrainerSession(connection, run, NO_RANK, Generation(0), lines=lines, protocol=hello.protocol), {}
         return await self._enter(connection, hello, run, Rank(hello.rank))
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
@@ -121,6 +129,7 @@ class Admission:
         """The session of a trainer's rank, and the slots that it may adopt."""
         if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
+        self._quotas.check_run(connection.peer_uid, run)
         if hello.generation is None:
             generation, unlisted = await self._claim(run, rank, hello)
         else:
@@ -132,13 +141,15 @@ class Admission:
             raise Stale.by(newest, f"join run {run}", generation)
         previous = self._memory.generation(run)
         self._memory.enter(run, generation, rank, hello.world_size)
+        self._quotas.joined(connection.peer_uid, run)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
             self._fence(run, generation)
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
-        session = TrainerSession(connection, run, rank, generation, unlisted, protocol=hello.protocol)
+        lines = self._quotas.lines()
+        session = TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=hello.protocol)
         self._sessions[key] = session
         slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
         log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
@@ -234,7 +245,7 @@ def _check_protocol(raw: bytes) -> None:
         return  # not a Hello: decoding the whole message says what it is
     if greeting.protocol not in wire.PROTOCOLS_SPOKEN:
         spoken = " and ".join(map(str, wire.PROTOCOLS_SPOKEN))
-        version = greeting.version[:80]
+        version = printable(greeting.version, 80)
         raise BadRequest(
             f"greet a client (tierd {version}): it speaks protocol {greeting.protocol}, this daemon "
             f"(tierd {tierd.__version__}) speaks {spoken}",

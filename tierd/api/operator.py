@@ -23,6 +23,7 @@ from tierd.context import DaemonContext
 from tierd.decisions import halted, waiting
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
+from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotState
@@ -223,7 +224,7 @@ class Operator:
         known = self._catalog.tiers[HOT]
         if self.is_ready and known.is_known:
             return web.Response(text="ready\n")
-        return web.Response(status=503, text=f"not ready: {known.error or 'recovering'}\n")
+        return web.Response(status=503, text=f"not ready: {printable(known.error or 'recovering')}\n")
 
     async def _status(self, request: web.Request) -> web.Response:
         if "fresh" in request.query:
@@ -263,7 +264,8 @@ def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:
 
 
 def _json(content: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
+    text = printable_json(msgspec.json.encode(content))
+    return web.Response(text=text, status=status, content_type="application/json")
 
 
 def _render(status: StatusReport) -> str:
@@ -308,8 +310,8 @@ def _render(status: StatusReport) -> str:
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
         "<style>body{font:15px system-ui;margin:2em;max-width:75em}table{border-collapse:collapse;margin:0 0 2em}"
         "td,th{border:1px solid #bbb;padding:.3em .7em;text-align:left}</style>"
-        f"<h1>tierd on {html.escape(status.node)}</h1><p>version {status.version}, up "
-        f"{status.uptime_s:.0f} s; deletion halted: {html.escape('; '.join(status.halted) or 'no')}</p>"
+        f"<h1>tierd on {_cell(status.node)}</h1><p>version {status.version}, up "
+        f"{status.uptime_s:.0f} s; deletion halted: {_cell('; '.join(status.halted) or 'no')}</p>"
         + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
         + _table("Still to be copied", queue_heads, queues)
@@ -318,6 +320,10 @@ def _render(status: StatusReport) -> str:
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(heading)}" for heading in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
-    return f"<h2>{html.escape(title)}</h2><table><tr>{head}{body or '<tr><td>none'}</table>"
+    head = "".join(f"<th>{_cell(heading)}" for heading in heads)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}" for cell in row) for row in rows)
+    return f"<h2>{_cell(title)}</h2><table><tr>{head}{body or '<tr><td>none'}</table>"
+
+
+def _cell(text: str) -> str:
+    return html.escape(printable(text))

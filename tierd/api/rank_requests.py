@@ -14,6 +14,7 @@ from tierd.api.session import FIRST, TrainerSession, refused
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run
+from tierd.format.text import printable
 
 REQUESTS_MAX = 64  # pending at once, of all operators together
 
@@ -78,7 +79,10 @@ class RankRequests:
         del self._pending[answer.request]
         if answer.kind:
             message: wire.ToClient = wire.Refused(
-                request=pending.request, kind=answer.kind, message=answer.message, hint=answer.hint
+                request=pending.request,
+                kind=printable(answer.kind, 80),
+                message=printable(answer.message),
+                hint=printable(answer.hint),
             )
         else:
             message = wire.Agreed(request=pending.request, step=answer.step, generation=session.generation)

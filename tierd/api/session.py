@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tierd.api.packets import PacketConnection
+from tierd.api.quotas import Rate
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
 from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank, Run
+from tierd.format.text import printable
 
 log = logging.getLogger("tierd")
 
@@ -31,7 +33,8 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 
 class TrainerSession:
     """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
-    not be listed when it was admitted, by tier. `protocol`: the version that the peer speaks."""
+    not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause. `protocol`: the
+    version that the peer speaks."""
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class TrainerSession:
         generation: Generation,
         unlisted: Mapping[str, str] = MappingProxyType({}),
         *,
+        lines: Rate | None = None,
         protocol: int = wire.PROTOCOL_VERSION,
     ) -> None:
         self.connection = connection
@@ -51,6 +55,21 @@ class TrainerSession:
         self.protocol = protocol
         self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
         self._is_closed = False
+        self._lines = lines
+        self._lines_left_out = 0
+
+    def may_log(self) -> bool:
+        """Whether one more event of this peer is logged. The first one that is left out is noted."""
+        if self._lines is None or self._lines.try_spend():
+            return True
+        if self._lines_left_out == 0:
+            log.warning("%s rank %d: it reports too much, further reports are counted but not logged", *self._who)
+        self._lines_left_out += 1
+        return False
+
+    @property
+    def _who(self) -> tuple[Run, Rank]:
+        return self.run, self.rank
 
     def post(self, message: wire.ToClient, descriptors: list[int] | None = None) -> None:
         """Queue a message, and close its descriptors when it was sent. After `close`, only closes the descriptors."""
@@ -95,7 +114,8 @@ class TrainerSession:
 
 
 def refused(request: int, error: TierdError) -> wire.Refused:
-    return wire.Refused(request=request, kind=error.kind, message=error.message[:8192], hint=error.hint)
+    message, hint = printable(error.message), printable(error.hint)
+    return wire.Refused(request=request, kind=error.kind, message=message, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tierd.api.admission import Admission
 from tierd.api.packets import PacketConnection
+from tierd.api.quotas import Quotas
 from tierd.api.rank_requests import RankRequests
 from tierd.api.restore_requests import RestoreRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
@@ -27,6 +28,7 @@ from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
+from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers.restorer import Restorer
@@ -34,6 +36,8 @@ from tierd.workers.restorer import Restorer
 log = logging.getLogger("tierd")
 
 ACCEPT_PAUSE_S = 0.2  # before accepting again when there are no descriptors left
+KIND_CHARS_MAX = 80  # of a kind of error, or of a state, that a peer names
+DETAIL_CHARS_MAX = 1000  # of what a trainer says about an event
 HURRY_S = 10.0  # a trainer that waits for its snapshot asks every two seconds
 
 
@@ -57,7 +61,13 @@ class TrainerDoor:
         self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
-        self.admission = Admission(context, restorer, self._sessions)
+        self._quotas = Quotas(
+            context.config.limits,
+            context.memory,
+            has_checkpoint=lambda run: restorer.newest(run) is not None,
+            now_s=context.monotonic_s,
+        )
+        self.admission = Admission(context, restorer, self._sessions, self._quotas)
         self._requests = RankRequests(self._sessions)
         self._connections = 0
 
@@ -117,6 +127,7 @@ class TrainerDoor:
             if self._connections >= self._context.config.limits.connections_max:
                 sock.close()
                 self._incidents.record("wire", Transient(f"accept a connection: {self._connections} are open"))
+                await asyncio.sleep(ACCEPT_PAUSE_S)  # else it would be logged as fast as a peer connects
                 continue
             self._connections += 1
             self._spawn(self._serve_peer(PacketConnection(sock)))
@@ -124,6 +135,7 @@ class TrainerDoor:
     async def _serve_peer(self, connection: PacketConnection) -> None:
         """From Hello to the end of the connection."""
         try:
+            await asyncio.sleep(self._quotas.connection_wait_s(connection.peer_uid))
             session, slots = await self.admission.admit(connection)
             try:
                 self.admission.welcome(session, slots)
@@ -152,7 +164,9 @@ class TrainerDoor:
             connection.close()
 
     async def _converse(self, session: TrainerSession) -> None:
+        rate = self._quotas.messages()
         while True:
+            await asyncio.sleep(rate.spend())  # even 0 s lets the other tasks run: a peer may send without a pause
             raw, descriptors = await session.connection.receive()
             if not raw:
                 return
@@ -171,7 +185,9 @@ class TrainerDoor:
                 elif isinstance(message, wire.AttachSlot):
                     if len(descriptors) != 1:
                         raise BadRequest(f"attach slot {message.slot}: {len(descriptors)} descriptors, expected 1")
-                    slot = MappedSlot(descriptors.pop(), message.capacity_bytes)
+                    capacity_bytes = message.capacity_bytes
+                    self._quotas.check_slot(session.run, session.rank, message.slot, capacity_bytes)
+                    slot = MappedSlot(descriptors.pop(), capacity_bytes)
                     self._memory.attach(session.run, session.generation, session.rank, message.slot, slot)
                 else:
                     self._take(session, message)
@@ -179,9 +195,10 @@ class TrainerDoor:
                 close_all(descriptors)
 
     def _end(self, session: TrainerSession, goodbye: wire.Goodbye) -> None:
-        log.info("goodbye %s rank %d: %s %s", session.run, session.rank, goodbye.state, goodbye.reason[:200])
+        state, reason = printable(goodbye.state, KIND_CHARS_MAX), printable(goodbye.reason, DETAIL_CHARS_MAX)
+        log.info("goodbye %s rank %d: %s %s", session.run, session.rank, state, reason)
         if self._sessions.get((session.run, session.rank)) is session:  # not fenced meanwhile
-            self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, goodbye.reason)
+            self._memory.outcomes.rank_exited(session.run, session.rank, goodbye.state, reason)
 
     def _take(self, session: TrainerSession, message: wire.ToDaemon) -> None:
         run, generation, rank = session.run, session.generation, session.rank
@@ -241,9 +258,10 @@ class TrainerDoor:
         if is_known:
             return
         self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
-        message, hint = lost.message[: wire.TEXT_CHARS_MAX], lost.hint[: wire.TEXT_CHARS_MAX]
-        log.warning("%s rank %d lost step %d: %r", run, rank, lost.step, message)
-        self._send_lost(checkpoint, "stage", lost.kind, f"rank {rank}: {message}", hint)
+        message, hint, kind = printable(lost.message), printable(lost.hint), printable(lost.kind, KIND_CHARS_MAX)
+        if session.may_log():
+            log.warning("%s rank %d lost step %d: %s", run, rank, lost.step, message)
+        self._send_lost(checkpoint, "stage", kind, f"rank {rank}: {message}", hint)
 
     def _release_lost(self, session: TrainerSession, step: int) -> None:
         for rank, index in self._memory.give_up(session.run, session.generation, step):
@@ -264,33 +282,39 @@ class TrainerDoor:
                 session.post(wire.Replicated(step=ask.step, generation=ask.generation, tier=tier))
 
     def _report(self, session: TrainerSession, report: wire.Report) -> None:
-        run, detail = check_run(report.run or session.run), repr(report.detail)
+        run, detail = check_run(report.run or session.run), printable(report.detail, DETAIL_CHARS_MAX)
         tier = report.tier if report.tier in (*self._catalog.tiers, MEMORY) else "other"
         _check_seconds("take a report", report.seconds)
         match report.outcome:
             case "restored":
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
-                log.info("restored %s to step %d from %s", run, report.step, tier)
+                if session.may_log():
+                    log.info("restored %s to step %d from %s", run, report.step, tier)
                 self._spawn(self._restorer.fetcher.restored(run))  # a rank reports it after all ranks have restored
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it
-                    self._metrics.snapshots_total.labels(run=run, outcome="skipped").inc()
+                    self._metrics.snapshots_total.labels(run=session.run, outcome="skipped").inc()
                 self._metrics.snapshot_stall_seconds.observe(report.seconds)
-                log.warning("%s rank %d skipped step %d: %s", run, session.rank, report.step, detail)
+                if session.may_log():
+                    log.warning("%s rank %d skipped step %d: %s", run, session.rank, report.step, detail)
             case "failed":
                 self._metrics.snapshot_stall_seconds.observe(report.seconds)
-                self._metrics.snapshots_total.labels(run=run, outcome="failed").inc()
-                log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
+                self._metrics.snapshots_total.labels(run=session.run, outcome="failed").inc()
+                if session.may_log():
+                    log.warning("%s rank %d could not stage step %d: %s", run, session.rank, report.step, detail)
             case "unpinned":
-                self._incidents.record("stage", Full(f"{run} rank {session.rank} step {report.step}: {detail}"))
+                if session.may_log():
+                    self._incidents.record("stage", Full(f"{run} rank {session.rank} step {report.step}: {detail}"))
             case "corrupt":
                 self._metrics.verify_failures_total.labels(tier=tier).inc()
-                self._incidents.record("restore", Corrupt(f"{run} step {report.step} in {tier}: {detail}"))
+                if session.may_log():
+                    self._incidents.record("restore", Corrupt(f"{run} step {report.step} in {tier}: {detail}"))
             case _:
-                raise BadRequest(f"take a report: outcome {report.outcome!r}")
+                raise BadRequest(f"take a report: outcome {report.outcome[:KIND_CHARS_MAX]!r}")
 
     async def _refuse(self, connection: PacketConnection, error: TierdError) -> None:
-        self._incidents.record("wire", error)
+        if self._quotas.may_record_refusal(connection.peer_uid):
+            self._incidents.record("wire", error)
         with suppress(OSError, TimeoutError):  # it cannot receive the reason
             async with asyncio.timeout(1.0):
                 await connection.send(wire.encode(refused(0, error)))

@@ -68,10 +68,10 @@ def _print_error(error: Exception) -> int:
     if isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         return _print_error(error.exceptions[0])
     if isinstance(error, TierdError):
-        print_note(f"tierd: {error.message}" + (f"\n  hint: {error.hint}" if error.hint else ""))
+        print_note(f"tierd: {error.message}", *([f"  hint: {error.hint}"] if error.hint else []))
         return error.exit_code
     bug = f"this is a bug: {_TRACEBACK}=1 shows where, please report it"
-    print_note(f"tierd: {type(error).__name__}: {error}\n  hint: {bug}")
+    print_note(f"tierd: {type(error).__name__}: {error}", f"  hint: {bug}")
     return 1
 
 

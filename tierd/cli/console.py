@@ -1,6 +1,6 @@
 """Output: results on stdout, everything else on stderr, a progress bar if stderr is a terminal.
 
-Text from a manifest or a bucket is made harmless for a terminal here.
+A line never controls the terminal, whatever text of a manifest or a bucket is in it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any, TypeVar
 import msgspec
 import typer
 
+from tierd.format.text import printable, printable_json
 from tierd.report import age_s
 from tierd.tiers.store import Progress
 
 T = TypeVar("T")
 
 
-def print_result(text: str) -> None:
-    typer.echo(printable(text))
+def print_result(*lines: str) -> None:
+    typer.echo("\n".join(map(printable, lines)))
 
 
 def print_json(result: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
+    typer.echo(printable_json(msgspec.json.format(msgspec.json.encode(result), indent=2)))
 
 
 def print_report(report: T, *, as_json: bool, text: str | Callable[[T], None]) -> None:
@@ -38,20 +39,13 @@ def print_report(report: T, *, as_json: bool, text: str | Callable[[T], None]) -
         text(report)
 
 
-def print_note(text: str) -> None:
+def print_note(*lines: str) -> None:
     """On stderr: warnings, errors and hints."""
-    typer.echo(printable(text), err=True)
-
-
-def printable(text: str) -> str:
-    """The text with every control character replaced, except newlines."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char == "\n" else "�" for char in text)
+    typer.echo("\n".join(map(printable, lines)), err=True)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print plain columns, for people and for awk; nothing is cut off. `right`: the columns that are right-aligned."""
+    """Print plain columns, for people and for awk. `right`: the columns that are right-aligned."""
     shown = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
     aligns = [str.rjust if heading in right else str.ljust for heading in headings]

@@ -111,7 +111,7 @@ class _Demo:
             f'[daemon]\nsocket = "{self._socket}"\nlisten = "127.0.0.1:0"\n\n'
             '[hot]\npath = "hot"\n\n[[cold]]\nname = "cold"\nurl = "file://cold"\n'
         )
-        print_note(f"working in {self._root}\n1/5  training {scale.steps} steps undisturbed, for comparison")
+        print_note(f"working in {self._root}", f"1/5  training {scale.steps} steps undisturbed, for comparison")
         undisturbed = self._root / "undisturbed.jsonl"
         self._train(undisturbed, "--no-tierd")
         self._wait_trainer_ended("the undisturbed training")
@@ -269,13 +269,13 @@ class _Demo:
             time.sleep(0.02)
 
     def _trainer_failed(self, what: str) -> TierdError:
-        log = self._log.read_text(errors="replace")[-2000:]
-        return TierdError(f"run the demo: the trainer ended while the demo waited for {what}. Its log:\n{log}")
+        print_note(*self._log.read_text(errors="replace")[-2000:].splitlines())
+        return TierdError(f"run the demo: the trainer ended while the demo waited for {what}; its log is above")
 
     def _compare(self, undisturbed: Path) -> int:
         expected, actual = (path.read_bytes().splitlines(keepends=True) for path in (undisturbed, self._losses))
         if expected == actual and len(expected) == self._scale.steps:
-            print_result(f"\nloss curves identical: {len(expected)} steps, bit for bit")
+            print_result("", f"loss curves identical: {len(expected)} steps, bit for bit")
             return 0
         lines = enumerate(zip_longest(expected, actual), 1)
         first = next((number for number, (one, other) in lines if one != other), len(expected) + 1)

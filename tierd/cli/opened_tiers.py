@@ -115,7 +115,7 @@ async def open_tiers(
 def open_unlisted(config: Config, *, only: str | None = None) -> list[Tier]:
     """The tiers of the config, nearest first; the caller closes their stores."""
     hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
-    opened = [Tier(HOT, hot)] if only in (None, HOT) else []
+    opened = [Tier(HOT, hot, limits=config.limits)] if only in (None, HOT) else []
     return opened + [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
 
 
@@ -148,4 +148,4 @@ def _open_place(place: str, settings: Settings) -> Tier:
         config = Config()
     same = [cold for cold in config.cold if cold.url.rstrip("/") == place.rstrip("/")]
     tier = open_cold_tier((same or [ColdConfig(url=place)])[0], config.limits)
-    return Tier(place, tier.store, tier.cache)
+    return Tier(place, tier.store, tier.cache, limits=tier.limits)

@@ -18,7 +18,8 @@ from tierd.config import Config
 from tierd.errors import Corrupt, TierdError
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
-from tierd.tiers.tier import ReadableTier
+from tierd.listing import check_sizes
+from tierd.tiers.tier import ReadableTier, Tier
 from tierd.transfer.atomic_output import AtomicOutput
 from tierd.transfer.fetch import Fetch
 
@@ -93,6 +94,8 @@ class Replicas(AsyncExitStack):
         else:
             tier = self._tiers.by_name[name]
         manifest, raw = await tier.read_manifest(self.chosen.id)
+        if isinstance(tier, Tier):
+            await check_sizes(manifest, tier)
         if raw != (self.raw or raw):
             raise Corrupt(f"read {self.chosen.id} in {name}: its manifest differs from that of the nearer replicas")
         self.raw, self.manifest = raw, manifest

@@ -59,11 +59,11 @@ async def _list(settings: Settings) -> StatusReport:
 
 def _print(report: StatusReport, settings: Settings) -> None:
     if report.pid is None:
-        print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now\n")
+        print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now", "")
     else:
         up = f", up {duration(report.uptime_s)}" if report.uptime_s is not None else ""
         ready = "ready" if report.is_ready else "not ready yet"
-        print_result(f"tierd {report.version} on {report.node}, pid {report.pid}{up}, {ready}\n")
+        print_result(f"tierd {report.version} on {report.node}, pid {report.pid}{up}, {ready}", "")
     if not report.runs:
         print_result("no run is known")
     for run in report.runs:

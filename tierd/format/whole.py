@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierd.errors import Corrupt
+from tierd.format.boxes import Box, cover_problem, spanned_shape
 from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry
 
 HEADER_ALIGN_BYTES = 8  # as the safetensors library writes it
@@ -52,11 +53,11 @@ class Piece:
 
 def whole_tensors(shards: Mapping[str, Shard], prefix: str = "") -> list[WholeTensor]:
     """The tensors whose names begin with `prefix`, which is removed. Raises Corrupt when a part of one is missing."""
-    parts: dict[str, dict[tuple[int, ...], Part]] = {}
+    parts: dict[str, dict[Box, Part]] = {}  # several ranks may have stored the same part
     for shard_name, shard in shards.items():
         for name, entry in shard.tensors.items():
             if name.startswith(prefix) and name != prefix:
-                parts.setdefault(name, {}).setdefault(entry.saved_offsets, Part(shard_name, entry))
+                parts.setdefault(name, {}).setdefault((entry.saved_offsets, entry.shape), Part(shard_name, entry))
     return [_whole(name.removeprefix(prefix), list(parts[name].values())) for name in sorted(parts)]
 
 
@@ -64,12 +65,10 @@ def _whole(name: str, parts: Sequence[Part]) -> WholeTensor:
     entries = [part.entry for part in parts]
     if len({(entry.dtype, len(entry.shape)) for entry in entries}) != 1:
         raise Corrupt(f"assemble {name}: its parts differ in dtype or in the number of dimensions")
-    ends = [[at + size for at, size in zip(part.saved_offsets, part.shape, strict=True)] for part in entries]
-    shape = tuple(max(along) for along in zip(*ends, strict=True))
-    count = sum(math.prod(entry.shape) for entry in entries)
-    # No two parts have the same offsets, so with the right number of elements none is missing.
-    if count != math.prod(shape):
-        raise Corrupt(f"assemble {name}: the shards contain {count} of its {math.prod(shape)} elements")
+    boxes = [(entry.saved_offsets, entry.shape) for entry in entries]
+    shape = spanned_shape(boxes)
+    if problem := cover_problem(boxes, shape):
+        raise Corrupt(f"assemble {name}: the shards {problem}")
     return WholeTensor(name, entries[0].dtype, shape, tuple(parts))
 
 

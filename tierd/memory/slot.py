@@ -24,6 +24,7 @@ from tierd.format.manifest import FileEntry
 from tierd.tiers.chunks import ChunkSums
 from tierd.transitions import next_state
 
+BLOCK_BYTES = 512  # of st_blocks: inode(7)
 UNMAPPED_AT_ONCE_BYTES = 16 << 20  # takes some milliseconds
 
 
@@ -93,6 +94,11 @@ class MappedSlot:
     def is_same_memory(self, other: MappedSlot) -> bool:
         is_same_file = os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
         return is_same_file and self.capacity_bytes == other.capacity_bytes
+
+    def is_allocated(self, size_bytes: int) -> bool:
+        """Whether so many bytes of it have memory. Zeros that nobody has written have none: a sparse file costs its
+        owner nothing, and would cost the hot disk its whole size."""
+        return os.fstat(self.fd).st_blocks * BLOCK_BYTES >= size_bytes
 
     def close(self) -> None:
         """Gives the memory back to the system. A large slot: in a thread, because that takes seconds for 10 GiB."""

@@ -114,6 +114,11 @@ class MemoryTier:
         """A rank's slots by index; a restarted trainer may adopt them."""
         return dict(self._get(run).slots.get(rank, {}))
 
+    def slots_of(self, run: Run) -> dict[tuple[Rank, int], MappedSlot]:
+        """The slots of all ranks of a run, by (rank, index)."""
+        of_ranks = self._get(run).slots
+        return {(rank, index): slot for rank, slots in of_ranks.items() for index, slot in slots.items()}
+
     def attach(self, run: Run, generation: Generation, rank: Rank, index: int, slot: MappedSlot) -> None:
         """Add a slot, and close it when it is no longer used. It replaces the slot with this index."""
         try:
@@ -161,6 +166,8 @@ class MemoryTier:
             )
         if not 0 < sealed.size_bytes <= slot.capacity_bytes:
             raise BadRequest(f"seal {checkpoint}: {sealed.size_bytes} bytes in a slot of {slot.capacity_bytes}")
+        if not slot.is_allocated(sealed.size_bytes):
+            raise BadRequest(f"seal {checkpoint}: most of its {sealed.size_bytes} bytes were never written")
         if sealed.resent and slot.state is SlotState.FREE:
             slot.move(SlotEvent.FILL)  # it was filled before this daemon started
         slot.move(SlotEvent.SEAL)

@@ -115,6 +115,7 @@ OF_ONE_OBJECT = {
     *("InvalidObjectState", "AccessDenied", "AllAccessDisabled"),
     *("KMS.NotFoundException", "KMS.DisabledException", "KMS.KMSInvalidStateException"),
 }
+ABSENT_OR_DENIED = {"AccessDenied", "403"}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 

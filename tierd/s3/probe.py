@@ -114,15 +114,15 @@ class BucketProbe:
             return
         await self._head(key, verifies=await self._detects_damage())
         if await self._read(key) and not reports_absence:
-            message = "an absent object is answered with 403, not 404: tierd cannot tell whether it may write one"
-            self._add("absent", "problem", message, "allow s3:ListBucket as deploy/iam-policy.json does: …IfExists")
+            message = "whether an object is absent cannot be told: its HEAD is refused, and its key cannot be listed"
+            self._add("absent", "problem", message, "allow s3:ListBucket as deploy/iam-policy.json does")
         await self._condition(key, sums)
         await self._delete(key)
 
     async def _is_absent(self, key: str) -> bool:
-        """Whether the server says that an absent object is absent, rather than that access is denied."""
+        """Whether it can be told that an absent object is absent."""
         try:
-            await self._requests.request("head_object", "look for an absent object", Key=key)
+            await self._requests.head(key, "look for an absent object")
         except TierdError as error:
             return code_of(error.__cause__) not in _DENIED
         return True

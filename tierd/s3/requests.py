@@ -17,7 +17,7 @@ from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.s3.body import PIECE_BYTES, Body
 from tierd.s3.client import Answer, RequestConnection, S3Client
 from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra, Extras
-from tierd.s3.errors import Trouble, code_of, retry_after_s, trouble_of
+from tierd.s3.errors import ABSENT_OR_DENIED, Trouble, code_of, retry_after_s, trouble_of
 from tierd.tiers.pool import Buffers, ThreadPool
 from tierd.tiers.rate_limit import Bandwidth, UploadWindow
 from tierd.tiers.store import check_key
@@ -142,6 +142,18 @@ class S3Requests:
             return await self.request("head_object", action, Key=object_key, ChecksumMode="ENABLED")
         except NotFound:
             return None
+        except TierUnreachable as error:
+            if await self.is_absent(object_key, action, error):
+                return None
+            raise
+
+    async def is_absent(self, object_key: str, action: str, error: TierUnreachable) -> bool:
+        """Whether `error` refuses access to an object that is absent. S3 answers so where the identity may not list the
+        whole bucket, as with a condition on s3:prefix; the object's own key may be listed."""
+        if code_of(error.__cause__) not in ABSENT_OR_DENIED:
+            return False
+        page = await self.request("list_objects_v2", action, Prefix=object_key, MaxKeys=1)
+        return all(listed["Key"] != object_key for listed in page.get("Contents", ()))
 
     async def close(self) -> None:
         self.pool.close()

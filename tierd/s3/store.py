@@ -144,7 +144,12 @@ class S3Store:
                 raise TierUnreachable(f"{action}: the bytes were altered on their way", hint="they are read again")
             return content
 
-        return await self.requests.request("get_object", action, use=fetch, Key=object_key, ChecksumMode="ENABLED")
+        try:
+            return await self.requests.request("get_object", action, use=fetch, Key=object_key, ChecksumMode="ENABLED")
+        except TierUnreachable as error:
+            if await self.requests.is_absent(object_key, action, error):
+                raise NotFound(f"{action}: no such object") from error
+            raise
 
     async def get_many(self, keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
         contents: dict[str, bytes | TierdError] = {}

@@ -6,6 +6,7 @@ tiers are here too; every byte is checked against the manifest.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,16 +15,18 @@ from typing import Any
 
 import msgspec
 
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.config import LimitsConfig
+from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
-from tierd.format.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, decode, encode_marker
+from tierd.format.manifest import FileEntry, Manifest, decode, encode_marker
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, ReadableStore, Store, conflict
 
+DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -58,10 +61,15 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class ReadableTier:
-    """Replicas that can be restored, by checkpoint. The memory tier is one."""
+    """Replicas that can be restored, by checkpoint. The memory tier is one. `limits`: of the manifests."""
 
     name: str
     store: ReadableStore
+    limits: LimitsConfig = field(default=LimitsConfig(), kw_only=True)
+
+    @property
+    def manifest_bytes_max(self) -> int:
+        return self.limits.manifest_mib_max << 20
 
     async def manifest(self, checkpoint: CheckpointId) -> Manifest:
         """Raises NotFound when the checkpoint is not committed here, Corrupt or NewerFormat when it cannot be used."""
@@ -69,8 +77,28 @@ class ReadableTier:
 
     async def read_manifest(self, checkpoint: CheckpointId) -> tuple[Manifest, bytes]:
         """The manifest and its exact bytes. Raises as `manifest`."""
-        raw = await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=MANIFEST_BYTES_MAX)
-        return decode(raw, where=self.name, expect=checkpoint), raw
+        raw = await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=self.manifest_bytes_max)
+        manifest = (await self._decoded({checkpoint: raw}))[0]
+        if isinstance(manifest, TierdError):
+            raise manifest
+        return manifest, raw
+
+    async def _decoded(self, raws: Mapping[CheckpointId, bytes | TierdError]) -> list[Manifest | TierdError]:
+        """In a thread if they are large: a manifest of 16 MiB takes seconds, in which the event loop goes on."""
+
+        def decode_all() -> list[Manifest | TierdError]:
+            manifests: list[Manifest | TierdError] = []
+            for checkpoint, raw in raws.items():
+                try:
+                    is_read = isinstance(raw, bytes)
+                    manifests.append(decode(raw, where=self.name, expect=checkpoint) if is_read else raw)
+                except TierdError as error:
+                    manifests.append(error)
+            return manifests
+
+        if sum(len(raw) for raw in raws.values() if isinstance(raw, bytes)) <= DECODED_AT_ONCE_BYTES:
+            return decode_all()
+        return await asyncio.to_thread(decode_all)
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
@@ -135,18 +163,15 @@ class Tier(ReadableTier):
         """Give the tier an identity, besides those that it may have."""
         await self.store.put_bytes(layout.tier_marker_key(identity), encode_marker(content), if_absent=True)
 
-    async def manifests(self, checkpoints: Sequence[CheckpointId]) -> list[Manifest | TierdError]:
-        """For each checkpoint its manifest, or the error that `manifest` would raise. Raises TierUnreachable."""
+    async def manifests(
+        self, checkpoints: Sequence[CheckpointId], *, size_max: int | None = None
+    ) -> list[Manifest | TierdError]:
+        """For each checkpoint its manifest, or the error that `manifest` would raise. Raises TierUnreachable.
+        `size_max`: of each in bytes, if less than the limit: one may have been replaced since it was listed."""
         keys = [layout.manifest_key(checkpoint) for checkpoint in checkpoints]
-        manifests: list[Manifest | TierdError] = []
-        raws = await self.store.get_many(keys, size_max=MANIFEST_BYTES_MAX)
-        for checkpoint, raw in zip(checkpoints, raws, strict=True):
-            try:
-                is_read = isinstance(raw, bytes)
-                manifests.append(decode(raw, where=self.name, expect=checkpoint) if is_read else raw)
-            except TierdError as error:
-                manifests.append(error)
-        return manifests
+        size_max = self.manifest_bytes_max if size_max is None else min(size_max, self.manifest_bytes_max)
+        raws = await self.store.get_many(keys, size_max=size_max)
+        return await self._decoded(dict(zip(checkpoints, raws, strict=True)))
 
     async def commit(
         self,
@@ -168,6 +193,9 @@ class Tier(ReadableTier):
         if diagnosis is not None:
             await self.mark_diagnosis(manifest.id, diagnosis)
         content = manifest.encode() if raw is None else raw
+        if len(content) > self.manifest_bytes_max:
+            message = f"commit {manifest.id} in {self.name}: its manifest has {len(content)} bytes"
+            raise Unsupported(message, hint="raise limits.manifest_mib_max of every daemon that reads it")
         failpoint("tier.commit")
         if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
             failpoint("tier.committed")
@@ -182,7 +210,7 @@ class Tier(ReadableTier):
     async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
         """Raises Corrupt when another checkpoint is committed under this id."""
         try:
-            committed = await self.store.get_bytes(layout.manifest_key(manifest.id), size_max=MANIFEST_BYTES_MAX)
+            committed = await self.store.get_bytes(layout.manifest_key(manifest.id), size_max=self.manifest_bytes_max)
         except NotFound:
             return False
         if committed != raw:

@@ -19,6 +19,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
+from tierd.listing import check_sizes
 from tierd.report import free_bytes
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
@@ -117,6 +118,7 @@ class Fetcher:
         if part is not None and part.tier == cold.name and part.fetch.manifest == manifest:
             return part
         raw = await cold.manifest_bytes(manifest)
+        await check_sizes(manifest, cold)
         await self._check_replaceable(manifest)
         fetch = Fetch(manifest, self._hot_store, wanted={file.name: {0} for file in manifest.files})
         return _PartialFetch(fetch, cold.name, raw)
@@ -144,9 +146,7 @@ class Fetcher:
             async with self._sweeping:
                 await fetch.begin()
         except Full:
-            with contextlib.suppress(TierdError):  # the first error is the one to report
-                folder = f"{manifest.id.run}/{manifest.id.name}"
-                await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
+            await self._remove_partials(manifest.id)
             raise
         missing_bytes = fetch.missing_bytes
         try:
@@ -155,6 +155,8 @@ class Fetcher:
             given_bytes = missing_bytes - fetch.missing_bytes
             self._context.metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
         if problem is not None:
+            if fetch.missing_bytes == fetch.wanted_bytes:  # the space of files without one valid chunk
+                await self._remove_partials(manifest.id)
             raise problem
 
     async def _ensure_space(self, size_bytes: int) -> None:
@@ -165,6 +167,12 @@ class Fetcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_TIMEOUT_S):
                     await self._make_room(missing_bytes)
+
+    async def _remove_partials(self, checkpoint: CheckpointId) -> None:
+        """Give back the space of a fetch that failed. The error of the fetch is the one to report."""
+        with contextlib.suppress(TierdError):
+            folder = f"{checkpoint.run}/{checkpoint.name}"
+            await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
 
     async def _commit(self, part: _PartialFetch, milestones: frozenset[str]) -> None:
         """Commit the fetched checkpoint in hot, with the same manifest bytes."""

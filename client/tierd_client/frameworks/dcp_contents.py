@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierd.errors import Corrupt
+from tierd.format.boxes import cover_problem, spanned_shape
 from tierd.format.ids import CheckpointId, Generation, Run, Step
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica
 from tierd_client.state.encoding import Json
 from tierd_client.state.restore_plan import Available
 from tierd_client.state.stored_entries import tensor_names
-from tierd_client.state.tensors import DTYPES, spanned_shape
+from tierd_client.state.tensors import DTYPES
 
 KIND = "dcp"
 OBJECT = "#object"
@@ -54,7 +55,7 @@ class Contents:
         for name, stored in self.tensors.items():
             if name in inside:
                 continue
-            parts = {part.saved_offsets: part.shape for part in stored}.items()
+            parts = dict.fromkeys((part.saved_offsets, part.shape) for part in stored)
             entries[name] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=DTYPES[stored[0].dtype]),
                 size=torch.Size(spanned_shape(parts)),
@@ -68,6 +69,12 @@ def contents_of(replica: Replica) -> Contents:
     """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
     shards, tensors = read_headers(replica.files())
     contents = Contents(replica.manifest.id, tensors)
+    for name, stored in tensors.items():
+        boxes = [(part.saved_offsets, part.shape) for part in stored]
+        if len({(part.dtype, len(part.shape)) for part in stored}) != 1:
+            raise Corrupt(f"read {name} of {contents.id} in {replica.tier}: its parts differ in dtype or dimensions")
+        if problem := cover_problem(boxes, spanned_shape(boxes)):
+            raise Corrupt(f"read {name} of {contents.id} in {replica.tier}: the shards {problem}")
     for name, shard in shards.items():
         section = shard.tierd.get("state", {}).get(KIND)
         if section is None:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from tierd.errors import Corrupt, Mismatch, NotFound, TierdError, TierUnreachable
+from tierd.format.boxes import cover_problem, spanned_shape
 from tierd.format.shard import TensorEntry
 from tierd.format.tagged import Parts, Place, Rebuild
 from tierd_client.state import encoding
@@ -33,7 +34,6 @@ from tierd_client.state.tensors import (
     has_memory,
     is_dtensor,
     local_part,
-    spanned_shape,
 )
 
 DIFFERENCES_SHOWN = 20
@@ -77,6 +77,7 @@ class RestorePlan(EntrySelection):
         self._is_dry = is_dry
         self._memory = MemoryRanges()
         self._used: set[str] = set()
+        self._cover_problems: dict[str, str] = {}
         self.objects = objects or Objects(from_live=False)
         self._rebuilder = Rebuilder(self.objects, self.differences, accelerator)
         self._rebuild = rebuild or self._refuse_object
@@ -370,15 +371,16 @@ class RestorePlan(EntrySelection):
         if len(entries) == 1 and not any(entries[0].saved_offsets):
             # Most tensors are whole; the code below is ten times slower.
             return entries[0].dtype, entries[0].shape, entries[0].torch_dtype
-        parts = {entry.saved_offsets: entry for entry in entries}  # several ranks may have stored the same part
-        if len({(part.dtype, len(part.shape), part.torch_dtype) for part in parts.values()}) != 1:
+        if len({(part.dtype, len(part.shape), part.torch_dtype) for part in entries}) != 1:
             self.differences.append(f"{name}: its parts in the checkpoint disagree in dtype or dimensions")
             return None
-        shape = spanned_shape((part.saved_offsets, part.shape) for part in parts.values())
-        stored, expected = sum(math.prod(part.shape) for part in parts.values()), math.prod(shape)
-        if stored != expected:
+        boxes = [(part.saved_offsets, part.shape) for part in entries]
+        shape = spanned_shape(boxes)
+        if name not in self._cover_problems:
+            self._cover_problems[name] = cover_problem(boxes, shape)
+        if problem := self._cover_problems[name]:
             if is_first_use:
-                self.differences.append(f"{name}: the checkpoint holds {stored} of its {expected} elements")
+                self.differences.append(f"{name}: the shards {problem}")
             return None
         return entries[0].dtype, shape, entries[0].torch_dtype
 

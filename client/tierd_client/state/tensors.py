@@ -297,9 +297,3 @@ def overlap(
             return None
         ranges.append((low, high))
     return tuple(ranges)
-
-
-def spanned_shape(parts: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
-    """The shape of the smallest tensor that contains all parts, each given as (offsets, shape)."""
-    ends = [map(sum, zip(offsets, shape, strict=True)) for offsets, shape in parts]
-    return tuple(max(axis_ends) for axis_ends in zip(*ends, strict=True))

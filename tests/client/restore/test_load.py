@@ -317,7 +317,7 @@ def test_sharded_tensor_with_a_missing_part_is_a_mismatch(files: Files, ranks: A
     opened = _stage_all(files, ranks, torch.randn(6, 3), 3)
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.zeros(6, 3))
-    with pytest.raises(Mismatch, match=r"model\.weight: the checkpoint holds 12 of its 18 elements"):
+    with pytest.raises(Mismatch, match=r"model\.weight: the shards contain 12 of its 18 elements"):
         restore(TrainingState(model=module), [opened[0], opened[2]])
 
 

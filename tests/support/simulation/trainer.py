@@ -311,7 +311,7 @@ def make_shard(trainer: str, checkpoint: Id, rank: int) -> bytes:
 
 def _make_memfd() -> int:
     descriptor = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, 2 * 4096)
+    os.posix_fallocate(descriptor, 0, 2 * 4096)  # a sparse one cannot be sealed
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return descriptor
 

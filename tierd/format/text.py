@@ -1,0 +1,38 @@
+"""Makes text from outside safe to print: from messages, manifests, markers, keys, host names and errors about them.
+
+What could move a cursor, begin a line of a log, or reorder what a reader sees is shown as an escape such as \\x1b. All
+that tierd writes to a log, a terminal or a page goes through here. JSON keeps the text, with escapes of JSON.
+"""
+
+from __future__ import annotations
+
+import re
+
+TEXT_CHARS_MAX = 4096  # of one text that is shown: an error with its hint has some hundred characters
+CUT = "…"
+
+
+def printable(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
+    """The text on one line, with an escape for each character that is not printable. Longer text ends in `…`."""
+    if len(text) > chars_max:
+        text = text[: max(0, chars_max - len(CUT))] + CUT
+    if text.isprintable():
+        return text
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return shown if len(shown) <= chars_max else shown[: max(0, chars_max - len(CUT))] + CUT
+
+
+_NOT_PRINTABLE = re.compile("[^\x20-\x7e\n]")
+
+
+def printable_json(encoded: bytes) -> str:
+    """JSON text with the same content, where only newlines between tokens are not printable."""
+
+    def escape(match: re.Match[str]) -> str:
+        char = match[0]
+        if char.isprintable():
+            return char
+        units = char.encode("utf-16-be", "surrogatepass")
+        return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+    return _NOT_PRINTABLE.sub(escape, encoded.decode())

@@ -1,0 +1,59 @@
+"""Deletes the claims of runs that were started and never had a checkpoint: a script that fails at once leaves one each.
+
+halt, not guess: a run expires only when every tier has just been listed below its name, holds nothing but claims, and
+the newest of them is older than `limits.empty_run_grace_s` in every tier. A run with trainers here stays.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tierd.context import DaemonContext
+from tierd.format import layout
+from tierd.format.ids import Run
+from tierd.tiers.tier import Tier
+
+log = logging.getLogger("tierd")
+
+RUNS_AT_ONCE = 100  # in one pass: each costs a listing of every tier
+
+
+class RunExpirer:
+    name = "reap"
+    interval_s = 3600.0
+    is_urgent = False
+
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self._catalog = context.catalog
+
+    async def run_once(self) -> bool:
+        """Raises TierUnreachable when a tier cannot be listed; what was deleted before is consistent."""
+        if self._catalog.unlisted() or not self._context.config.limits.empty_run_grace_s:
+            return True
+        for run in self._empty_runs()[:RUNS_AT_ONCE]:
+            claims = {name: await self._old_claims(tier, run) for name, tier in self._context.tiers.items()}
+            if any(keys is None for keys in claims.values()) or run in self._context.memory.runs():
+                continue
+            for name, keys in claims.items():
+                await self._context.tiers[name].store.delete(keys or [])
+            self._catalog.forget_run(run)
+            log.info("deleted the claims of %s: it has no checkpoint, and its last start is long ago", run)
+        return True
+
+    def _empty_runs(self) -> list[Run]:
+        """The runs of which nothing but generations is known."""
+        used = {checkpoint.run for _, checkpoint in self._catalog.unreadable()} | set(self._context.memory.runs())
+        used |= {entry.id.run for entry in self._catalog.entries()}
+        for knowledge in self._catalog.tiers.values():
+            used |= {checkpoint.run for checkpoint in (*knowledge.partial, *knowledge.missing)}
+        return [run for run in self._catalog.runs() if run not in used]
+
+    async def _old_claims(self, tier: Tier, run: Run) -> list[str] | None:
+        """The keys of the run's claims, the highest last. None: it has other files, or a claim that may be in use."""
+        await self._context.identities.check(tier)
+        limit_s = self._context.now().timestamp() - self._context.config.limits.empty_run_grace_s
+        objects = await tier.store.list(f"{run}/")
+        if any(layout.parse_generation_key(one.key) is None or one.written_at_s > limit_s for one in objects):
+            return None
+        return sorted((one.key for one in objects), key=lambda key: (len(key), key))
