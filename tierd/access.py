@@ -79,6 +79,12 @@ def is_own_file(fd: int) -> bool:
     return is_single and about.st_uid == os.geteuid() and not others_can_write(about)
 
 
+def is_own_folder(path: Path) -> bool:
+    """Whether the folder is this process's user's, and nobody else can write into it. Raises OSError."""
+    about = os.stat(path)
+    return about.st_uid == os.geteuid() and not others_can_write(about)
+
+
 def others_can_write(about: os.stat_result) -> bool:
     """Whether the mode lets another user than the owner write. A group that is the user's alone is no other user: many
     systems give each user one, and a umask of 002."""

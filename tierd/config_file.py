@@ -88,6 +88,21 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     return config
 
 
+def check_user(config: Config) -> None:
+    """Raises BadConfig if this process cannot be the daemon of this config: it is another user, or not in the group."""
+    uid, group = os.geteuid(), config.access.group
+    if config.daemon.uid not in (-1, uid):
+        raise BadConfig(
+            f"serve as uid {uid}: daemon.uid is {config.daemon.uid}, and commands of other users would refuse it",
+            hint="start it as that user, or leave daemon.uid out",
+        )
+    if group is not None and uid != 0 and group not in (os.getegid(), *os.getgroups()):
+        raise BadConfig(
+            f"serve as uid {uid}: this user is not in the group {config.security.group} of security.group",
+            hint=f"usermod -a -G {config.security.group} USER, and start the daemon again",
+        )
+
+
 def _read_own(path: Path) -> str:
     """The text of a config file. Raises BadConfig if another user could have written it: it says where checkpoints and
     credentials go."""
@@ -184,6 +199,9 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
         config.access  # noqa: B018
     except KeyError:
         yield "security.group", config.security.group, "the name of a group of this machine"
+    for host in config.listen.hosts:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?", host):
+            yield "listen.hosts", host, "a host name without a port"
     if config.listen.key_file and not config.listen.cert_file:
         yield "listen.cert_file", "", "the certificate of listen.key_file"
     if config.limits.retry_max_s < config.limits.retry_min_s:

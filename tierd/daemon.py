@@ -31,7 +31,7 @@ from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
 from tierd.cold_tier import exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
-from tierd.config_file import differences
+from tierd.config_file import check_user, differences
 from tierd.context import DaemonContext
 from tierd.errors import BadConfig, LockHeld, TierdError, Transient
 from tierd.format import wire
@@ -83,6 +83,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     _raise_descriptor_limit()
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
+    check_user(config)
     for advice in exposed(config):
         log.warning("%s (hint: %s)", advice.message, advice.hint)
     with Lock(config.hot_path, about, access=config.access) as hot_lock:

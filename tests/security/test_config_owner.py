@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
-from tierd.config import ColdConfig
-from tierd.config_file import load
+from tierd.config import ColdConfig, Config, SecurityConfig
+from tierd.config_file import check_user, load
 from tierd.errors import BadConfig, TierUnreachable
 from tierd.s3.client import RequestConnection, S3Client
 
@@ -78,6 +79,37 @@ def test_an_endpoint_of_the_environment_is_held_to_the_same_rule(monkeypatch: py
     client = S3Client(ColdConfig(url="s3://bucket"), "bucket", connections=1, timeout_s=5.0)
     with pytest.raises(TierUnreachable, match=r"http://203\.0\.113\.1:9000 is plain HTTP, and requests carry"):
         client.call("head_bucket", "look", RequestConnection(), lambda answer: answer, {})
+
+
+@needs_root
+def test_a_daemon_of_the_wrong_user_or_without_the_group_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "tierd.toml").write_text(f"[daemon]\nuid = {OTHER_UID}\n")
+    config = load(environ={}, cwd=tmp_path)
+    with pytest.raises(BadConfig, match=f"serve as uid 0: daemon.uid is {OTHER_UID}"):
+        check_user(config)
+    with OtherUser() as other:
+        assert other.call(refusal_of, config) == ""
+        group = msgspec.structs.replace(config, security=SecurityConfig(group="root"))
+        assert "this user is not in the group root of security.group" in other.call(refusal_of, group)
+
+
+def test_an_unknown_group_and_a_host_with_a_port_are_refused(tmp_path: Path) -> None:
+    for more, problem in {
+        '[security]\ngroup = "no-such-group"\n': "security.group is 'no-such-group', expected the name of a group",
+        '[listen]\nhosts = ["gpu-7:9464"]\n': "listen.hosts is 'gpu-7:9464', expected a host name without a port",
+        '[listen]\nkey_file = "key.pem"\n': "listen.cert_file is '', expected the certificate",
+    }.items():
+        (tmp_path / "tierd.toml").write_text(more)
+        with pytest.raises(BadConfig, match=problem):
+            load(environ={}, cwd=tmp_path)
+
+
+def refusal_of(config: Config) -> str:
+    try:
+        check_user(config)
+    except BadConfig as error:
+        return str(error)
+    return ""
 
 
 def write(path: str, text: str) -> None:

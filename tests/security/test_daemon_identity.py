@@ -15,6 +15,7 @@ from tierd_client.snapshot.slot import Slot
 
 from tests.support.daemon import serving
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
+from tests.support.waiting import wait_until
 from tests.support.wire_peer import HELLO, DaemonPeer, Peer, welcome
 from tierd.api.operator_socket import find_in_memory
 from tierd.errors import WrongUser
@@ -51,6 +52,24 @@ def test_a_daemon_of_another_user_gets_not_even_a_greeting(shared: Path, other: 
     assert other.call(receive_all, 2) == b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         connect_to_daemon(sock, str(path), OTHER_UID)  # the user that the trainer was told to expect
+
+
+@needs_root
+def test_a_daemon_of_another_user_that_takes_the_place_of_a_dead_one_gets_no_snapshot(
+    shared: Path, other: OtherUser
+) -> None:
+    with DaemonPeer() as peer:
+        session = peer.open()
+        peer.die()
+        other.call(listen, str(shared / "moved.sock"))
+        (shared / "moved.sock").rename(peer.path)
+        wait_until(lambda: session.refusal is not None, "the session to try the new socket")
+        assert isinstance(session.refusal, WrongUser)
+        assert not session.is_attached
+        assert f"runs as uid {OTHER_UID}" in str(session.unreachable(""))
+        session.close()
+        Path(peer.path).unlink()
+    assert other.call(receive_all, 1) == b""
 
 
 @needs_root

@@ -16,9 +16,12 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.cli import make_manifest
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
 from tests.support.store_contract import CHUNK_BYTES, entry_of
 from tierd.errors import TargetNotEmpty, TierdError, TierUnreachable
+from tierd.format.ids import checkpoint_id
+from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output
 from tierd.transfer.partial_file import PartialFile, partial_name
@@ -176,7 +179,25 @@ def test_a_download_that_is_swapped_for_another_file_is_not_published(machine: M
     assert not (machine.shared / "run" / "shard").exists()
 
 
+async def test_a_cache_of_manifests_in_a_folder_of_another_user_is_not_used(machine: Machine) -> None:
+    manifest = make_manifest(checkpoint_id("run", 1, 1), [ENTRY])
+    fingerprints = {manifest.id: (1, '"etag"')}
+    own, theirs = machine.shared / "own", machine.shared / "theirs"
+    await ManifestCache(own, "s3://bucket").write({manifest.id: manifest}, fingerprints)
+    assert await ManifestCache(own, "s3://bucket").read(fingerprints) == {manifest.id: manifest}
+    machine.other.call(make_folder, str(theirs))
+    await ManifestCache(theirs, "s3://bucket").write({manifest.id: manifest}, fingerprints)
+    assert list(theirs.iterdir()) == []
+    own.rename(theirs / "forged")
+    os.chown(theirs / "forged", OTHER_UID, OTHER_UID)
+    assert await ManifestCache(theirs / "forged", "s3://bucket").read(fingerprints) == {}
+
+
 # ── what the other user does ──
+
+
+def make_folder(path: str) -> None:
+    os.mkdir(path)
 
 
 def make_marked_folder(path: str, link_to: str) -> None:
