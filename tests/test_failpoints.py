@@ -42,6 +42,8 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/tiers/tree.py", "Tree.sync_folders"): "repeats fsyncs of a former daemon",
     ("tierd/tiers/tree.py", "_sync_parent"): "repeats an fsync of a former daemon",
     ("tierd/tiers/direct_io.py", "page_aligned"): "a buffer, which nobody shares",
+    ("tierd/tiers/tree.py", "Tree.continue_file"): "removes what is not ours and holds nothing of ours",
+    ("tierd/tiers/tree.py", "Tree.remove_if_empty"): "an empty folder is as good as none",
     ("tierd/tiers/lock.py", "Lock.describe"): "describes the holder of the lock; the kernel holds the lock itself",
     ("tierd/api/packets.py", "open_listener"): "the socket of a dead daemon has no state",
     ("tierd/daemon.py", "_unlink"): "its own socket, which has no state",

@@ -104,7 +104,7 @@ DOORS = {
     "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares all metrics"}),
     "HTTP server": Door(
         modules=frozenset({"aiohttp"}),
-        files={"tierd/api/operator.py": "the routes", "tierd/daemon.py": "opens and closes it"},
+        files={"tierd/api/operator.py": "the routes", "tierd/api/http_server.py": "opens and closes it"},
     ),
     "sockets": Door(
         modules=frozenset({"socket"}),
@@ -114,6 +114,7 @@ DOORS = {
             "tierd/api/operator_socket.py": "the CLI's side of it",
             "tierd/config_file.py": "gethostname only",
             "tierd/systemd.py": "sd_notify",
+            "tierd/peer.py": "the user at the other end",
             "tierd/s3/client.py": "cuts a connection that makes no progress",
             "tierd/descriptors.py": "passes descriptors with a packet",
             "client/tierd_client/session.py": "the trainer's side",

@@ -81,7 +81,7 @@ async def test_a_listing_of_the_markers_does_not_read_the_folders_of_runs(tmp_pa
         await rooms.commit("hot", step=100)
         await rooms.list_tiers("hot")
         walk = rooms.hot_store.tree.walk("", layout.TIER_MARKERS)
-        visited = await asyncio.to_thread(lambda: [key for key, _ in walk])
+        visited = await asyncio.to_thread(lambda: [key for key, *_ in walk])
         assert not any("/" in key for key in visited)
 
 

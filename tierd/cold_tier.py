@@ -1,25 +1,44 @@
-"""Opens the cold tier that a [[cold]] section of the config describes: a directory or a bucket."""
+"""Opens the cold tier that a [[cold]] section of the config describes: a directory or a bucket.
+
+Also names the directories of tiers that other users can reach, for the log at the start and for `tierd doctor`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.access import PRIVATE, Access
+from tierd.config import ColdConfig, Config, LimitsConfig
 from tierd.config_file import cache_folder
+from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.probe import Advice, probe_exposure
 from tierd.tiers.tier import Tier
 
 
+def exposed(config: Config) -> Iterator[Advice]:
+    """The directories of tiers that other users can reach."""
+    places = {HOT: config.hot_path}
+    places |= {cold.name: Path(cold.url[len("file://") :]) for cold in config.cold if cold.url.startswith("file://")}
+    for name, path in places.items():
+        yield from probe_exposure(name, path, config.access)
+
+
 def open_cold_tier(
-    config: ColdConfig, limits: LimitsConfig, on_request: Callable[[str, str], None] | None = None
+    config: ColdConfig,
+    limits: LimitsConfig,
+    on_request: Callable[[str, str], None] | None = None,
+    *,
+    access: Access = PRIVATE,
 ) -> Tier:
-    """`on_request` gets (operation, outcome) of each attempt of a request to a bucket."""
+    """`on_request` gets (operation, outcome) of each attempt of a request to a bucket. `access`: of what is written
+    into a directory."""
     if config.url.startswith("file://"):
         root = Path(config.url.removeprefix("file://"))
         timeout_s = 2 * limits.request_timeout_s
-        store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s)
+        store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s, access=access)
         return Tier(config.name, store, limits=limits)
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store

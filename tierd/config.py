@@ -5,12 +5,15 @@ config_file.py reads it from a TOML file and the environment. It never holds sec
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
+from tierd.access import Access, access_of
 from tierd.format.manifest import MANIFEST_BYTES_MAX
 from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 
@@ -31,6 +34,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     node: str = "auto"  # auto: the host name
     drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to become durable
     memory_grace_s: Number = 3600.0  # how long slots are kept for the restart of a trainer that failed or was killed
+    uid: Annotated[int, msgspec.Meta(ge=-1)] = -1  # the user that it runs as; -1: any
     # CPU and disk priority of the daemon, 0 to 19; 0: as it was started
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10
     slowdown_max: Number = 0.05  # maximum fractional slowdown of a step by writes; 0: no write throttle
@@ -87,6 +91,7 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
     region: str = ""
     endpoint_url: str = ""
+    allow_plain_http: bool = False  # else an http:// endpoint must be on this machine: requests carry credentials
     ca_bundle: str = ""  # a file of CA certificates for this endpoint; empty: AWS_CA_BUNDLE, else the system's
     sse: Literal["", "AES256", "aws:kms"] = ""  # server-side encryption to request; empty: the bucket's default
     sse_kms_key_id: str = ""  # with aws:kms; empty: the account's key
@@ -95,6 +100,18 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     milestone_storage_class: str = ""  # of the shards of milestones; empty: as storage_class
     price_per_gib_month: Number = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: unknown
     lifecycle: ColdPolicy | None = None  # replaces lifecycle.cold for this tier
+
+
+def is_exposed_endpoint(url: str) -> bool:
+    """Whether requests to this endpoint cross a network without encryption: plain HTTP, not to this machine."""
+    endpoint = urlsplit(url)
+    if endpoint.scheme != "http":
+        return False
+    host = (endpoint.hostname or "").rstrip(".")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost" and not host.endswith(".localhost")
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,10 +140,24 @@ class DrillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scratch: str = ""  # a directory with room for a checkpoint; empty: .drill in hot.path
 
 
+class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may ask the HTTP listener at daemon.listen."""
+
+    hosts: list[str] = []  # names of this machine in a request, besides localhost, daemon.node and IP addresses
+    token_file: str = ""  # a file with a token that requests must have; empty: none
+    cert_file: str = ""  # a TLS certificate with its chain, PEM; empty: plain HTTP
+    key_file: str = ""  # its private key; empty: in cert_file
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    group: str = ""  # who may read the tiers and connect besides the user: the name of a group; empty: nobody
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything that could grow or wait."""
 
     connections_max: PositiveCount = 1024
+    http_connections_max: PositiveCount = 128  # and never more than a sixteenth of the descriptors
     hello_timeout_s: Positive = 10.0  # a peer that connects and sends nothing is dropped
     messages_per_s: PositiveCount = 500  # of one connection; what is sent faster is read later
     slots_max: PositiveCount = 1024  # of all runs of one user
@@ -153,10 +184,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scrub: ScrubConfig = ScrubConfig()
     drill: DrillConfig = DrillConfig()
     limits: LimitsConfig = LimitsConfig()
+    listen: ListenConfig = ListenConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @property
+    def access(self) -> Access:
+        """Of all that is written."""
+        return access_of(self.security.group)
 
     @property
     def socket_path(self) -> Path:
         return Path(self.daemon.socket)
+
+    @property
+    def daemon_uid(self) -> int | None:
+        """The user that the daemon runs as: the configured one, else the owner of the hot directory; None: unknown."""
+        try:
+            return self.daemon.uid if self.daemon.uid >= 0 else self.hot_path.stat().st_uid
+        except OSError:
+            return None
 
     @property
     def hot_path(self) -> Path:

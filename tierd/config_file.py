@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config
+from tierd.access import others_can_write
+from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, is_exposed_endpoint
 from tierd.errors import BadConfig
 from tierd.systemd import Systemd
 
@@ -65,12 +67,8 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     tree: dict[str, Any] = {"cold": [{}]}
     if path is not None:
         try:
-            tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (
-            ValueError,
-            RecursionError,
-            OSError,
-        ) as error:  # also of what is not UTF-8
+            tree = tomllib.loads(_read_own(path))
+        except (ValueError, RecursionError, OSError) as error:  # also of what is not UTF-8
             raise BadConfig(f"read config {path}: {error}", hint="deploy/tierd.toml is a commented example") from error
     _apply_environment(tree, environ)
     try:
@@ -88,6 +86,39 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     for mistake in _mistakes(config):
         raise _refusal(where, *mistake)
     return config
+
+
+def check_user(config: Config) -> None:
+    """Raises BadConfig if this process cannot be the daemon of this config: it is another user, or not in the group."""
+    uid, group = os.geteuid(), config.access.group
+    if config.daemon.uid not in (-1, uid):
+        raise BadConfig(
+            f"serve as uid {uid}: daemon.uid is {config.daemon.uid}, and commands of other users would refuse it",
+            hint="start it as that user, or leave daemon.uid out",
+        )
+    if group is not None and uid != 0 and group not in (os.getegid(), *os.getgroups()):
+        raise BadConfig(
+            f"serve as uid {uid}: this user is not in the group {config.security.group} of security.group",
+            hint=f"usermod -a -G {config.security.group} USER, and start the daemon again",
+        )
+
+
+def _read_own(path: Path) -> str:
+    """The text of a config file. Raises BadConfig if another user could have written it: it says where checkpoints and
+    credentials go."""
+    with path.open(encoding="utf-8") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid not in (0, os.geteuid()):
+            raise BadConfig(
+                f"read config {path}: it belongs to uid {about.st_uid}, not to this user or root",
+                hint="name a config of your own with --config or $TIERD_CONFIG",
+            )
+        if others_can_write(about):
+            mode = f"{stat.S_IMODE(about.st_mode):04o}"
+            raise BadConfig(
+                f"read config {path}: other users can change it, its mode is {mode}", hint=f"chmod go-w {path}"
+            )
+        return file.read()
 
 
 def _explained(error: msgspec.ValidationError, tree: Any) -> str:
@@ -151,7 +182,10 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     hot = msgspec.structs.replace(config.hot, path=absolute("hot.path", config.hot.path))
     scratch = config.drill.scratch and absolute("drill.scratch", config.drill.scratch)
     drill = msgspec.structs.replace(config.drill, scratch=scratch)
-    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill)
+    files = {name: getattr(config.listen, name) for name in ("token_file", "cert_file", "key_file")}
+    files = {name: absolute(f"listen.{name}", path) for name, path in files.items() if path}
+    listen = msgspec.structs.replace(config.listen, **files, hosts=[host.lower() for host in config.listen.hosts])
+    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen)
 
 
 def _mistakes(config: Config) -> Iterator[_Mistake]:
@@ -161,6 +195,15 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
         yield "daemon.listen", daemon.listen, "host:port, with a port up to 65535"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         yield "daemon.node", daemon.node, "a host name"
+    try:
+        config.access  # noqa: B018
+    except KeyError:
+        yield "security.group", config.security.group, "the name of a group of this machine"
+    for host in config.listen.hosts:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?", host):
+            yield "listen.hosts", host, "a host name without a port"
+    if config.listen.key_file and not config.listen.cert_file:
+        yield "listen.cert_file", "", "the certificate of listen.key_file"
     if config.limits.retry_max_s < config.limits.retry_min_s:
         yield "limits.retry_max_s", config.limits.retry_max_s, "at least limits.retry_min_s"
     policies = {"lifecycle.hot": config.lifecycle.hot, "lifecycle.cold": config.lifecycle.cold}
@@ -189,6 +232,9 @@ def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake
         endpoint = _split_url(cold.endpoint_url)
         if endpoint.scheme not in ("http", "https") or not endpoint.hostname or "@" in endpoint.netloc:
             yield f"cold.endpoint_url of {cold.name}", cold.endpoint_url, "http://host or https://host"
+        elif is_exposed_endpoint(cold.endpoint_url) and not cold.allow_plain_http:
+            expected = "https://, because requests carry credentials; allow_plain_http = true accepts plain HTTP"
+            yield f"cold.endpoint_url of {cold.name}", cold.endpoint_url, expected
     if cold.ca_bundle and not os.path.isfile(cold.ca_bundle):
         yield f"cold.ca_bundle of {cold.name}", cold.ca_bundle, "a file of CA certificates"
     if cold.sse_kms_key_id and cold.sse != "aws:kms":

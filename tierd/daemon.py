@@ -22,17 +22,17 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 import tierd
 from tierd import logs
+from tierd.api.http_server import HttpServer
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
 from tierd.catalog import Catalog
-from tierd.cold_tier import open_cold_tier
+from tierd.cold_tier import exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
-from tierd.config_file import differences
+from tierd.config_file import check_user, differences
 from tierd.context import DaemonContext
 from tierd.errors import BadConfig, LockHeld, TierdError, Transient
 from tierd.format import wire
@@ -41,10 +41,11 @@ from tierd.health.examiner import Examiner
 from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
+from tierd.log_limit import LogLimit
 from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
-from tierd.metrics import Metrics
+from tierd.metrics import STAGES, Metrics
 from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
@@ -77,9 +78,12 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not become durable in time.
     """
-    logs.configure()
+    logs.configure(LogLimit(STAGES))
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
-    with Lock(config.hot_path, about) as hot_lock:
+    check_user(config)
+    for advice in exposed(config):
+        log.warning("%s (hint: %s)", advice.message, advice.hint)
+    with Lock(config.hot_path, about, access=config.access) as hot_lock:
         _raise_descriptor_limit()
         _lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
@@ -101,7 +105,8 @@ class _Daemon:
         self._throttle = WriteThrottle(
             names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
-        hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
+        timeout_s = 2 * config.limits.request_timeout_s
+        hot_store = DirectoryStore(config.hot_path, timeout_s=timeout_s, access=config.access)
         context = self._context = DaemonContext(
             config=config,
             catalog=Catalog(names),
@@ -162,11 +167,11 @@ class _Daemon:
         context = self._context
         await context.identities.begin(context.tiers)
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
-        listener = open_listener(self._config.daemon.socket)
-        runner = web.AppRunner(self._operator.app(), access_log=None, shutdown_timeout=1.0)
+        listener = open_listener(self._config.daemon.socket, self._config.access)
+        http = HttpServer(self._operator.app(), self._config)
         try:
-            address = await self._open_http(runner)
-            hot_lock.describe({**about, "listen": address})
+            await http.start()
+            hot_lock.describe({**about, "listen": http.address})
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
@@ -175,7 +180,7 @@ class _Daemon:
                 tasks.append(group.create_task(watchdog.run()))
                 async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
-                    log.info("tierd %s serves %s, http://%s", tierd.__version__, self._config.daemon.socket, address)
+                    log.info("tierd %s serves %s, %s", tierd.__version__, self._config.daemon.socket, http.url)
                     self._systemd.notify("READY=1")
                     await stop.wait()
                     self._systemd.notify("STOPPING=1")
@@ -187,7 +192,7 @@ class _Daemon:
         finally:
             _unlink(self._config.daemon.socket)
             listener.close()
-            await runner.cleanup()
+            await http.close()
             for tier in self._context.tiers.values():
                 await tier.store.close()
         if self._lock_error:
@@ -201,19 +206,6 @@ class _Daemon:
             group.create_task(run_forever(worker, self._wakes[name], limits, record))
             for name, worker in self._workers.items()
         ]
-
-    async def _open_http(self, runner: web.AppRunner) -> str:
-        host, port = self._config.listen_address
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise BadConfig(
-                f"listen on {self._config.daemon.listen}: {error.strerror}",
-                hint="set daemon.listen to a free port; port 0 takes any",
-            ) from error
-        bound_host, bound_port = runner.addresses[0][:2]
-        return f"{bound_host}:{bound_port}"
 
     async def _keep_lock(self, hot_lock: Lock, stop: asyncio.Event) -> None:
         """End this daemon when another one has locked the hot directory, which someone deleted under this one."""
@@ -304,7 +296,7 @@ class _Daemon:
         def on_request(operation: str, code: str) -> None:
             self._metrics.cold_requests_total.labels(tier=cold.name, op=operation, code=code).inc()
 
-        return open_cold_tier(cold, self._config.limits, on_request)
+        return open_cold_tier(cold, self._config.limits, on_request, access=self._config.access)
 
     def _limit_writes(self, tier: str) -> None:
         """Apply the lower of the config's upload cap and the write throttle."""

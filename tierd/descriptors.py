@@ -1,4 +1,4 @@
-"""File descriptors: closes many, opens all or none, reads, and passes them over a Unix socket (SCM_RIGHTS).
+"""File descriptors: closes many, opens all or none, reopens, reads, and passes them over a Unix socket (SCM_RIGHTS).
 
 Imports no asyncio and decodes no message: for the daemon, the CLI and the client.
 """
@@ -28,6 +28,11 @@ def open_all(opening: Iterable[int]) -> list[int]:
         close_all(opened)
         raise
     return opened
+
+
+def reopen_read_only(fd: int) -> int:
+    """Another descriptor of the same file or memory, through which nothing can be written. Raises OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def read_all(fd: int, offset: int, view: memoryview) -> int:

@@ -137,6 +137,12 @@ class DaemonUnreachable(Transient):
     exit_code = 13
 
 
+class WrongUser(TierdError):
+    """Raised when a peer, a file or a directory belongs to another user than the expected one. Nothing was sent."""
+
+    exit_code = 13
+
+
 class TierUnreachable(Transient):
     """Raised when a tier cannot be listed, read or written now."""
 

@@ -29,9 +29,10 @@ class EventFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
-def configure() -> None:
-    """Log to stderr. Does nothing where the root logger has a handler."""
+def configure(limit: logging.Filter) -> None:
+    """Log to stderr what passes `limit`. Does nothing where the root logger has a handler."""
     handler = logging.StreamHandler()
+    handler.addFilter(limit)
     handler.setFormatter(EventFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

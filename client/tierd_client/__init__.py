@@ -31,6 +31,7 @@ from tierd.errors import (
     Transient,
     Unhealthy,
     Unsupported,
+    WrongUser,
 )
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
@@ -71,6 +72,7 @@ __all__ = [
     "Transient",
     "Unhealthy",
     "Unsupported",
+    "WrongUser",
     "__version__",
     "connect",
 ]

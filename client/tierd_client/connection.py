@@ -35,19 +35,21 @@ def connect(
     stop_grace_s: float | None = None,
     signals: Mapping[int, Meaning | None] | None = None,
     staging: str | None = None,
+    daemon_uid: int | None = None,
 ) -> Client:
     """Begin or continue a run. Each start of the trainer is a new generation, which fences the one before.
 
     `socket`: default $TIERD_SOCKET, then ./.tierd/tierd.sock. `rank`, `world_size`: default from torch.distributed,
     then from $RANK and $WORLD_SIZE. `when_busy`: "wait" up to `slot_wait_s` seconds for a free slot, or "skip" the
     snapshot. `staging`: "sync" copies the state before snapshot() returns, "overlap" during the next step. Options
-    that are not given come from the daemon's [snapshot] section.
+    that are not given come from the daemon's [snapshot] section. `daemon_uid`, default $TIERD_DAEMON_UID: the user that
+    the daemon runs as, if it is neither this user nor root.
 
     The run stops before the earliest of `max_runtime_s` seconds from now, $SLURM_JOB_END_TIME and $TIERD_DEADLINE;
     when `stop_file` (default $TIERD_STOP_FILE) appears, which is then removed; and at SIGTERM or SIGINT. SIGUSR1
     requests a snapshot. `signals` changes that: {SIGUSR2: "snapshot", SIGUSR1: "stop", SIGINT: None}.
     `stop_grace_s`: how long the end of `with client:` may wait after a stop for the last snapshot to be durable.
-    Raises DaemonUnreachable, Stale, TierUnreachable, BadRequest or BadConfig.
+    Raises DaemonUnreachable, WrongUser, Stale, TierUnreachable, BadRequest or BadConfig.
     """
     if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
         raise BadConfig(f"connect {run} with slots={slots}: expected {SLOTS_MIN} to {SLOTS_MAX} per rank")
@@ -75,6 +77,7 @@ def connect(
         {name: value for name, value in options.items() if value is not None},
         # Of this start only: a script's argument applies to restarts too, so it does not count here.
         starts_anew=os.environ.get("TIERD_RESUME") == SCRATCH,
+        daemon_uid=_uid_of_daemon(daemon_uid),
     )
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
     requests = StopRequests(
@@ -85,3 +88,12 @@ def connect(
         stop_file=stop_file,
     )
     return Client(generation, ranks, requests, os.environ)
+
+
+def _uid_of_daemon(daemon_uid: int | None) -> int | None:
+    named = os.environ.get("TIERD_DAEMON_UID", "")
+    if daemon_uid is not None or not named:
+        return daemon_uid
+    if not named.isdecimal():
+        raise BadConfig(f"read $TIERD_DAEMON_UID={named!r}: expected a user id", hint="as `id -u NAME` prints it")
+    return int(named)

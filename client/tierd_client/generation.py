@@ -32,12 +32,22 @@ class Generation:
     pool: SlotPool
     settings: wire.Welcome
 
-    def __init__(self, run: str, path: str, ranks: Ranks, overrides: Mapping[str, Any], *, starts_anew: bool) -> None:
+    def __init__(
+        self,
+        run: str,
+        path: str,
+        ranks: Ranks,
+        overrides: Mapping[str, Any],
+        *,
+        starts_anew: bool,
+        daemon_uid: int | None = None,
+    ) -> None:
         self.run = run
         self._path = path
         self._ranks = ranks
         self._overrides = overrides
         self._starts_anew = starts_anew
+        self._daemon_uid = daemon_uid
         self._listeners: tuple[Listener, ...] = ()
         self._pid = os.getpid()
         self.is_closed = False
@@ -111,4 +121,4 @@ class Generation:
             generation=number,
             starts_anew=self._starts_anew,
         )
-        return DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S)
+        return DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)

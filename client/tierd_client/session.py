@@ -25,6 +25,7 @@ from tierd.backoff import backoff_s
 from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Stale, TierdError, from_kind
 from tierd.format import wire
+from tierd.peer import connect_to_daemon
 from tierd_client.log import log
 
 ANSWER_TIMEOUT_S = 60.0  # a daemon that is silent for longer counts as hung
@@ -56,10 +57,11 @@ class DaemonSession:
     """Connected when constructed; `start` starts the thread that reads.
 
     `hello` is what was sent to the daemon, with the generation that it answered. `lock` guards the connection, and what
-    listeners keep in step with it. Raises DaemonUnreachable, or the error that the daemon answers to `hello`.
+    listeners keep in step with it. `daemon_uid`: as of `connect_to_daemon`. Raises DaemonUnreachable, WrongUser, or the
+    error that the daemon answers to `hello`.
     """
 
-    def __init__(self, path: str, hello: wire.Hello, *, timeout_s: float) -> None:
+    def __init__(self, path: str, hello: wire.Hello, *, timeout_s: float, daemon_uid: int | None = None) -> None:
         self.lock = threading.RLock()
         self.ended_by: TierdError | None = None
         """Why the session ended for good: a newer generation has taken over."""
@@ -68,10 +70,11 @@ class DaemonSession:
         self.has_successor = False
         """Set while this process opens the session of its next generation: it is then expected that this one ends."""
         self.path = path
+        self.daemon_uid = daemon_uid
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
-        self._socket, self.welcome, self.kept_descriptors = _greet(path, hello, timeout_s)
+        self._socket, self.welcome, self.kept_descriptors = _greet(path, hello, timeout_s, daemon_uid)
         self.hello = msgspec.structs.replace(hello, generation=self.welcome.generation)
         self.is_attached = True
         _connected.add(self)
@@ -243,7 +246,7 @@ class DaemonSession:
             if self._closed.wait(backoff_s(self._failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S)):
                 return
             try:
-                sock, welcome, descriptors = _greet(self.path, self.hello, RETRY_MAX_S)
+                sock, welcome, descriptors = _greet(self.path, self.hello, RETRY_MAX_S, self.daemon_uid)
             except Stale as error:
                 self._end(error)
                 return
@@ -300,14 +303,16 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _greet(path: str, hello: wire.Hello, timeout_s: float) -> tuple[socket.socket, wire.Welcome, list[int]]:
+def _greet(
+    path: str, hello: wire.Hello, timeout_s: float, daemon_uid: int | None
+) -> tuple[socket.socket, wire.Welcome, list[int]]:
     """A connected socket with the daemon's Welcome and the descriptors of the slots that it kept for us."""
     hint = "is `tierd serve` running? Give its socket as connect(socket=...) or $TIERD_SOCKET"
     with ExitStack() as on_error:
         sock = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             sock.settimeout(timeout_s)
-            sock.connect(path)
+            connect_to_daemon(sock, path, daemon_uid)
             send_packet(sock, wire.encode(hello))
             raw, descriptors, is_whole = receive_packet(sock)
             on_error.callback(close_all, descriptors)

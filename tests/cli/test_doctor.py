@@ -103,6 +103,21 @@ def test_doctor_prints_a_line_and_a_hint_for_each_problem(tmp_path: Path) -> Non
         assert "PROBLEM  cold     list s3://checkpoints/deep: S3 does not know this access key" in result.stdout
 
 
+def test_doctor_and_the_log_name_what_other_users_can_reach(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    (tmp_path / "hot").mkdir()
+    (tmp_path / "hot").chmod(0o755)
+    with serving(tmp_path) as daemon:
+        assert f"other users can reach the checkpoints in {daemon.hot}: its mode is 0755 (hint: chmod -R" in daemon.log
+        assert ("hot", "exposure", "warning") in problems(run_doctor(house)[1])
+        tmp_path.chmod(0o777)
+        daemon.config.chmod(0o600)
+        (message,) = (one["message"] for one in run_doctor(house)[1] if one["check"] == "socket")
+        assert (
+            message == f"other users can replace the socket, because they can write in {tmp_path}: trainers refuse it"
+        )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_doctor_deletes_its_probe_objects(tmp_path: Path, number: signal.Signals) -> None:
     with bucket_server() as served:

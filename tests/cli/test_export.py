@@ -84,6 +84,7 @@ def test_torch_export_is_one_file_that_loads_with_weights_only(house: House) -> 
     target = house.root / "checkpoint.pt"
     assert house.tierd("export", "--format", "torch", "--to", target).exit_code == 0
     assert_same(torch.load(target, weights_only=True), STATE)
+    assert target.stat().st_mode & 0o077 == 0, "other users can read it"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -14,7 +14,7 @@ from tests.support.bucket import Bucket, Stored, bucket_server
 from tests.support.s3 import BUCKET, rclone_server, silent_server
 from tests.support.s3_store import s3_store
 from tierd.config import ColdConfig
-from tierd.s3.probe import PREFIX, BucketProbe, endpoint_advice, is_private
+from tierd.s3.probe import PREFIX, BucketProbe, endpoint_advice
 from tierd.s3.requests import DOCTOR_ACTIONS, NEEDED_ACTIONS
 from tierd.s3.upload import unfinished_uploads
 from tierd.tiers.probe import Advice
@@ -228,7 +228,11 @@ async def test_objects_of_a_killed_probe_are_removed_after_an_hour(served: Bucke
         ({"endpoint_url": "http://s3.example.com:9000"}, "anyone on the way can read"),
         ({"endpoint_url": "http://8.8.8.8"}, "anyone on the way can read"),
         ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com", "region": "us-east-1"}, "endpoint_url is in eu-west-1"),
-        ({"endpoint_url": "http://10.1.2.3:9000"}, ""),
+        ({"endpoint_url": "http://10.1.2.3:9000"}, "anyone on the way can read"),
+        ({"endpoint_url": "http://minio:9000"}, "anyone on the way can read"),
+        ({"endpoint_url": "http://127.0.0.1:9000"}, ""),
+        ({"endpoint_url": "http://localhost:9000"}, ""),
+        ({"endpoint_url": "http://[::1]:9000"}, ""),
         ({"endpoint_url": "https://s3.example.com"}, ""),
         ({"region": "eu-west-1"}, ""),
     ],
@@ -237,12 +241,3 @@ def test_endpoint_is_checked_from_the_config_alone(keys: dict[str, str], said: s
     found = [one.message for one in endpoint_advice(ColdConfig(url="s3://bucket", **keys))]  # type: ignore[arg-type]
     assert len(found) == bool(said)
     assert all(said in one for one in found)
-
-
-@pytest.mark.parametrize(
-    ("host", "private"),
-    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("minio", True), ("minio.storage.svc", True),
-     ("192.168.1.1", True), ("1.1.1.1", False), ("s3.amazonaws.com", False)],
-)  # fmt: skip
-def test_private_hosts_are_loopback_private_networks_and_their_names(host: str, private: bool) -> None:
-    assert is_private(host) is private

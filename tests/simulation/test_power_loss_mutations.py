@@ -178,13 +178,13 @@ def manifest_deleted_without_fsync(patch: Patch) -> None:
 
 def hot_directory_made_without_fsync(patch: Patch) -> None:
     """As the lock made it once."""
-    patch.setattr(lock, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+    patch.setattr(lock, "make_folder", lambda path, access: path.mkdir(parents=True, exist_ok=True))
     patch.setattr(tree, "_sync_parent", lambda folder: None)
 
 
 def parents_of_a_target_made_without_fsync(patch: Patch) -> None:
     """As `tierd restore --to` made them once."""
-    patch.setattr(atomic_output, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+    patch.setattr(atomic_output, "make_folder", lambda path, access: path.mkdir(parents=True, exist_ok=True))
 
 
 def listed_is_taken_for_durable(patch: Patch) -> None:

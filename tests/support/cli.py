@@ -75,8 +75,8 @@ def make_house(root: Path, *, more: str = "") -> House:
         {more}
         """
     )
-    house.hot.mkdir()
-    house.cold.mkdir()
+    house.hot.mkdir(mode=0o700)
+    house.cold.mkdir(mode=0o700)
     return house
 
 

@@ -15,17 +15,20 @@ from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import HOT
+from tierd.peer import connect_to_daemon
 
 ANSWER_TIMEOUT_S = 60.0  # the daemon may have to read a whole snapshot for its checksums
 RECEIVE_TIMEOUT_MIN_S = 0.05  # 0 would make the socket non-blocking
 
 
-def find_in_memory(socket_path: Path, checkpoint: CheckpointId) -> tuple[bytes, list[int]]:
+def find_in_memory(
+    socket_path: Path, checkpoint: CheckpointId, *, daemon_uid: int | None = None
+) -> tuple[bytes, list[int]]:
     """(manifest bytes, descriptors of its files in order). The caller closes the descriptors.
 
     Raises DaemonUnreachable, or what the daemon answers: NotFound when it is not in memory.
     """
-    with _connected(socket_path, checkpoint.run) as sock:
+    with _connected(socket_path, checkpoint.run, daemon_uid) as sock:
         find = wire.Find(
             request=1,
             step=checkpoint.step,
@@ -46,22 +49,26 @@ def find_in_memory(socket_path: Path, checkpoint: CheckpointId) -> tuple[bytes, 
         return manifest.read(), descriptors[1:]
 
 
-def stop_run(socket_path: Path, run: str, *, is_forced: bool, wait_s: float) -> wire.Agreed:
+def stop_run(
+    socket_path: Path, run: str, *, is_forced: bool, wait_s: float, daemon_uid: int | None = None
+) -> wire.Agreed:
     """Request a stop of the run's trainers, and wait for rank 0's answer.
 
     Raises NotFound when no trainer of the run is connected, Transient without an answer in time (the request stays
     pending), DaemonUnreachable, or what rank 0 answers.
     """
-    with _connected(socket_path, run) as sock:
+    with _connected(socket_path, run, daemon_uid) as sock:
         agreed, _ = _request(sock, run, "force" if is_forced else "stop", None, time.monotonic() + wait_s)
     return agreed
 
 
-def take_snapshot(socket_path: Path, run: str, milestone: str | None, *, wait_s: float) -> tuple[wire.Agreed, str]:
+def take_snapshot(
+    socket_path: Path, run: str, milestone: str | None, *, wait_s: float, daemon_uid: int | None = None
+) -> tuple[wire.Agreed, str]:
     """Request a snapshot of the run, and wait until it is durable. The second value is the tier: hot, or a cold one
     when hot has no space. Raises as `stop_run` does."""
     deadline_s = time.monotonic() + wait_s
-    with _connected(socket_path, run) as sock:
+    with _connected(socket_path, run, daemon_uid) as sock:
         agreed, durable = _request(sock, run, "snapshot", milestone, deadline_s)
         while (agreed.step, agreed.generation) not in durable:
             message = _receive_until(sock, deadline_s)
@@ -112,12 +119,13 @@ def _receive_until(sock: socket.socket, deadline_s: float) -> wire.ToClient | No
 
 
 @contextmanager
-def _connected(socket_path: Path, run: str) -> Generator[socket.socket]:
-    """A socket whose Hello was answered. Raises DaemonUnreachable for every OSError."""
+def _connected(socket_path: Path, run: str, daemon_uid: int | None) -> Generator[socket.socket]:
+    """A socket whose Hello was answered. `daemon_uid`: as of `connect_to_daemon`. Raises WrongUser, and
+    DaemonUnreachable for every OSError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(ANSWER_TIMEOUT_S)
-            sock.connect(str(socket_path))
+            connect_to_daemon(sock, str(socket_path), daemon_uid)
             hello = wire.Hello(
                 protocol=wire.PROTOCOL_VERSION,
                 version=tierd.__version__,

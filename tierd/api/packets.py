@@ -11,23 +11,23 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from tierd.access import PRIVATE, Access
 from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadConfig, BadRequest, LockHeld
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
-
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+from tierd.peer import peer_of
+from tierd.tiers.tree import make_folder
 
 
 class PacketConnection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.peer_pid, self.peer_uid, _ = _CREDENTIALS.unpack(raw)
+        peer = peer_of(sock)
+        self.peer_pid, self.peer_uid = peer.pid, peer.uid
 
     async def receive(self) -> tuple[bytes, list[int]]:
         """The next packet with its descriptors, which the caller closes; (b"", []) when the peer has disconnected.
@@ -106,14 +106,14 @@ class PacketConnection:
         self._socket.close()
 
 
-def open_listener(path: str) -> socket.socket:
-    """The daemon's listening socket, which only its own user can connect to.
+def open_listener(path: str, access: Access = PRIVATE) -> socket.socket:
+    """The daemon's listening socket, which only its own user, and the group of `access`, can connect to.
 
     Replaces the socket file of a dead daemon. Raises LockHeld when another daemon listens, BadConfig for a path that
     cannot be used.
     """
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(path).parent, access)
     except OSError as error:
         raise BadConfig(f"listen on {path}: {error.strerror}", hint="set daemon.socket to a path of yours") from error
     if os.path.lexists(path):
@@ -127,6 +127,7 @@ def open_listener(path: str) -> socket.socket:
     former = os.umask(0o177)
     try:
         listener.bind(path)
+        access.share_socket(path)
     except OSError as error:
         listener.close()
         raise BadConfig(f"listen on {path}: {error.strerror}", hint="set daemon.socket to a path of yours") from error

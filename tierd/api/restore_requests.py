@@ -7,6 +7,7 @@ trainer that was killed during a fetch finds the checkpoint in the hot tier afte
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,6 +20,7 @@ from tierd.incidents import Incidents
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together
+_ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 PROGRESS_INTERVAL_S = 1.0  # a peer without any message for a minute gives up, and a fetch may take longer
 
 
@@ -74,8 +76,9 @@ class RestoreRequests:
         opened = await self._restorer.find(session.run, find, on_progress)
         descriptors = opened.descriptors
         try:
-            descriptors.insert(0, os.memfd_create("tierd-manifest", os.MFD_CLOEXEC))
+            descriptors.insert(0, os.memfd_create("tierd-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.pwrite(descriptors[0], opened.manifest.encode(), 0)
+            fcntl.fcntl(descriptors[0], fcntl.F_ADD_SEALS, _ALL_SEALS)
         except BaseException:
             close_all(descriptors)
             raise

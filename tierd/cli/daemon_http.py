@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -32,16 +33,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningDaemon:
+    config: Config
     address: str
     status: StatusReport
 
     def rows(self) -> list[CheckpointRow]:
         """The rows of `tierd ls`, including the memory tier."""
-        return _get(self.address, "/api/v1/checkpoints", list[CheckpointRow])
+        return _get(self.config, self.address, "/api/v1/checkpoints", list[CheckpointRow])
 
     def checkpoint(self, checkpoint: CheckpointId) -> CheckpointReport:
         """What `tierd show` prints. Raises NotFound."""
-        return _get(self.address, f"/api/v1/checkpoints/{checkpoint.run}/{checkpoint.name}", CheckpointReport)
+        path = f"/api/v1/checkpoints/{checkpoint.run}/{checkpoint.name}"
+        return _get(self.config, self.address, path, CheckpointReport)
 
     def health_in_memory(self) -> dict[CheckpointId, bool | None]:
         """The checkpoints of the memory tier, and whether each is healthy."""
@@ -53,16 +56,16 @@ def find(config: Config, *, is_fresh: bool = False) -> RunningDaemon:
 
     `is_fresh`: it lists its tiers first, for LOOK_S at most."""
     address = _address(config)
-    status = _get(address, "/api/v1/status", StatusReport)
+    status = _get(config, address, "/api/v1/status", StatusReport)
     if is_fresh:
-        status = _get(address, "/api/v1/status?fresh=1", StatusReport, timeout_s=LOOK_S + TIMEOUT_S)
+        status = _get(config, address, "/api/v1/status?fresh=1", StatusReport, timeout_s=LOOK_S + TIMEOUT_S)
     hot = next((tier.url for tier in status.tiers if tier.name == "hot"), "")
     if Path(hot.removeprefix("file://")).resolve() != config.hot_path.resolve():
         raise DaemonUnreachable(
             f"ask the daemon of {config.hot_path} at {address}: what answers there has {hot or 'no hot tier'}",
             hint="is --config the daemon's own? Give each daemon a daemon.listen of its own",
         )
-    return RunningDaemon(address=address, status=status)
+    return RunningDaemon(config=config, address=address, status=status)
 
 
 def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | None:
@@ -83,11 +86,16 @@ def _address(config: Config) -> str:
     return config.daemon.listen
 
 
-def _get(address: str, path: str, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
-    # No proxy: http_proxy is for other hosts, not for the loopback.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _get(config: Config, address: str, path: str, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
     try:
-        with opener.open(f"http://{address}{path}", timeout=timeout_s) as response:
+        # No proxy: http_proxy is for other hosts, not for the loopback.
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if cert_file := config.listen.cert_file:
+            handlers.append(urllib.request.HTTPSHandler(context=_trusting(cert_file)))
+        request = urllib.request.Request(f"{'https' if cert_file else 'http'}://{address}{path}")
+        if config.listen.token_file:
+            request.add_header("Authorization", f"Bearer {Path(config.listen.token_file).read_text().strip()}")
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
             raw = response.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
         refusal = NotFound if error.code == 404 else DaemonUnreachable
@@ -102,3 +110,12 @@ def _get(address: str, path: str, kind: type[T], *, timeout_s: float = TIMEOUT_S
         raise DaemonUnreachable(
             f"ask the daemon at {address}: what answers is no tierd of this version ({error})", hint=_HINT
         ) from error
+
+
+def _trusting(cert_file: str) -> ssl.SSLContext:
+    """Trusts the daemon's own certificate alone, whatever address it is reached at."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cert_file)
+    return context

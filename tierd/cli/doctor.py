@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import msgspec
 import typer
 
 from tierd import __version__, config_file
+from tierd.access import others_can_write
 from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
+from tierd.cold_tier import exposed
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
 from tierd.identity import Identities
@@ -68,6 +71,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
     for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
         found += advice
+    found += [advice for advice in exposed(loaded) if only in (None, advice.about)]
     found += [advice for advice in await _places(loaded) if only in (None, advice.about)]
     if only is None:
         if not loaded.cold:
@@ -165,6 +169,10 @@ def _socket(loaded: Config) -> Advice:
         message = f"{folder} cannot be written: no socket can be made there"
         hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
         return Advice("socket", "socket", "problem", message, hint)
+    about = folder.stat()
+    if others_can_write(about) and not about.st_mode & stat.S_ISVTX:
+        message = f"other users can replace the socket, because they can write in {folder}: trainers refuse it"
+        return Advice("socket", "socket", "problem", message, f"chmod go-w {folder}, or set daemon.socket")
     return Advice("socket", "socket", "ok", f"{folder} can be written")
 
 

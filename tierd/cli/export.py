@@ -33,7 +33,7 @@ from tierd.format.whole import WholeFile, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
-from tierd.transfer.atomic_output import make_durable
+from tierd.transfer.atomic_output import AtomicOutput, make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
 _FOLDER = "made"  # the folder to publish, inside the atomic output
@@ -77,7 +77,7 @@ async def export(
         raise BadConfig(f"export into {target}: torch writes one file", hint=f"--to {target / 'checkpoint.pt'}")
     size_max = _size_bytes(max_shard_size)
 
-    async def convert(folder: Path, manifest: Manifest, partial: Path) -> Path:
+    async def convert(folder: Path, manifest: Manifest, output: AtomicOutput) -> Path:
         shards = {entry.name: _read_shard(folder / entry.name) for entry in manifest.files}
         tensors = whole_tensors(shards, prefix)
         if prefix and not tensors:
@@ -90,10 +90,10 @@ async def export(
             metadata = {"format": "pt", "run": manifest.run, "step": str(manifest.step)}
             metadata["generation"] = str(manifest.generation)
             files = [WholeFile(part, metadata) for part in split(tensors, size_max)]
-            await _write_safetensors(files, folder, list(shards), partial)
+            await _write_safetensors(files, folder, list(shards), output)
         else:
-            await _write_with_torch(format, folder, partial / _FOLDER, prefix)
-        return partial / _FOLDER
+            await _write_with_torch(format, folder, output, prefix)
+        return output.folder / _FOLDER
 
     if format is not Format.safetensors:
         check_torch(
@@ -122,13 +122,15 @@ def _size_bytes(text: str) -> int:
 # ── safetensors ──
 
 
-async def _write_safetensors(files: Sequence[WholeFile], folder: Path, shards: Sequence[str], partial: Path) -> None:
+async def _write_safetensors(
+    files: Sequence[WholeFile], folder: Path, shards: Sequence[str], output: AtomicOutput
+) -> None:
     """Named as Hugging Face names them: one file, or several and an index."""
     names = ["model.safetensors"]
     if len(files) > 1:
         names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     descriptors = open_all(os.open(folder / shard, os.O_RDONLY) for shard in shards)
-    store = DirectoryStore(partial)
+    store = DirectoryStore(output.folder, access=output.access, url=f"file://{output.partial}")
     opened = dict(zip(shards, descriptors, strict=True))
     try:
         with progress_bar("assembling", sum(file.size_bytes for file in files)) as progress:
@@ -186,11 +188,17 @@ def check_torch(doing: str, *, hint: str) -> None:
         raise BadConfig(f"{doing}: {' and '.join(missing)} cannot be imported here", hint=hint)
 
 
-async def _write_with_torch(format: Format, folder: Path, made: Path, prefix: str) -> None:
+async def _write_with_torch(format: Format, folder: Path, output: AtomicOutput, prefix: str) -> None:
+    made = output.folder / _FOLDER
     # -P: do not import a module named torch from the current directory.
     command = [sys.executable, "-P", "-m", "tierd_client.export", format.value, str(folder), str(made), prefix]
     child = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        pass_fds=[output.descriptor],  # `made` names the folder by it
+        umask=output.access.umask,
     )
     try:
         _, stderr = await child.communicate()
@@ -201,4 +209,4 @@ async def _write_with_torch(format: Format, folder: Path, made: Path, prefix: st
     if child.returncode != 0:
         lines = stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {child.returncode}"]
         raise TierdError(f"export as {format.value}: torch's process: {lines[-1]}", hint="is there enough memory?")
-    await asyncio.to_thread(make_durable, made)
+    await asyncio.to_thread(make_durable, made, output.access)

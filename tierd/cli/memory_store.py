@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
+from tierd.config import Config
 from tierd.descriptors import close_all, read_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
@@ -18,11 +18,11 @@ from tierd.format.manifest import decode
 from tierd.tiers.store import Source
 
 
-def ask_memory(socket_path: Path, checkpoint: CheckpointId) -> DescriptorStore:
+def ask_memory(config: Config, checkpoint: CheckpointId) -> DescriptorStore:
     """The checkpoint's files in the memory tier. Raises DaemonUnreachable, NotFound when it is gone by now, Corrupt."""
     from tierd.api.operator_socket import find_in_memory
 
-    raw, descriptors = find_in_memory(socket_path, checkpoint)
+    raw, descriptors = find_in_memory(config.socket_path, checkpoint, daemon_uid=config.daemon_uid)
     try:
         return DescriptorStore(raw, descriptors, checkpoint)
     except TierdError:

@@ -114,9 +114,11 @@ async def open_tiers(
 
 def open_unlisted(config: Config, *, only: str | None = None) -> list[Tier]:
     """The tiers of the config, nearest first; the caller closes their stores."""
-    hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s)
+    access = config.access
+    hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=access)
     opened = [Tier(HOT, hot, limits=config.limits)] if only in (None, HOT) else []
-    return opened + [open_cold_tier(cold, config.limits) for cold in config.cold if only in (None, cold.name)]
+    colds = [cold for cold in config.cold if only in (None, cold.name)]
+    return opened + [open_cold_tier(cold, config.limits, access=access) for cold in colds]
 
 
 async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, Any, None]) -> None:

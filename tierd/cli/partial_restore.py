@@ -68,7 +68,7 @@ async def fetch_subset(
         fetch = Fetch(manifest, store, wanted={name: range(len(entry.chunks)) for name, entry in entries.items()})
         await replicas.complete(fetch, output, title)
         await fetch.finish()
-        return fetch.wanted_bytes, output.partial / manifest.run / manifest.id.name
+        return fetch.wanted_bytes, output.folder / manifest.run / manifest.id.name
 
     chunks: dict[str, set[int]] = {name: {0} for name in files}
     written: dict[str, _SubsetFile] = {}
@@ -103,7 +103,7 @@ async def fetch_subset(
                 progress=progress,
             )
     with_headers = Fetch(manifest, store, wanted=chunks)
-    return with_headers.wanted_bytes, output.partial / _FOLDER
+    return with_headers.wanted_bytes, output.folder / _FOLDER
 
 
 async def _shards(

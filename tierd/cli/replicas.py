@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import MappingProxyType
 
+from tierd.access import PRIVATE
 from tierd.cli.console import print_note, progress_bar, size
 from tierd.cli.memory_store import ask_memory
 from tierd.cli.opened_tiers import OpenedTiers
@@ -26,7 +27,7 @@ from tierd.transfer.fetch import Fetch
 
 class Replicas(AsyncExitStack):
     """`passed_over`: the tiers that could not give all that was asked of them, and why. `given_bytes`: by tier.
-    `manifest` and its bytes `raw`: once one replica was opened."""
+    `access`: of what is restored. `manifest` and its bytes `raw`: once one replica was opened."""
 
     manifest: Manifest
 
@@ -43,6 +44,7 @@ class Replicas(AsyncExitStack):
         self._inventory = inventory
         self._tiers = tiers
         self._config = config
+        self.access = config.access if config else PRIVATE
         self._opened: dict[str, ReadableTier] = {}
         self._unusable: dict[str, TierdError] = {}
 
@@ -88,7 +90,7 @@ class Replicas(AsyncExitStack):
 
     async def _open(self, name: str) -> ReadableTier:
         if name == MEMORY and self._config is not None:
-            store = await asyncio.to_thread(ask_memory, self._config.socket_path, self.chosen.id)
+            store = await asyncio.to_thread(ask_memory, self._config, self.chosen.id)
             self.push_async_callback(store.close)
             tier: ReadableTier = ReadableTier(MEMORY, store)
         else:

@@ -27,10 +27,10 @@ from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import ReadableTier, Tier
-from tierd.transfer.atomic_output import atomic_output, check_target
+from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
 from tierd.transfer.fetch import Fetch, partial_keys
 
-Convert = Callable[[Path, Manifest, Path], Awaitable[Path]]
+Convert = Callable[[Path, Manifest, AtomicOutput], Awaitable[Path]]
 """(folder of the restored checkpoint, its manifest, where to work) → the durable file or folder to publish instead."""
 
 
@@ -141,8 +141,9 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
     began_s = time.monotonic()
     files = subset.files(manifest) if subset else [entry.name for entry in manifest.files]
     needed_bytes = 0 if subset else manifest.size_bytes * (2 if convert else 1)
-    with atomic_output(target, size_bytes=needed_bytes, keep=partial_keys(manifest, files)) as output:
-        store = DirectoryStore(output.partial)
+    keep = partial_keys(manifest, files)
+    with atomic_output(target, size_bytes=needed_bytes, keep=keep, access=replicas.access) as output:
+        store = DirectoryStore(output.folder, access=output.access, url=f"file://{output.partial}")
         try:
             if subset:
                 wanted_bytes, made = await fetch_subset(subset, manifest, files, replicas, store, output)
@@ -151,10 +152,10 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
                 await replicas.complete(fetch, output, f"step {checkpoint.step}")
                 await fetch.finish()
                 await _commit(replicas, nearest, Tier("restored", store))
-                wanted_bytes, made = fetch.wanted_bytes, output.partial / checkpoint.run / checkpoint.name
+                wanted_bytes, made = fetch.wanted_bytes, output.folder / checkpoint.run / checkpoint.name
             if convert:
                 output.is_worth_keeping = False
-                made = await convert(made, manifest, output.partial)
+                made = await convert(made, manifest, output)
             size_bytes = sum(file.stat().st_size for file in made.iterdir()) if subset else manifest.size_bytes
             output.publish(made)
         except BaseException:

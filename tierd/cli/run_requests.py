@@ -36,7 +36,8 @@ def stop(
 
     config = settings_of(context).config()
     deadline_s = time.monotonic() + wait_s
-    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s)
+    uid = config.daemon_uid
+    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s, daemon_uid=uid)
     if not json:
         when = "is being interrupted after" if force else "stops at"
         print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
@@ -74,7 +75,8 @@ def snapshot(
     from tierd.api.operator_socket import take_snapshot
 
     config = settings_of(context).config()
-    agreed, tier = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s)
+    uid = config.daemon_uid
+    agreed, tier = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s, daemon_uid=uid)
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
     roots = {HOT: str(config.hot_path), **{cold.name: cold.url for cold in config.cold}}
     path = f"{roots[tier].rstrip('/')}/{checkpoint.run}/{checkpoint.name}"

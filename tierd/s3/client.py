@@ -27,7 +27,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import Loader
 
-from tierd.config import ColdConfig
+from tierd.config import ColdConfig, is_exposed_endpoint
 from tierd.errors import TierdError, TierUnreachable
 from tierd.s3.errors import translate
 
@@ -79,6 +79,7 @@ class S3Client:
     def __init__(self, cold: ColdConfig, bucket: str, *, connections: int, timeout_s: float) -> None:
         self._where = f"{cold.url} in {cold.name}"
         self._bucket = bucket
+        self._allows_plain_http = cold.allow_plain_http
         self._boto3: dict[bool, Any] = {}  # by whether the payload is signed
         self._connecting = threading.Lock()
         self.region = cold.region  # in force: boto3's own where none is configured, known after the first request
@@ -162,6 +163,12 @@ class S3Client:
                 # boto3 has no public access to its connections; tests/s3/test_client.py fails when this one ends.
                 pools = client._endpoint.http_session._pool_classes_by_scheme
                 pools.update(http=_ConnectionPool, https=_TLSConnectionPool)
+                # boto3 takes an endpoint from the environment and ~/.aws too.
+                endpoint_url = str(client.meta.endpoint_url)
+                if is_exposed_endpoint(endpoint_url) and not self._allows_plain_http:
+                    why = f"{endpoint_url} is plain HTTP, and requests carry credentials"
+                    hint = "use https://, or set allow_plain_http = true in this tier"
+                    raise TierUnreachable(f"connect to {self._where}: {why}", hint=hint)
                 self.region = str(client.meta.region_name)
                 self._boto3[signs_payload] = client
             return self._boto3[signs_payload]

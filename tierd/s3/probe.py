@@ -7,7 +7,6 @@ for checkpoints. They are removed at the end, also when the probe is cancelled.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierd.config import ColdConfig
+from tierd.config import ColdConfig, is_exposed_endpoint
 from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.s3.client import Answer
@@ -39,23 +38,14 @@ def endpoint_advice(cold: ColdConfig) -> Iterator[Advice]:
     """What can be seen from the config alone."""
     endpoint = urlsplit(cold.endpoint_url)
     host = endpoint.hostname or ""
-    if endpoint.scheme == "http" and not is_private(host):
-        message = f"{cold.endpoint_url} is plain http: checksums detect damage, but anyone on the way can read"
+    if is_exposed_endpoint(cold.endpoint_url):
+        message = f"{cold.endpoint_url} is plain http: anyone on the way can read, and change what is sent"
         yield Advice("transport", cold.name, "warning", message, "use https:// in endpoint_url")
     regional = re.fullmatch(r"s3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com(?:\.cn)?", host)
     if regional and cold.region and regional[1] != cold.region:
         message = f"endpoint_url is in {regional[1]}, region says {cold.region}"
         hint = "leave endpoint_url empty for AWS, and set the bucket's region"
         yield Advice("region", cold.name, "warning", message, hint)
-
-
-def is_private(host: str) -> bool:
-    """Loopback, a private network, or a name that only such a network resolves."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return "." not in host or host.endswith((".localhost", ".local", ".internal", ".svc"))
-    return address.is_loopback or address.is_private or address.is_link_local
 
 
 class BucketProbe:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tierd.access import is_own_folder
 from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
@@ -34,7 +35,8 @@ class _CachedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestCache:
-    """In `folder`, readable by its owner only. `bucket`: which bucket's manifests."""
+    """In `folder`, readable by its owner only. `bucket`: which bucket's manifests. A folder in which another user can
+    write is neither read nor written."""
 
     def __init__(self, folder: Path, bucket: str) -> None:
         self._folder = folder
@@ -43,10 +45,12 @@ class ManifestCache:
     async def read(self, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
         """The cached manifests of `wanted`. Never raises."""
         try:
+            if not await asyncio.to_thread(is_own_folder, self._folder):
+                return {}
             async with DirectoryStore(self._folder, create=False) as store:
                 raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
             return await asyncio.to_thread(_decode, raw, wanted)
-        except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
+        except (OSError, TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return {}
 
     async def write(
@@ -56,6 +60,8 @@ class ManifestCache:
         raw = await asyncio.to_thread(_encode, manifests, fingerprints)
         with suppress(OSError, TierdError):
             await asyncio.to_thread(self._folder.mkdir, mode=0o700, parents=True, exist_ok=True)
+            if not await asyncio.to_thread(is_own_folder, self._folder):
+                return
             async with DirectoryStore(self._folder) as store:
                 await store.sweep_partials()
                 await store.put_bytes(self._key, raw)

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from tierd.access import PRIVATE, Access
 from tierd.descriptors import close_all, open_all, read_all
 from tierd.errors import BadRequest, Corrupt, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
@@ -40,7 +41,7 @@ WALK_FILES = 256  # one call of a walk: the deadline is not for a whole tree
 
 class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     """The root is made by the first put unless `create` is False. `timeout_s`: of each call; more for each file that
-    one call deletes, and for the bytes of an fsync."""
+    one call deletes, and for the bytes of an fsync. `access`: of what is written. `url`: where it is, for messages."""
 
     is_local = True
     # While one put fills the disk, the other fsyncs. More would only wait; an interrupted file begins again.
@@ -48,9 +49,16 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     pieces_in_flight = 4
 
     def __init__(
-        self, root: Path, *, create: bool = True, max_write_mib_s: float = 0.0, timeout_s: float = TIMEOUT_S
+        self,
+        root: Path,
+        *,
+        create: bool = True,
+        max_write_mib_s: float = 0.0,
+        timeout_s: float = TIMEOUT_S,
+        access: Access = PRIVATE,
+        url: str = "",
     ) -> None:
-        self.tree = Tree(root, create=create)
+        self.tree = Tree(root, create=create, access=access, url=url)
         self.root = self.tree.root
         self.url = self.tree.url
         # Two threads more than writes, so that a listing does not wait behind a large file.
@@ -191,7 +199,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     async def list(self, prefix: str = "") -> list[StoredObject]:
         objects: list[StoredObject] = []
 
-        def add(key: str, entry: os.DirEntry[str]) -> None:
+        def add(key: str, entry: os.DirEntry[str], folder: int) -> None:
             if key.startswith(prefix) and is_key(key):
                 with suppress(FileNotFoundError):  # deleted since the folder was read
                     stat = entry.stat(follow_symlinks=False)
@@ -205,17 +213,17 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         self,
         run: Callable[[Callable[[], bool]], Awaitable[bool]],
         below: str,
-        visit: Callable[[str, os.DirEntry[str]], None],
+        visit: Callable[[str, os.DirEntry[str], int], None],
         prefix: str = "",
     ) -> None:
-        """Calls visit(key, entry), in a thread, for every file in this folder. `run`: of the pool. `prefix`: as of
-        `Tree.walk`."""
+        """Calls visit(key, entry, descriptor of its folder), in a thread, for every file in this folder. `run`: of the
+        pool. `prefix`: as of `Tree.walk`."""
         entries = self.tree.walk(below, prefix)
 
         def walk() -> bool:
             count = 0
-            for key, entry in islice(entries, WALK_FILES):
-                visit(key, entry)
+            for key, entry, folder in islice(entries, WALK_FILES):
+                visit(key, entry, folder)
                 count += 1
             return count == WALK_FILES
 
@@ -254,7 +262,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         return []  # an interrupted file begins again
 
     async def sweep_partials(self, below: str = "", *, is_given_up: Callable[[str, float], bool] | None = None) -> int:
-        """Removes partial files whose writer is dead. Returns how many.
+        """Removes partial files whose writer is dead, but none of another user. Returns how many.
 
         `below`: only in this folder. `is_given_up`: also partial downloads, which a later fetch could continue, where
         it returns True for (key, Unix time of the last write).
@@ -262,7 +270,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
 
         swept = 0
 
-        def sweep(key: str, entry: os.DirEntry[str]) -> None:
+        def sweep(key: str, entry: os.DirEntry[str], folder: int) -> None:
             nonlocal swept
             if not entry.name.endswith(layout.PARTIAL_SUFFIX):
                 return
@@ -270,13 +278,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                 is_given_up and is_given_up(key, entry.stat(follow_symlinks=False).st_mtime)
             ):
                 return
-            if is_abandoned(entry.path):
+            if is_abandoned(entry.name, folder):
                 failpoint("sweep.unlink")
-                os.unlink(entry.path)
+                os.unlink(entry.name, dir_fd=folder)
                 swept += 1
-                with suppress(OSError):  # not empty
-                    if "/" in key:
-                        os.rmdir(os.path.dirname(entry.path))
+                self.tree.remove_if_empty(key)
 
         with translated(f"sweep {self.url}"):
             await self._walk(self.pool.run, below, sweep)

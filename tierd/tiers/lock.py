@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
+from tierd.access import PRIVATE, Access
 from tierd.errors import LockHeld, TierUnreachable
 from tierd.format import layout
 from tierd.tiers.tree import make_folder
@@ -27,16 +29,19 @@ _DESCRIPTION_BYTES_MAX = 4096
 class Lock(AbstractContextManager["Lock"]):
     """The lock of a directory, which is made where missing. Held until `release`, or the death of this process.
 
-    `holder`: describes this process, besides its id and node. Raises LockHeld, naming the holder, when another process
-    has the lock; TierUnreachable when it cannot be taken.
+    `holder`: describes this process, besides its id and node. `access`: of the directory. The file is the user's alone
+    in any case: whoever can open it for reading can hold its lock. Raises LockHeld, naming the holder, when another
+    process has the lock; TierUnreachable when it cannot be taken.
     """
 
-    def __init__(self, root: Path, holder: Mapping[str, object] | None = None) -> None:
+    def __init__(self, root: Path, holder: Mapping[str, object] | None = None, *, access: Access = PRIVATE) -> None:
         path = self._path = root / layout.LOCK
+        self._access = access
         self._description: Mapping[str, object] = holder or {}
         try:
-            make_folder(root)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            make_folder(root, access)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._keep_others_out(root)
         except OSError as error:
             hint = "it must be in a directory that the daemon's user can make and write: check hot.path"
             raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
@@ -52,6 +57,17 @@ class Lock(AbstractContextManager["Lock"]):
             raise TierUnreachable(
                 f"lock {path}: {error.strerror}", hint="does the filesystem support flock?"
             ) from error
+
+    def _keep_others_out(self, root: Path) -> None:
+        about = os.fstat(self._fd)
+        if about.st_uid not in (os.geteuid(), root.stat().st_uid):
+            os.close(self._fd)
+            raise TierUnreachable(
+                f"lock {self._path}: the file belongs to uid {about.st_uid}",
+                hint="that user could hold the lock: delete the file, and take from others the right to write there",
+            )
+        if stat.S_IMODE(about.st_mode) & 0o077:  # an earlier version made it so
+            os.fchmod(self._fd, 0o600)
 
     def describe(self, holder: Mapping[str, object]) -> None:
         """Replace the description of the holder. On a full disk there is none: the lock does not depend on it."""
@@ -75,7 +91,7 @@ class Lock(AbstractContextManager["Lock"]):
         except OSError as error:
             raise TierUnreachable(f"check {self._path}: {error.strerror}") from error
         if not is_same:
-            replacement = Lock(self._path.parent, self._description)
+            replacement = Lock(self._path.parent, self._description, access=self._access)
             os.close(self._fd)
             self._fd = replacement._fd
 

@@ -75,8 +75,7 @@ class NewFile:
         self._folder, self._name = self._tree.open_folder(self._key, create=True)
         # Random, because two writers of one key must not write into one file.
         temporary_name = layout.partial_name(self._name, secrets.token_hex(4))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
-        self._fd = os.open(temporary_name, flags, 0o666, dir_fd=self._folder)
+        self._fd = self._tree.make_file(self._folder, temporary_name, os.O_WRONLY)
         self._temporary_name = temporary_name
         failpoint("file.created")
         with suppress(OSError):  # no locks on this filesystem: a sweep may remove the file, and the put fails
@@ -167,13 +166,16 @@ class NewFile:
         return True
 
 
-def is_abandoned(path: str) -> bool:
-    """Whether no process holds the writer's lock on a partial file. True on a filesystem without locks."""
+def is_abandoned(name: str, folder: int) -> bool:
+    """Whether no process holds the writer's lock on a partial file. True on a filesystem without locks. False for the
+    file of a user who owns neither this process nor the folder."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
-    except FileNotFoundError:
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK, dir_fd=folder)
+    except (FileNotFoundError, PermissionError):
         return False
     with closing_fd(fd):
+        if os.fstat(fd).st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

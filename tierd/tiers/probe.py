@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from tierd.access import Access
 from tierd.cgroup import MemoryLimit
 from tierd.errors import Full, TierdError
 from tierd.tiers.direct_io import set_direct
@@ -62,6 +63,14 @@ def probe_directory(about: str, path: Path, *, is_hot: bool) -> Iterator[Advice]
         return
     if is_hot:
         yield _filesystem(about, existing)
+
+
+def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:
+    """Whether other users can reach what is in a directory that exists."""
+    if path.is_dir() and (problem := access.exposure(path)):
+        hint = f"chmod -R go-rwx {path}" if access.group is None else f"chmod -R g-w,o-rwx {path}, and chgrp -R"
+        message = f"other users can reach the checkpoints in {path}: {problem}"
+        yield Advice("exposure", about, "warning", message, hint)
 
 
 def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:

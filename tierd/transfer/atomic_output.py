@@ -2,6 +2,7 @@
 
 Killed at any instant, it leaves at most `<target>.partial`, which nothing takes for a checkpoint; the next attempt
 removes what it cannot use. A target with any content is refused, and so is a second attempt while the first one runs.
+Others may be able to write beside the target: after `partial` is opened, it is named by its descriptor only.
 """
 
 from __future__ import annotations
@@ -11,79 +12,100 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Container, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierd.access import PRIVATE, Access, others_can_write
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
-from tierd.tiers.tree import closing_fd, fsync_path, make_folder
+from tierd.tiers.tree import FOLDER, closing_fd, make_folder
 
 _MARK = ".tierd-restore"  # marks a folder as made by tierd
 _MARGIN_BYTES = 8 << 20  # for directories, markers and the filesystem's own needs
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class AtomicOutput:
-    """`partial`: the folder to build in. `is_worth_keeping`: set it to keep the folder for the next attempt when this
-    one fails."""
+    """`folder`: where to build, by its descriptor, which a child process may inherit. `partial`: its path, for
+    messages. `is_worth_keeping`: set it to keep the folder for the next attempt when this one fails."""
 
     target: Path
-    partial: Path
+    access: Access
+    above: int
+    """The open parent of the target."""
+
+    descriptor: int = -1
     is_published: bool = False
     is_worth_keeping: bool = False
 
     @property
+    def partial(self) -> Path:
+        return self.target.with_name(self.target.name + PARTIAL_SUFFIX)
+
+    @property
+    def folder(self) -> Path:
+        return Path(f"/proc/self/fd/{self.descriptor}")
+
+    @property
     def taken_bytes(self) -> int:
         """The disk space that `partial` uses already."""
-        return sum(path.stat().st_blocks * 512 for path in self.partial.rglob("*") if path.is_file())
+        return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
 
     def check_room(self, size_bytes: int) -> None:
         """Raises Full when `partial` cannot grow to `size_bytes`."""
-        free = shutil.disk_usage(self.target.parent).free
+        free = shutil.disk_usage(f"/proc/self/fd/{self.above}").free
         needed = size_bytes - self.taken_bytes + _MARGIN_BYTES
         if free < needed:
             message = f"write into {self.target}: {needed} bytes are needed, {free} are free"
             raise Full(message, hint="free space there, or name another disk")
 
     def publish(self, built: Path) -> None:
-        """Moves `built`, a durable file or folder below `partial`, to the target. Durable on return."""
-        os.rename(built, self.target)
+        """Moves `built`, a durable file or folder below `folder`, to the target. Durable on return."""
+        os.rename(built, self.target.name, dst_dir_fd=self.above)
         self.is_published = True
-        fsync_path(self.target.parent.resolve())  # without it the rename itself may be lost on power failure
+        os.fsync(self.above)  # without it the rename itself may be lost on power failure
 
 
-def make_durable(built: Path) -> None:
-    """Fsyncs a file, or a folder and all below it, that another program has written."""
+def make_durable(built: Path, access: Access = PRIVATE) -> None:
+    """Fsyncs a file, or a folder and all below it, that another program has written, and gives it to the group."""
     for path in [*(sorted(built.rglob("*"), reverse=True) if built.is_dir() else ()), built]:
-        fsync_path(path)
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+            access.share(fd)
+            os.fsync(fd)
 
 
 @contextmanager
-def atomic_output(target: Path, *, size_bytes: int, keep: Container[str] = ()) -> Generator[AtomicOutput, Any]:
+def atomic_output(
+    target: Path, *, size_bytes: int, keep: Container[str] = (), access: Access = PRIVATE
+) -> Generator[AtomicOutput, Any]:
     """Claims `target` within the block. Raises TargetNotEmpty, Full, LockHeld or BadConfig.
 
     `keep`: paths below `partial` that an earlier attempt may have left; the disk space they use counts as available.
     """
-    output = AtomicOutput(target, target.with_name(target.name + PARTIAL_SUFFIX))
-    made: list[Path] = []  # the parents that were missing, innermost first
-    try:
-        check_target(target)
-        made = [path for path in target.parents if not path.exists()]
-        make_folder(target.parent)
-        with _claimed(output):
-            _clear(output.partial, keep)
-            output.check_room(size_bytes)
-            yield output
-    except OSError as error:
-        raise _translated(error, target) from error
-    finally:
-        if not output.is_published:
-            for parent in made:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+    with ExitStack() as cleanup:
+        try:
+            check_target(target)
+            made = [path for path in target.parents if not path.exists()]
+            existing = cleanup.enter_context(closing_fd(os.open(target.parents[len(made)], FOLDER)))
+            make_folder(target.parent, access)
+            above = cleanup.enter_context(closing_fd(_open_below(existing, [path.name for path in reversed(made)])))
+            output = AtomicOutput(target=target, access=access, above=above)
+            try:
+                with _claimed(output, keep):
+                    output.check_room(size_bytes)
+                    yield output
+            finally:
+                if not output.is_published:
+                    for path in made:  # the innermost first
+                        names = [above.name for above in reversed(path.parents) if above in made]
+                        with contextlib.suppress(OSError), closing_fd(_open_below(existing, names)) as parent:
+                            os.rmdir(path.name, dir_fd=parent)
+        except OSError as error:
+            raise _translated(error, target) from error
 
 
 def check_target(target: Path) -> None:
@@ -99,43 +121,67 @@ def check_target(target: Path) -> None:
         raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
 
 
+def _open_below(folder: int, names: list[str]) -> int:
+    """A descriptor of the folder with these names below an open one, without following a link."""
+    opened = os.dup(folder)
+    for name in names:
+        with closing_fd(opened):
+            opened = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=opened)
+    return opened
+
+
 @contextmanager
-def _claimed(output: AtomicOutput) -> Generator[None, Any]:
-    """Locks `partial`, and removes it at the end unless it is worth keeping. The lock ends with its process."""
-    partial = output.partial
-    partial.mkdir(exist_ok=True)
-    with closing_fd(os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as descriptor:
+def _claimed(output: AtomicOutput, keep: Container[str]) -> Generator[None, Any]:
+    """Opens and locks `partial`, and removes it at the end unless it is worth keeping. The lock ends with its
+    process."""
+    partial, name = output.partial, output.partial.name
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, output.access.folder_mode, dir_fd=output.above)
+    with closing_fd(os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=output.above)) as descriptor:
+        about = os.fstat(descriptor)
+        if about.st_uid != os.geteuid():
+            raise TargetNotEmpty(
+                f"write into {partial}: the folder belongs to uid {about.st_uid}, this command runs as {os.geteuid()}",
+                hint="delete it, or name a target in a directory where only you can write",
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
-        except BlockingIOError:
+            is_ours = os.path.samestat(about, os.stat(name, dir_fd=output.above, follow_symlinks=False))
+        except (BlockingIOError, FileNotFoundError):
             is_ours = False
         if not is_ours:
             raise LockHeld(f"write into {partial}: another process is writing there", hint="wait for it, or stop it")
-        entries = os.listdir(partial)
+        entries = os.listdir(descriptor)
         if entries and _MARK not in entries:
             raise TargetNotEmpty(f"write into {partial}: tierd did not make it", hint="move or delete it")
+        if others_can_write(about):
+            keep = ()  # nothing there is known to be ours
+        os.fchmod(descriptor, 0o700)
+        output.access.share(descriptor)
+        output.descriptor = descriptor
         try:
-            (partial / _MARK).touch()
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=descriptor))
+            _clear(descriptor, keep)
             yield
         finally:
             if output.is_published or not output.is_worth_keeping:
-                _clear(partial, ())
-                (partial / _MARK).unlink(missing_ok=True)  # last: killed before this, the rest is still known as ours
-                partial.rmdir()
+                _clear(descriptor, ())
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(_MARK, dir_fd=descriptor)  # last: killed before this, the rest is still known as ours
+                os.rmdir(name, dir_fd=output.above)
 
 
-def _clear(partial: Path, keep: Container[str]) -> None:
+def _clear(partial: int, keep: Container[str]) -> None:
     """Removes everything but the mark and the files to keep."""
-    for folder, folders, files in os.walk(partial, topdown=False):
+    for folder, folders, files, descriptor in os.fwalk(".", topdown=False, dir_fd=partial):
         for name in (*files, *folders):
-            path = Path(folder, name)
-            key = path.relative_to(partial).as_posix()
-            if path.is_symlink() or not path.is_dir():
-                if key != _MARK and (key not in keep or path.is_symlink()):
-                    path.unlink()
-            elif not os.listdir(path):
-                path.rmdir()
+            key = os.path.normpath(os.path.join(folder, name))
+            if stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(name, dir_fd=descriptor)
+            elif key != _MARK and key not in keep:
+                os.unlink(name, dir_fd=descriptor)
 
 
 def _translated(error: OSError, target: Path) -> TierdError:

@@ -36,7 +36,7 @@ async def drill(
     """
     size_bytes = manifest.size_bytes + spare_bytes
     async with _in_thread(atomic_output(scratch / _folder(tier.name), size_bytes=size_bytes)) as output:
-        async with DirectoryStore(output.partial) as store:
+        async with DirectoryStore(output.folder, url=f"file://{output.partial}") as store:
             restored = Tier("scratch", store)
             began_s = time.monotonic()
             await copy_checkpoint(manifest, tier, restored, progress=progress)

@@ -41,19 +41,24 @@ class PartialFile:
         # A piece that ends within a block would be rounded up into the next piece.
         self._is_aligned = entry.chunk_bytes % ALIGN_BYTES == 0
         self._action = f"write {key} in {store.url}"
+        self._inode: tuple[int, int] | None = None  # once it has begun
         self.source = Source(partial(store.pool.query, self._read), self._read)
 
     def begin(self, is_whole: bool) -> bool:
-        """Makes the file, in its full size, unless it exists; returns whether it existed. `is_whole`: all of it will
-        be written, so disk space is reserved."""
-        with self._opened(os.O_RDWR | os.O_CREAT) as fd:
-            failpoint("fetch.begin")
-            existing_bytes = os.fstat(fd).st_size
-            if is_whole and self._size_bytes:
-                reserve(fd, self._size_bytes)
-            elif existing_bytes < self._size_bytes:
-                os.ftruncate(fd, self._size_bytes)
-        return existing_bytes > 0
+        """Makes the file, in its full size, unless it exists and is this user's; returns whether it existed.
+        `is_whole`: all of it will be written, so disk space is reserved."""
+        tree = self._store.tree
+        with translated(self._action, missing=TierUnreachable):
+            folder, _ = tree.open_folder(self.key, create=True)
+            with closing_fd(folder), closing_fd(tree.continue_file(folder, self._name)) as fd:
+                failpoint("fetch.begin")
+                about = os.fstat(fd)
+                self._inode = about.st_dev, about.st_ino
+                if is_whole and self._size_bytes:
+                    reserve(fd, self._size_bytes)
+                elif about.st_size < self._size_bytes:
+                    os.ftruncate(fd, self._size_bytes)
+        return about.st_size > 0
 
     def exists(self) -> bool:
         try:
@@ -93,6 +98,7 @@ class PartialFile:
         with translated(self._action, missing=TierUnreachable):
             folder, name = self._store.tree.open_folder(self.key, create=False)
             with closing_fd(folder):
+                self._check_same(os.stat(self._name, dir_fd=folder, follow_symlinks=False))
                 failpoint("fetch.rename")
                 os.rename(self._name, name, src_dir_fd=folder, dst_dir_fd=folder)
                 failpoint("fetch.sync_folder")
@@ -107,4 +113,12 @@ class PartialFile:
     def _opened(self, flags: int, *, missing: type[TierdError] = TierUnreachable) -> Generator[int]:
         key = f"{self.key.rpartition('/')[0]}/{self._name}"
         with translated(self._action, missing=missing), closing_fd(self._store.tree.open_file(key, flags)) as fd:
+            self._check_same(os.fstat(fd))
             yield fd
+
+    def _check_same(self, about: os.stat_result) -> None:
+        if self._inode not in (None, (about.st_dev, about.st_ino)):
+            raise TierUnreachable(
+                f"{self._action}: another process has put a file in place of {self._name}",
+                hint="can other users write in this directory? Take that right away",
+            )

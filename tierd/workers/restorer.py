@@ -7,14 +7,13 @@ one is tried.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tierd.catalog import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.decisions import lost
-from tierd.descriptors import open_all
+from tierd.descriptors import open_all, reopen_read_only
 from tierd.errors import BadRequest, Corrupt, Lost, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
 from tierd.format.manifest import Manifest
@@ -219,7 +218,11 @@ class Restorer:
         _check_count(checkpoint, snapshot_set.world_size)
         manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
         descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
-        return OpenCheckpoint(MEMORY, manifest, open_all(map(os.dup, descriptors)))
+        try:
+            # A reader that could write would change the snapshot of the rank that has it mapped.
+            return OpenCheckpoint(MEMORY, manifest, open_all(map(reopen_read_only, descriptors)))
+        except OSError as error:
+            raise TierUnreachable(f"open {checkpoint} in memory: {error.strerror}") from error
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
         """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""

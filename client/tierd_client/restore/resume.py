@@ -122,7 +122,7 @@ def _restore_run(
     with ExitStack() as stack:
 
         def open_reader() -> DaemonSession:
-            reader = DaemonSession(session.path, hello, timeout_s=CONNECT_TIMEOUT_S)
+            reader = DaemonSession(session.path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=session.daemon_uid)
             stack.callback(reader.close)
             reader.start()
             return reader

@@ -56,6 +56,7 @@ class Slot:
         capacity_bytes = _round_up(capacity_bytes)
         fd = os.memfd_create("tierd-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(fd, 0o644)  # else another user who gets a read-only descriptor could open it again to write
             os.ftruncate(fd, capacity_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             slot = cls(fd, capacity_bytes)

@@ -310,7 +310,10 @@ class FileCalls:
         return _real["read"](fd, size_bytes)
 
     def scandir(self, path: Any = ".") -> Any:
-        if not isinstance(path, int) and self._place(path, None)[0] is not None:
+        if isinstance(path, int):
+            if self._of_fd(path) is not None:
+                self._before("scandir", self._path_of(path))
+        elif self._place(path, None)[0] is not None:
             self._before("scandir", os.path.abspath(path))
         return _real["scandir"](path)
 

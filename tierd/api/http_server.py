@@ -1,0 +1,209 @@
+"""The daemon's HTTP listener: whom it answers, and how much any client can cost.
+
+bounded: the number of connections, with a share of the open files that leaves the rest to the trainers; the time and
+the bytes until a request is complete. When all connections are taken, the oldest one without a request in progress
+gives way. A request must name this machine in its Host header: a web page can point a name of its own at this address,
+but not make a browser send another name. With `listen.token_file` it must also have the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import resource
+import ssl
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tierd.config import Config
+from tierd.errors import BadConfig
+
+log = logging.getLogger("tierd")
+
+REQUEST_TIMEOUT_S = 10.0  # until a request is complete, and between two requests of a connection
+REQUEST_BYTES_MAX = 64 << 10  # no request has a body
+DESCRIPTORS_SHARE = 16  # one of so many descriptors may be a connection here
+PROBES = ("/healthz", "/readyz")  # answered without a token: they tell nothing of a run
+
+
+class HttpServer:
+    """Serves `app` at `daemon.listen` from `start` until `close`."""
+
+    def __init__(self, app: web.Application, config: Config) -> None:
+        self._config = config
+        self._hosts = {"localhost", config.daemon.node.lower(), config.listen_address[0].lower(), *config.listen.hosts}
+        self._token = ""
+        self._connections: dict[int, _Connection] = {}  # by the id of the transport, oldest first
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections_max = min(config.limits.http_connections_max, max(4, descriptors // DESCRIPTORS_SHARE))
+        app.middlewares.append(self._admit)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._listener: asyncio.Server | None = None
+        self.address = ""
+        """host:port, once it has started."""
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self._config.listen.cert_file else 'http'}://{self.address}"
+
+    async def start(self) -> None:
+        """Raises BadConfig."""
+        config = self._config
+        host, port = config.listen_address
+        self._token = await asyncio.to_thread(read_token, config.listen.token_file)
+        await self._runner.setup()
+        serve = self._runner.server
+        assert serve is not None
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(serve(), self._connections, self._connections_max),
+                host,
+                port,
+                ssl=await asyncio.to_thread(_tls, config.listen.cert_file, config.listen.key_file),
+            )
+        except OSError as error:
+            raise BadConfig(
+                f"listen on {config.daemon.listen}: {error.strerror}",
+                hint="set daemon.listen to a free port; port 0 takes any",
+            ) from error
+        bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
+        self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = self._connections.get(id(request.transport))
+        if connection is not None:
+            connection.begin_request()
+        try:
+            if not is_named(request.headers.get("Host", ""), self._hosts):
+                hint = "use an IP address or localhost, or add the name to listen.hosts"
+                return web.Response(status=421, text=f"this daemon has another name; {hint}\n")
+            if self._token and request.path not in PROBES and not self._has_token(request):
+                headers = {"WWW-Authenticate": "Bearer"}
+                return web.Response(status=401, headers=headers, text="a token is needed: listen.token_file\n")
+            return await handler(request)
+        finally:
+            if connection is not None:
+                connection.wait_for_request()
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
+
+
+class _Connection(asyncio.Protocol):
+    """Passes everything on to aiohttp's protocol, and ends a connection that goes over a bound."""
+
+    def __init__(self, inner: Any, others: dict[int, _Connection], count_max: int) -> None:
+        self._inner = inner
+        self._others = others
+        self._count_max = count_max
+        self._received_bytes = 0
+        self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        if len(self._others) >= self._count_max:
+            idle = next((other for other in self._others.values() if not other._is_busy), self)
+            log.warning("HTTP: %d connections are open: one without a request is ended", self._count_max)
+            idle.end()
+        self._others[id(transport)] = self
+        self._inner.connection_made(transport)
+        self.wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        self._received_bytes += len(data)
+        if self._received_bytes > REQUEST_BYTES_MAX:
+            self.end()
+        else:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.pop(id(self.transport), None)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def begin_request(self) -> None:
+        self._is_busy = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def wait_for_request(self) -> None:
+        """The time for the next request begins; what is still to be written of a response has to be read in it."""
+        self._is_busy, self._received_bytes = False, 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self.end)
+
+    def end(self) -> None:
+        if self.transport is not None:
+            self._others.pop(id(self.transport), None)
+            self.transport.abort()
+
+
+def is_named(host: str, names: Collection[str]) -> bool:
+    """Whether the Host header of a request is an IP address or one of these names. True without one, which HTTP/1.0
+    allows: every browser sends it."""
+    if not host:
+        return True
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def read_token(file: str) -> str:
+    """The content of `listen.token_file`; empty without one. Raises BadConfig."""
+    if not file:
+        return ""
+    try:
+        token = Path(file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"read listen.token_file {file}: {error}") from error
+    if not token:
+        raise BadConfig(f"read listen.token_file {file}: it is empty", hint="one line with any text, such as a UUID")
+    return token
+
+
+def _tls(cert_file: str, key_file: str) -> ssl.SSLContext | None:
+    """None without a certificate. Raises BadConfig."""
+    if not cert_file:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert_file, key_file or None)
+    except OSError as error:  # ssl.SSLError too
+        raise BadConfig(f"read listen.cert_file {cert_file}: {error}", hint="PEM, with the key in key_file") from error
+    return context

@@ -1,0 +1,58 @@
+"""Who is at the other end of a Unix socket, as the kernel says, and whether a socket may be the daemon's.
+
+The daemon gets a writable descriptor of every snapshot, so a client gives none to a process of another user: it expects
+the daemon to run as its own user, as root, or as the user that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+
+from tierd.access import others_can_write
+from tierd.errors import WrongUser
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_HINT = "start the daemon as this user, or name its user id: daemon.uid, TIERD_DAEMON_UID, connect(daemon_uid=...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """`pid` is 0 for a process in a PID namespace that is not visible here."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(connected: socket.socket) -> Peer:
+    """The process that has connected, or of the one that listens: as it was when it began to listen."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Peer(pid, uid)
+
+
+def connect_to_daemon(connecting: socket.socket, path: str, daemon_uid: int | None = None) -> None:
+    """Connects to the daemon's socket. Raises OSError, and WrongUser before anything is sent if the process that
+    listens, or a user who could put a socket there, is another than expected. `daemon_uid`: besides this user and
+    root."""
+    expected = {0, os.geteuid()} | ({daemon_uid} if daemon_uid is not None else set())
+    folder = os.stat(os.path.dirname(path) or ".")
+    if folder.st_uid not in expected:
+        raise WrongUser(f"connect to {path}: its directory belongs to uid {folder.st_uid}", hint=_HINT)
+    if others_can_write(folder):
+        owner = os.lstat(path).st_uid
+        if not folder.st_mode & stat.S_ISVTX:
+            mode = f"{stat.S_IMODE(folder.st_mode):04o}"
+            raise WrongUser(
+                f"connect to {path}: other users can replace it, because the mode of its directory is {mode}",
+                hint="chmod go-w on the directory, or set daemon.socket to a path in a directory of the daemon's own",
+            )
+        if owner not in expected:
+            raise WrongUser(f"connect to {path}: the socket belongs to uid {owner}", hint=_HINT)
+    connecting.connect(path)
+    if (uid := peer_of(connecting).uid) not in expected:
+        users = " or ".join(map(str, sorted(expected)))
+        raise WrongUser(f"connect to {path}: the process that listens runs as uid {uid}, not {users}", hint=_HINT)
