@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long soak test-versions dist lint format bench gpu prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -53,6 +53,13 @@ lint: $(STAMP) ## style, types and import floors
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+
+# In an environment of its own. --strict: a package that the database does not know is an error, not a success.
+# To accept a vulnerability, add --ignore-vuln ID with the reason and the date in a comment here.
+audit: $(STAMP) ## look up known vulnerabilities of the pinned packages; needs the network
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet --no-input --disable-pip-version-check pip-audit
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 format: $(STAMP) ## put the code in order
 	$(VENV)/bin/ruff check --fix
