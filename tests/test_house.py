@@ -147,6 +147,7 @@ DOORS = {
             "tierd/daemon.py": "the daemon's TaskGroup",
             "tierd/api/trainer.py": "the tasks of one connection",
             "tierd/tiers/pool.py": "the pieces of one copy",
+            "tierd/workers/write_through.py": "the copies of one snapshot to the cold tiers",
         },
     ),
     "event loops": Door(

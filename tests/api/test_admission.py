@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.rooms import rooms_at
 from tests.support.wire_peer import HELLO
 from tierd.api.admission import Admission
+from tierd.api.quotas import Quotas
 from tierd.format.ids import Rank, Run
 from tierd.workers.restorer import Restorer
 
@@ -30,7 +31,9 @@ async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) ->
             return await real_put_bytes(key, *arguments, **options)
 
         store.put_bytes = put_bytes  # type: ignore[method-assign]
-        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {})
+        clock = rooms.context.monotonic_s
+        quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(admission._claim(Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
             await is_begun.wait()

@@ -9,6 +9,7 @@ import torch
 from tierd_client.frameworks.dcp_contents import contents_of
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.resume import open_directory
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import TrainingState
 
 from tests.support.cli import make_house
@@ -47,7 +48,7 @@ def test_restore_of_parts_that_overlap_is_a_mismatch_and_changes_nothing(tmp_pat
     with open_directory(str(folder)) as replica:
         _, tensors = read_headers(replica.files())
         with pytest.raises(Mismatch, match=r"model\.weight: the shards contain parts of it that overlap"):
-            TrainingState(model=model, rng=False).plan_restore(tree, tensors)
+            TrainingState(model=model, rng=False).plan_restore(StoredState(tree, tensors))
     assert torch.equal(model.weight, before)
 
 
