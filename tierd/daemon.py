@@ -84,8 +84,8 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     _lower_priority(config.daemon.nice)
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
-    for advice in exposed(config):
-        log.warning("%s (hint: %s)", advice.message, advice.hint)
+    # In a thread, because a directory without its server answers never.
+    threading.Thread(target=_report_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
         daemon = _Daemon(config, systemd, read_config)
@@ -363,6 +363,11 @@ def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
         hint += "; free space in hot: docs/RUNBOOK.md#disk-full"
         return Transient(f"drain: {names} is lost with this daemon: hot has no space for it{others}", hint=hint)
     return Transient(f"drain: {names} did not reach the hot tier within {timeout_s:.0f} s", hint=hint)
+
+
+def _report_exposed(config: Config) -> None:
+    for advice in exposed(config):
+        log.warning("%s (hint: %s)", advice.message, advice.hint)
 
 
 def _unlink(socket: str) -> None:
