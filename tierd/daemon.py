@@ -81,8 +81,8 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     logs.configure(LogLimit(STAGES))
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
-    for advice in exposed(config):
-        log.warning("%s (hint: %s)", advice.message, advice.hint)
+    # In a thread, because a directory without its server answers never.
+    threading.Thread(target=_report_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
         _raise_descriptor_limit()
         _lower_priority(config.daemon.nice)
@@ -365,6 +365,11 @@ def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
         hint += "; free space in hot, or replace its disk: docs/RUNBOOK.md#disk-full"
         return Transient(f"drain: {names} did not become durable: hot did not take it{others}", hint=hint)
     return Transient(f"drain: {names} did not become durable within {timeout_s:.0f} s", hint=hint)
+
+
+def _report_exposed(config: Config) -> None:
+    for advice in exposed(config):
+        log.warning("%s (hint: %s)", advice.message, advice.hint)
 
 
 def _unlink(socket: str) -> None:

@@ -108,7 +108,7 @@ def test_doctor_and_the_log_name_what_other_users_can_reach(tmp_path: Path) -> N
     (tmp_path / "hot").mkdir()
     (tmp_path / "hot").chmod(0o755)
     with serving(tmp_path) as daemon:
-        assert f"other users can reach the checkpoints in {daemon.hot}: its mode is 0755 (hint: chmod -R" in daemon.log
+        daemon.wait_log(f"other users can reach the checkpoints in {daemon.hot}: its mode is 0755 (hint: chmod -R")
         assert ("hot", "exposure", "warning") in problems(run_doctor(house)[1])
         tmp_path.chmod(0o777)
         daemon.config.chmod(0o600)
