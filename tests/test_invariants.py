@@ -17,9 +17,11 @@ import pytest
 
 from tests import test_identity
 from tests.memory import test_tier as test_memory
+from tests.security import test_config_owner
 from tests.support.rooms import Rooms, rooms_at
 from tests.tiers import test_directory, test_pool, test_tier
 from tests.workers import test_reaper
+from tierd import config_file
 from tierd.catalog import Catalog
 from tierd.identity import Identities
 from tierd.lifecycle import policy
@@ -94,6 +96,10 @@ async def buffers_in_use(root: Path) -> None:
     await test_pool.test_buffers_are_limited_in_number_and_reused()
 
 
+async def config_of_everybody(root: Path) -> None:
+    test_config_owner.test_a_config_that_others_can_write_is_refused_by_name(root, 0o666, True)
+
+
 async def deletions_without_a_listing(root: Path) -> None:
     async with rooms_with_checkpoints(root) as rooms:
         await test_reaper.test_nothing_is_deleted_while_hot_cannot_be_listed(rooms)
@@ -126,6 +132,7 @@ MUTATIONS = {
     ),
     "bounded": Mutation(Buffers, "borrow", allocate_without_a_limit, buffers_in_use),
     "harmless input": Mutation(tree, "NO_LINK", tree.NO_LINK & ~os.O_NOFOLLOW, links_out_of_the_root),
+    "trusted": Mutation(config_file, "others_can_write", lambda about: False, config_of_everybody),
     "honest": Mutation(policy, "deletions", delete_more_than_is_shown, deletions_and_decisions),
 }
 
