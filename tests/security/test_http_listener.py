@@ -27,6 +27,7 @@ from tierd.log_limit import LINES_MAX, PERIOD_S, LogLimit
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CONNECTIONS = 4
+LONG_BYTES = 32 << 20  # more than the kernel's buffers hold
 
 
 def config_of(root: Path, **listen: object) -> Config:
@@ -85,8 +86,13 @@ async def served(config: Config) -> AsyncIterator[Served]:
         return web.Response(text="answer")
 
     app = web.Application()
+
+    async def answer_at_length(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(LONG_BYTES))
+
     for path in ("/healthz", "/metrics"):
         app.router.add_get(path, answer)
+    app.router.add_get("/long", answer_at_length)
     server = HttpServer(app, config)
     await server.start()
     running = Served(server)
@@ -121,6 +127,25 @@ async def test_a_request_has_a_limited_time_and_size(tmp_path: Path, monkeypatch
         except ConnectionError:
             return
         assert await large.is_dropped()
+
+
+async def test_a_client_that_reads_a_long_answer_slowly_gets_it_and_one_that_stops_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.5)
+    async with served(config_of(tmp_path)) as server:
+        slow, stuck = await server.connect(), await server.connect()
+        for client in (slow, stuck):
+            await client.send(GET.replace(b"/healthz", b"/long"))
+        await slow.reader.readuntil(b"\r\n\r\n")
+        for _ in range(8):
+            await slow.reader.readexactly(LONG_BYTES // 8)
+            await asyncio.sleep(0.15)
+        read_bytes = 0
+        with suppress(ConnectionError):
+            while piece := await stuck.reader.read(1 << 20):
+                read_bytes += len(piece)
+        assert read_bytes < LONG_BYTES
 
 
 async def test_a_client_that_keeps_its_connection_is_served_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import math
 import resource
 import ssl
 from collections.abc import Collection
@@ -111,6 +112,7 @@ class _Connection(asyncio.Protocol):
         self._others = others
         self._count_max = count_max
         self._received_bytes = 0
+        self._unsent_bytes = math.inf  # of a response, when it was last looked at
         self._is_busy = False
         self._timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
@@ -154,11 +156,22 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
 
     def wait_for_request(self) -> None:
-        """The time for the next request begins; what is still to be written of a response has to be read in it."""
-        self._is_busy, self._received_bytes = False, 0
+        """The time for the next request begins. A client that still reads a response gets more."""
+        self._is_busy, self._received_bytes, self._unsent_bytes = False, 0, math.inf
+        self._start_timer()
+
+    def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self.end)
+        self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self._check_progress)
+
+    def _check_progress(self) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size() if self.transport is not None else 0
+        if 0 < unsent_bytes < self._unsent_bytes:
+            self._unsent_bytes = unsent_bytes
+            self._start_timer()
+        else:
+            self.end()
 
     def end(self) -> None:
         if self.transport is not None:
