@@ -11,11 +11,11 @@ from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 CREATED_AT = "2025-01-01T00:00:00.000+00:00"
 PAGE_BYTES = 4096
-ALLOCATED_BYTES_MAX = 64 << 20
+ALLOCATED_BYTES_MAX = 1 << 30
 
 
 def make_memfd(size_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK) -> int:
-    """Up to 64 MiB its memory is allocated, as that of a trainer; more of it would take the machine's memory."""
+    """Up to 1 GiB its memory is allocated, as that of a trainer; more of it would take the machine's memory."""
     descriptor = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size_bytes)
     if size_bytes <= ALLOCATED_BYTES_MAX:
