@@ -175,6 +175,27 @@ async def test_hot_replica_stays_when_the_cold_one_was_deleted_after_the_last_li
     assert pending(rooms.catalog, rooms.config, "cold") == [lost], "it is copied again"
 
 
+@pytest.mark.parametrize("loss", ["deleted", "unmounted"])
+async def test_cold_replica_stays_when_another_cold_tier_has_lost_the_last_listed_one(
+    tmp_path: Path, loss: str
+) -> None:
+    """The policy of `dr` keeps every second checkpoint, and that of `cold` only the last one. None is in hot."""
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
+        own = {"cold": ColdPolicy(keep_last=1, keep_every=0), "dr": ColdPolicy(keep_last=1, keep_every=2)}
+        tiers = [msgspec.structs.replace(tier, lifecycle=own[tier.name]) for tier in rooms.config.cold]
+        rooms.config = msgspec.structs.replace(rooms.config, cold=tiers)
+        for number, step in enumerate((100, 200, 300)):
+            await rooms.commit("cold", "dr", step=step, sequence=number + 1)
+        await rooms.look()
+        if loss == "deleted":
+            await rooms.cold["dr"].delete(CheckpointId(RUN, 200, 1))  # type: ignore[arg-type]
+        else:
+            os.rename(tmp_path / "dr", tmp_path / "unmounted")
+        assert await reaper(rooms).run_once() == (loss == "deleted")
+        assert 200 in rooms.steps("cold")
+        assert ("relist", "dr") in rooms.events
+
+
 async def test_hot_replica_stays_when_the_marker_of_its_milestone_has_disappeared_from_cold(rooms: Rooms) -> None:
     """Without the marker, the cold tier would expire the checkpoint."""
     for tier in rooms.tiers.values():

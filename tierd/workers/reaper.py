@@ -27,7 +27,7 @@ from tierd.listing import files_of, missing_file
 
 log = logging.getLogger("tierd")
 
-_HINT = "hot keeps its replica, and the scrub or `tierd verify --repair` repairs the other one"
+_HINT = "this replica stays, and the scrub or `tierd verify --repair` repairs the other one"
 _GIVEN_UP_HINT = "copies are slower than the checkpoints that are kept; see docs/RUNBOOK.md#copies-given-up"
 RETENTION_S_MIN = 60.0
 RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
@@ -109,8 +109,10 @@ class Reaper:
             async with lock:
                 if self._catalog.changes != decided_at:
                     return False
-                is_hot = action.tier == HOT
-                if self._has_only_verdict(action) or (is_hot and not await self._is_elsewhere(action, failed_tiers)):
+                rests_on_others = action.tier == HOT or action.action is Action.EVICT
+                if self._has_only_verdict(action) or (
+                    rests_on_others and not await self._is_elsewhere(action, failed_tiers)
+                ):
                     skipped.add(action.checkpoint)
                     continue
                 confirm = partial(self._is_still_decided, action, plan, decided_at)
@@ -225,15 +227,15 @@ class Reaper:
         return bool(others) and not others & entry.diagnoses.keys()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
-        """last_replica: the listing of a cold tier may be minutes old, so before a hot replica is deleted, each tier
-        that has the checkpoint in the catalog is listed again, and must have every file with its size. A tier that has
-        lost the checkpoint gets it again."""
+        """last_replica: the listing of a tier may be minutes old, so before a replica is deleted, each other tier that
+        has the checkpoint in the catalog is listed again, and must have every file with its size. A cold tier that has
+        lost the checkpoint gets it again from hot."""
         entry = self._catalog.get(action.checkpoint)
         if entry is None:
             return False
         marked: set[str] = set()
         is_listed = False
-        for name in entry.tiers - {HOT}:
+        for name in entry.tiers - {action.tier}:
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
@@ -248,14 +250,14 @@ class Reaper:
                 self._context.notify.relist(name)  # then its loss is reported
                 return False
             if why := missing_file(entry.manifest, files):
-                error = Corrupt(f"evict {action.checkpoint} from {HOT}: in {name}, {why}", hint=_HINT)
+                error = Corrupt(f"evict {action.checkpoint} from {action.tier}: in {name}, {why}", hint=_HINT)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
             marked |= {milestone for file in files if (milestone := layout.milestone_of(file)) is not None}
             is_listed = True
-        # Without the marker, which the replicator copies, the cold tier would expire the checkpoint.
-        return not is_listed or entry.milestones.get(HOT, frozenset()) <= marked
+        # Without the marker, which the replicator copies, the other tier would expire the checkpoint.
+        return not is_listed or entry.milestones.get(action.tier, frozenset()) <= marked
 
 
 class Retentions:

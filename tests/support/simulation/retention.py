@@ -105,15 +105,13 @@ class RetentionWorld:
         for tier in (HOT, *self.cold):
             (root / tier).mkdir()
         self.start()
-        for tier in self.cold:
-            self.begin_pass(f"list {tier}")
-        self.run_until_idle()
         self.loop.after_job = self._after_job  # until here there is no checkpoint
 
     # ── the daemon ──
 
     def start(self) -> None:
-        """A daemon with an empty catalog, which has recovered hot and has not listed cold yet."""
+        """A daemon that has recovered hot and has listed cold. Before it lists cold, it may delete from hot what no
+        policy keeps, with the verdict `healthy`, which a cold replica may lack."""
         self._process = Process("daemon")
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self._process)
@@ -134,6 +132,8 @@ class RetentionWorld:
         self.run_until_idle()
         for name in self.cold:  # a tier that a daemon has opened once and that disappears is unmounted, not empty
             os.close(rooms.cold[name].store.tree.open_folder("-", create=False)[0])  # type: ignore[attr-defined]
+            self.begin_pass(f"list {name}")
+        self.run_until_idle()
 
     def kill(self) -> None:
         """SIGKILL: nothing of it runs again, its `finally` blocks included."""
@@ -178,6 +178,10 @@ class RetentionWorld:
 
     def run_until_idle(self) -> None:
         self.advance_until(self.is_idle)
+
+    def wait(self, seconds: float) -> None:
+        self.spawn("wait", partial(asyncio.sleep, seconds))
+        self.advance_until(lambda: not self.is_running("wait"))
 
     # ── what happens to checkpoints ──
 
