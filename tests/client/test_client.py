@@ -465,7 +465,7 @@ def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: L
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
     def work(begin: int) -> None:
-        for step in range(begin, begin + 100):
+        for step in range(begin, begin + 50):
             lab.durable(step)
         for tier in ("memory", "hot", "auto"):
             lab.restore(tier=tier)
@@ -493,7 +493,7 @@ def test_repeated_connect_and_close_leaks_nothing(daemon: Daemon, run: str) -> N
     once()
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{daemon.pid}/fd")), threading.active_count()
-    for _ in range(20):
+    for _ in range(10):
         once()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before[0]

@@ -51,7 +51,7 @@ async def put(store: S3Store) -> None:
 
 async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served: Bucket) -> None:
     """A byte now and then keeps every timeout of the socket from expiring."""
-    patient, store = store_at(served), store_at(served, request_timeout_s=1.0)
+    patient, store = store_at(served), store_at(served, request_timeout_s=0.5)
     await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip"
     for attempt in (

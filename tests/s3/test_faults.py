@@ -184,7 +184,7 @@ async def committed(rooms: Rooms, step: int) -> Manifest:
 FOUND: list[int] = []
 
 
-@pytest.mark.parametrize("seed", [1, 2, *FOUND])
+@pytest.mark.parametrize("seed", [1, *FOUND])
 async def test_five_hundred_faults_lose_nothing(tmp_path: Path, seed: int) -> None:
     await battle(tmp_path, seed, 250)
 

@@ -146,6 +146,7 @@ def test_a_daemon_is_caught_that_forgets_the_other_nodes(scenario: str, monkeypa
     assert found <= broken_promises
 
 
+@pytest.mark.long  # tests/simulation/test_seeds.py runs more of the same seeds
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scenario", ["one node", *MUTATIONS_OF_NODES])
 def test_an_unbroken_daemon_is_not_caught(scenario: str) -> None:
