@@ -83,14 +83,16 @@ class Peer:
 
     def is_dropped(self) -> bool:
         """Reads to the end of the conversation."""
-        try:
-            while raw := self.socket.recv(wire.MESSAGE_BYTES_MAX):
-                self.heard.append(wire.decode_to_client(raw))
-        except ConnectionResetError:
-            pass
-        except TimeoutError:
-            return False
-        return True
+        while True:
+            try:
+                raw = self.socket.recv(wire.MESSAGE_BYTES_MAX)
+            except ConnectionResetError:  # reported before the last messages, if the daemon left some of ours unread
+                continue
+            except TimeoutError:
+                return False
+            if not raw:
+                return True
+            self.heard.append(wire.decode_to_client(raw))
 
     def greet(self, run: str, *, rank: int | None = 0, world_size: int = 1, generation: int | None = None) -> Any:
         hello = wire.Hello(

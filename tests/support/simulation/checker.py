@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,8 @@ class Checker:
     damaged: dict[str, float] = field(default_factory=dict[str, float])  # shard keys in cold that a fault deleted
     snapshots: dict[Id, list[dict[str, bytes]]] = field(default_factory=dict[Id, list[dict[str, bytes]]])
     claimed: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict[Any, Any])  # trainer, when
+    holders: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The trainers of each generation. A fault during a claim excuses that there are two: their checkpoints differ."""
     acknowledged: set[Id] = field(default_factory=set[Id])
     looks: dict[tuple[str, Id], list[tuple[float, bool]]] = field(default_factory=dict[Any, Any])
     """By node and checkpoint: when a listing of its folder in cold arrived, and whether it showed a missing shard."""
@@ -292,14 +295,18 @@ class Checker:
     # ── at the end ──
 
     def check_settled(self, live_nodes: Iterable[str]) -> None:
-        """After a long time without a fault: retention holds in hot, and cold has what hot has and cold keeps."""
+        """After a long time without a fault: retention holds in hot, and cold has what hot has and cold keeps. Hot also
+        keeps the newest checkpoint of an older generation until a later generation has passed its step."""
         for node in live_nodes:
             hot = self.committed[node]
             for checkpoint, committed in hot.items():
+                if len(self.holders[checkpoint.run, checkpoint.generation]) > 1:
+                    continue  # cold has the checkpoint of the other one
                 newer = [each for each in hot if each.run == checkpoint.run and each > checkpoint]
                 if self.is_kept_in_cold(checkpoint, committed.sequence) and not self.is_whole_in_cold(checkpoint):
                     self.violate("cold lacks what it keeps", f"{checkpoint} of {node} after a long quiet time")
-                if len(newer) >= self.policy.hot_last:
+                is_passed = any(each.step >= checkpoint.step for each in newer)
+                if len(newer) >= self.policy.hot_last and is_passed:
                     self.violate("hot keeps too much", f"{checkpoint} in {node} after a long quiet time")
 
 

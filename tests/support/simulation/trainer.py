@@ -157,6 +157,7 @@ class SimulatedTrainer:
             if self.generation is None:
                 self.generation = welcome.generation
                 self._trace("claimed", self.name, welcome.generation)
+                self._checker.holders[self.job.run, welcome.generation].add(self.name)
                 ended_s = asyncio.get_running_loop().time()
                 if self._faults() == faults and ended_s - began_s < SLOW_S:
                     self._checker.claim(self.job.run, welcome.generation, self.name, began_s=began_s, ended_s=ended_s)
