@@ -297,11 +297,12 @@ class Checker:
     def check_settled(self, live_nodes: Iterable[str]) -> None:
         """After a long time without a fault: retention holds in hot, and cold has what hot has and cold keeps. Hot also
         keeps the newest checkpoint of an older generation until a later generation has passed its step."""
+        shared_runs = {run for (run, _), trainers in self.holders.items() if len(trainers) > 1}
         for node in live_nodes:
             hot = self.committed[node]
             for checkpoint, committed in hot.items():
-                if len(self.holders[checkpoint.run, checkpoint.generation]) > 1:
-                    continue  # cold has the checkpoint of the other one
+                if checkpoint.run in shared_runs:
+                    continue  # cold has a checkpoint of the other trainer, so deletions of the run are halted
                 newer = [each for each in hot if each.run == checkpoint.run and each > checkpoint]
                 if self.is_kept_in_cold(checkpoint, committed.sequence) and not self.is_whole_in_cold(checkpoint):
                     self.violate("cold lacks what it keeps", f"{checkpoint} of {node} after a long quiet time")
