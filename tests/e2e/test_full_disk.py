@@ -234,8 +234,6 @@ def test_a_daemon_starts_for_the_first_time_on_a_disk_without_space(tmp_path: Pa
     with (hot / ".filler").open("wb", buffering=0) as filler, suppress(OSError):
         while True:
             filler.write(bytes(4096))
-    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
-        attach(peer)
-        seal(peer, 0, 1)
-        assert peer.hear(wire.Replicated).step == 1
+    with Daemon(tmp_path) as daemon:
         assert "describe this daemon" in daemon.log
+        assert {tier["name"] for tier in daemon.status()["tiers"]} >= {"hot", "cold"}

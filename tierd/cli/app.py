@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -133,6 +134,8 @@ def settings(
 
 def main() -> None:
     def terminate(signum: int, frame: FrameType | None) -> None:
+        # A task that nobody awaits may end by it, and asyncio would log that with a traceback.
+        logging.getLogger("asyncio").disabled = True
         raise _Terminated
 
     signal.signal(signal.SIGTERM, terminate)
