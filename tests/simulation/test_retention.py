@@ -338,7 +338,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(150)  # 15 s of one processor
+    run(75)  # 8 s of one processor
 
 
 policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
