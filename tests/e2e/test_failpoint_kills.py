@@ -153,6 +153,9 @@ def run_fetching(root: Path, seed: int) -> int:
 
         to_kill.before = {group[0].failpoints: lambda: shutil.rmtree(root / "hot") for group in FETCHING}
         to_kill.run(shuffled(FETCHING, seed))
+        # An unfinished download stays for a day, so that a restore can continue it.
+        for download in (root / "hot").rglob("*.partial"):
+            download.unlink()
         to_kill.settle()
         return to_kill.killed
 
