@@ -242,8 +242,9 @@ class _Daemon:
         return self._memory.pending()
 
     def _is_hopeless(self) -> bool:
-        """Whether no snapshot is left that a tier may still take."""
-        return all(snapshot_set.refused_by >= self._context.tiers.keys() for snapshot_set in self._memory.pending())
+        """Whether no snapshot is left that a tier may still take. A hot disk that fails may recover; a full one not."""
+        tiers = self._context.tiers.keys()
+        return all(pending.is_hot_full and pending.refused_by >= tiers for pending in self._memory.pending())
 
     def _catch_signals(self) -> asyncio.Event:
         stop = asyncio.Event()

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -172,6 +173,19 @@ def test_a_restore_from_cold_makes_room_instead_of_taking_an_older_checkpoint(tm
         peer.greet(RUN)
         answer = peer.find()
         assert json.loads(peer.take_files()[0])["step"] == 4, answer.passed_over
+
+
+def test_a_daemon_that_stops_waits_for_a_hot_disk_that_may_recover(tmp_path: Path, hot: Path) -> None:
+    with Daemon(tmp_path, cold="") as daemon, Peer(daemon.socket) as peer:
+        attach(peer)
+        with read_only(hot):
+            seal(peer, 0, 1)
+            wait_until(lambda: daemon.log.count("Read-only file system") >= 2, "two failed attempts")
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_log("draining")
+            time.sleep(3)  # many attempts
+        assert peer.hear(wire.Persisted).step == 1
+    assert (hot / RUN / "000000000001-g0001" / "manifest.json").exists()
 
 
 def test_a_daemon_that_stops_writes_to_cold_what_hot_has_no_space_for(tmp_path: Path, hot: Path) -> None:

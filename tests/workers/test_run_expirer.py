@@ -75,3 +75,15 @@ async def test_nothing_expires_while_a_tier_is_not_known(rooms: Rooms) -> None:
     rooms.catalog.listing_failed("cold", "no answer")
     await RunExpirer(rooms.context).run_once()
     assert claims(rooms, EMPTY) == 2
+
+
+async def test_a_run_that_another_node_has_claimed_stays_in_the_shared_tier(rooms: Rooms) -> None:
+    """That node may have checkpoints which cold does not keep, and a start here would claim its generation again."""
+    cold = rooms.cold["cold"]
+    assert await cold.claim_generation(EMPTY, Generation(2), {"node": "elsewhere"})
+    path = Path(cold.store.url.removeprefix("file://")) / EMPTY / "generation-0002.json"
+    written_s = (NOW - timedelta(days=8)).timestamp()
+    os.utime(path, (written_s, written_s))
+    await rooms.look()
+    await RunExpirer(rooms.context).run_once()
+    assert claims(rooms, EMPTY) == 3

@@ -33,7 +33,8 @@ class SnapshotSet:
 
     `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed attempts to persist the set.
     `refused_by`: the tiers that could not take it at the last attempt: hot, when it is full or has failed twice, and
-    cold tiers. `is_last`: the run stops, and its trainers wait for this set. `manifest`: of the committed checkpoint.
+    cold tiers. `is_hot_full`: hot had no space for it at the last attempt; any other error may pass. `is_last`: the run
+    stops, and its trainers wait for this set. `manifest`: of the committed checkpoint.
     """
 
     id: CheckpointId
@@ -42,6 +43,7 @@ class SnapshotSet:
     sealed_at_s: float = 0.0
     failures: int = 0
     refused_by: set[str] = field(default_factory=set)
+    is_hot_full: bool = False
     is_last: bool = False
     manifest: Manifest | None = None
     diagnosis: Diagnosis | None = None

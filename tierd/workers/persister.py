@@ -98,11 +98,13 @@ class Persister:
                         await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
         except BaseException as error:
             snapshot_set.failures += 1
-            # An error of the disk may be gone at the next attempt; one that stays does not stop durability.
-            if isinstance(error, Full) or (isinstance(error, Transient) and snapshot_set.failures > 1):
-                snapshot_set.refused_by.add(self._hot.name)
-            elif isinstance(error, TierdError):  # an attempt that is cancelled, at the end of a drain, shows nothing
-                snapshot_set.refused_by.discard(self._hot.name)
+            if isinstance(error, TierdError):  # an attempt that is cancelled, at the end of a drain, shows nothing
+                snapshot_set.is_hot_full = isinstance(error, Full)
+                # An error of the disk may be gone at the next attempt; one that stays does not stop durability.
+                if snapshot_set.is_hot_full or (isinstance(error, Transient) and snapshot_set.failures > 1):
+                    snapshot_set.refused_by.add(self._hot.name)
+                else:
+                    snapshot_set.refused_by.discard(self._hot.name)
             snapshot_set.move(SlotEvent.PERSIST_FAILED)
             raise
         snapshot_set.move(SlotEvent.PERSISTED)

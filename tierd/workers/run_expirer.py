@@ -1,7 +1,8 @@
 """Deletes the claims of runs that were started and never had a checkpoint: a script that fails at once leaves one each.
 
 halt, not guess: a run expires only when every tier has just been listed below its name, holds nothing but claims, and
-the newest of them is older than `limits.empty_run_grace_s` in every tier. A run with trainers here stays.
+the newest of them is older than `limits.empty_run_grace_s` in every tier. A run with trainers here stays, and so does
+one that another node has claimed: that node may have checkpoints of it which no shared tier keeps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from tierd.context import DaemonContext
 from tierd.format import layout
 from tierd.format.ids import Run
+from tierd.lifecycle.policy import HOT
 from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")
@@ -34,6 +36,9 @@ class RunExpirer:
         for run in self._empty_runs()[:RUNS_AT_ONCE]:
             claims = {name: await self._old_claims(tier, run) for name, tier in self._context.tiers.items()}
             if any(keys is None for keys in claims.values()) or run in self._context.memory.runs():
+                continue
+            own = set(claims[HOT] or ())  # each start here claims in hot, too
+            if any(not own.issuperset(keys or ()) for keys in claims.values()):
                 continue
             for name, keys in claims.items():
                 await self._context.tiers[name].store.delete(keys or [])
