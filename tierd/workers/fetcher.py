@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierd.catalog import Entry
@@ -20,10 +20,9 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
 from tierd.listing import check_sizes
-from tierd.report import free_bytes
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
-from tierd.workers.persister import MARGIN_BYTES, ROOM_TIMEOUT_S
+from tierd.workers.hot_space import HotSpace, MakeRoom, no_room
 
 NEARLY_ALL = 0.9  # of a checkpoint's bytes: then fetch the rest too, which makes it a hot replica
 
@@ -40,16 +39,10 @@ class _PartialFetch:
     raw: bytes
 
 
-async def no_room(need_bytes: int) -> int:
-    return 0
-
-
 class Fetcher:
-    """`make_room`: as of Persister."""
-
-    def __init__(self, context: DaemonContext, make_room: Callable[[int], Awaitable[int]] = no_room) -> None:
+    def __init__(self, context: DaemonContext, make_room: MakeRoom = no_room) -> None:
         self._context = context
-        self._make_room = make_room
+        self._space = HotSpace(context.hot, make_room)
         self._hot = context.hot
         self._hot_store = context.hot_store
         # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
@@ -140,7 +133,9 @@ class Fetcher:
             on_progress(fetch.wanted_bytes - fetch.missing_bytes, fetch.wanted_bytes)
 
         count(0)
-        await self._ensure_space(fetch.missing_bytes)
+        # Without space in hot, the trainer would get an older checkpoint that is there.
+        if missing_space_bytes := await self._space.missing_bytes(fetch.missing_bytes):
+            await self._space.free(missing_space_bytes)
         self._swept.discard(manifest.id.run)
         try:
             async with self._sweeping:
@@ -158,15 +153,6 @@ class Fetcher:
             if fetch.missing_bytes == fetch.wanted_bytes:  # the space of files without one valid chunk
                 await self._remove_partials(manifest.id)
             raise problem
-
-    async def _ensure_space(self, size_bytes: int) -> None:
-        """Without space in hot, the trainer would get an older checkpoint that is there."""
-        free = await free_bytes(self._hot)
-        missing_bytes = 0 if free is None else size_bytes + MARGIN_BYTES - free
-        if missing_bytes > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_TIMEOUT_S):
-                    await self._make_room(missing_bytes)
 
     async def _remove_partials(self, checkpoint: CheckpointId) -> None:
         """Give back the space of a fetch that failed. The error of the fetch is the one to report."""

@@ -7,10 +7,8 @@ makes room; if it cannot, or if the disk has failed twice, the snapshot is left 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
 
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, TierdError, Transient
@@ -21,27 +19,23 @@ from tierd.format.manifest import Manifest
 from tierd.listing import is_listed, next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
-from tierd.report import free_bytes
 from tierd.tiers.pool import for_each
+from tierd.workers.hot_space import HotSpace, MakeRoom
 from tierd.workers.recovery import clear_uncommitted
 
 log = logging.getLogger("tierd")
 
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
-MARGIN_BYTES = 1 << 20  # of free space beside the shards: for the manifest, the markers and the folder
-ROOM_TIMEOUT_S = 60.0  # to make room takes listings of cold tiers, which must not stop the snapshots of other runs
 
 
 class Persister:
-    """`make_room`: frees so many bytes in hot, or as much as it can, and returns how many."""
-
     name = "persist"
     interval_s = 3600.0  # every sealed snapshot wakes it
     is_urgent = True
 
-    def __init__(self, context: DaemonContext, make_room: Callable[[int], Awaitable[int]]) -> None:
+    def __init__(self, context: DaemonContext, make_room: MakeRoom) -> None:
         self._context = context
-        self._make_room = make_room
+        self._space = HotSpace(context.hot, make_room)
         self._hot = context.hot
         self._catalog = context.catalog
         self._metrics = context.metrics
@@ -112,31 +106,17 @@ class Persister:
     async def _write_with_room(self, snapshot_set: SnapshotSet) -> Manifest:
         """Write the snapshot, after making room if needed. Raises Full when hot has no space and can make none."""
         size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshot_set.snapshots.values())
-        missing_bytes = await self._missing_bytes(size_bytes)
+        missing_bytes = await self._space.missing_bytes(size_bytes)
         if missing_bytes:
-            await self._free(missing_bytes)
+            await self._space.free(missing_bytes)
         try:
             return await self._write(snapshot_set)
         except Full:
             # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
-            missing_bytes = await self._missing_bytes(size_bytes)
-            if not await self._free(missing_bytes or size_bytes):
+            missing_bytes = await self._space.missing_bytes(size_bytes)
+            if not await self._space.free(missing_bytes or size_bytes):
                 raise
             return await self._write(snapshot_set)
-
-    async def _free(self, need_bytes: int) -> int:
-        """The bytes that were freed in hot; 0 also when it took too long."""
-        try:
-            async with asyncio.timeout(ROOM_TIMEOUT_S):
-                return await self._make_room(need_bytes)
-        except TimeoutError:
-            log.warning("make room in hot: no answer from the cold tiers within %.0f s", ROOM_TIMEOUT_S)
-            return 0
-
-    async def _missing_bytes(self, size_bytes: int) -> int:
-        """How much more free space a checkpoint of this size needs in hot; 0 where the free space is not known."""
-        free = await free_bytes(self._hot)
-        return 0 if free is None else max(0, size_bytes + MARGIN_BYTES - free)
 
     async def _check_same(self, snapshot_set: SnapshotSet, committed: Manifest) -> None:
         """Raises Corrupt unless the committed checkpoint with this id is this snapshot: an earlier daemon committed it

@@ -22,7 +22,8 @@ from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, s
 from tierd.listing import refresh_run
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers.tier import Tier
-from tierd.workers.fetcher import Fetcher, OnProgress, no_room
+from tierd.workers.fetcher import Fetcher, OnProgress
+from tierd.workers.hot_space import MakeRoom, no_room
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
 MEMORY_ATTEMPTS_MAX = 3  # snapshots that a find reads in memory and that a newer one replaces meanwhile
@@ -46,11 +47,7 @@ class OpenCheckpoint:
 
 
 class Restorer:
-    """`make_room`: as of Persister."""
-
-    def __init__(
-        self, context: DaemonContext, judge: Judge, make_room: Callable[[int], Awaitable[int]] = no_room
-    ) -> None:
+    def __init__(self, context: DaemonContext, judge: Judge, make_room: MakeRoom = no_room) -> None:
         self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
