@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -29,9 +29,11 @@ demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and se
 docs: $(STAMP) ## build the documentation site into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
-# The tests of a file stay on one worker, for they share its fixtures. More workers than cores only take turns.
+# The tests of a file stay on one worker, for they share its fixtures. One worker more than cores, because many tests
+# wait for a deadline or for a daemon.
+WORKERS = $$($(VENV)/bin/python -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
 test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
-	$(PYTEST) -m "not long" -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not long" -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long
@@ -47,6 +49,7 @@ dist: $(STAMP) ## an sdist and a wheel of the last commit, in dist/: the same by
 	rm -rf dist build/source && mkdir -p build/source && git archive HEAD | tar -x -C build/source
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)/bin/python -m build --quiet --no-isolation --outdir dist build/source
 	rm -rf build
+	@$(MAKE) --no-print-directory sbom || echo "no network: dist/ has no sbom.json"
 
 lint: $(STAMP) ## style, types and import floors
 	$(VENV)/bin/ruff check
@@ -60,6 +63,22 @@ audit: $(STAMP) ## look up known vulnerabilities of the pinned packages; needs t
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install --quiet --no-input --disable-pip-version-check pip-audit
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+
+# In an environment of its own, as for audit. The hashes are of all files of the pinned versions on the index, for every
+# platform. constraints.txt decides the versions.
+LOCK := build/lock/bin/uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header \
+	--no-annotate --no-emit-index-url --constraint constraints.txt
+requirements: ## write deploy/requirements*.txt again: what the daemon's image installs, with hashes; needs the network
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --no-input --disable-pip-version-check uv
+	$(LOCK) --extra signing pyproject.toml --output-file deploy/requirements.txt
+	echo 'hatchling>=1.27' | $(LOCK) - --output-file deploy/requirements-build.txt
+
+sbom: ## write dist/sbom.json: the components of the daemon's image as CycloneDX; needs the network
+	$(PYTHON) -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet --no-input --disable-pip-version-check cyclonedx-bom
+	mkdir -p dist
+	build/sbom/bin/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml deploy/requirements.txt --output-file dist/sbom.json
 
 format: $(STAMP) ## put the code in order
 	$(VENV)/bin/ruff check --fix

@@ -189,7 +189,7 @@ KEYS = frozenset(keys(Config))
 VARIABLES = {
     *(f"TIERD_{key.replace('.', '_').upper()}" for key in KEYS),
     *("TIERD_CONFIG", "TIERD_SOCKET", "TIERD_RESUME", "TIERD_DEADLINE", "TIERD_STOP_FILE", "TIERD_TRACEBACK"),
-    *("TIERD_SECTION_KEY", "TIERD_FAILPOINTS"),
+    *("TIERD_SECTION_KEY", "TIERD_FAILPOINTS", "TIERD_KEY_FILE", "TIERD_RUN_SECRET"),
 }
 
 

@@ -51,6 +51,8 @@ PUBLIC = {
     "tierd_write_limit_bytes_per_second": ("gauge", {"tier"}),
     "tierd_event_loop_lag_seconds": ("histogram", set[str]()),
     "tierd_event_loop_tasks": ("gauge", set[str]()),
+    "tierd_foreign_checkpoints": ("gauge", {"tier"}),
+    "tierd_newer_generations": ("gauge", set()),
     "tierd_halted": ("gauge", {"reason"}),
 }
 

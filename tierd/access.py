@@ -67,7 +67,9 @@ PRIVATE = Access()
 
 @functools.lru_cache
 def access_of(group: str) -> Access:
-    """For the group with this name; empty: for the user alone. Raises KeyError when there is no such group."""
+    """For the group with this name or number; empty: the user alone. Raises KeyError if there is no such group."""
+    if group.isascii() and group.isdecimal():
+        return Access(int(group))  # a container may have no name for it
     return Access(grp.getgrnam(group).gr_gid) if group else PRIVATE
 
 

@@ -7,52 +7,17 @@ that could not be listed is not known, which stops deletions and never causes on
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tierd.catalog_entry import Entry, TierKnowledge, view_of
+from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.layout import MANIFEST, manifest_key, parse_key
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import CheckpointView
+from tierd.lifecycle.policy import HOT, CheckpointView
 from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
 
-NOT_LISTED_YET = "not listed yet"
-
-
-@dataclass(slots=True)
-class Entry:
-    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers."""
-
-    id: CheckpointId
-    manifest: Manifest
-    tiers: set[str] = field(default_factory=set)
-    milestones: dict[str, frozenset[str]] = field(default_factory=dict)
-    diagnoses: dict[str, bool] = field(default_factory=dict)
-
-    @property
-    def healthy(self) -> bool | None:
-        """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts."""
-        return all(self.diagnoses.values()) if self.diagnoses else None
-
-    @property
-    def all_milestones(self) -> frozenset[str]:
-        return frozenset().union(*self.milestones.values())
-
-
-@dataclass(slots=True)
-class TierKnowledge:
-    """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
-    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
-    ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later
-    tierd wrote. `missing`: replicas that were there and that a listing did not show any more, as they were."""
-
-    is_known: bool = False
-    error: str = NOT_LISTED_YET
-    unreadable: dict[CheckpointId, str] = field(default_factory=dict)
-    fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
-    partial: frozenset[CheckpointId] = frozenset()
-    damaged: dict[CheckpointId, str] = field(default_factory=dict)
-    newer_format: frozenset[CheckpointId] = frozenset()
-    missing: dict[CheckpointId, CheckpointView] = field(default_factory=dict)
+FOREIGN_LISTED_MAX = 50  # an attacker can write any number
 
 
 class Catalog:
@@ -61,6 +26,7 @@ class Catalog:
     def __init__(self, tiers: Iterable[str]) -> None:
         self._entries: dict[CheckpointId, Entry] = {}
         self._generations: dict[Run, int] = {}
+        self.claims = Claims()
         self.changes = 0
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self._copying: dict[str, CheckpointId] = {}  # by tier
@@ -74,6 +40,8 @@ class Catalog:
         checkpoint = manifest.id
         self._touch(checkpoint, tier)
         self._forget_unreadable(checkpoint, tier)
+        if checkpoint not in self._entries or tier not in self._entries[checkpoint].tiers:
+            self.claims.written_here.add(checkpoint)
         entry = self._put(checkpoint, manifest, tier)
         if names := frozenset(milestones):
             entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | names
@@ -138,6 +106,7 @@ class Catalog:
         entry.diagnoses.pop(tier, None)
         if not entry.tiers:
             del self._entries[checkpoint]
+            self.claims.written_here.discard(checkpoint)
 
     def saw_generation(self, run: Run, generation: int) -> None:
         self._generations[run] = max(self._generations.get(run, 0), generation)
@@ -145,6 +114,7 @@ class Catalog:
     def forget_run(self, run: Run) -> None:
         """The claims of a run without checkpoints were deleted."""
         self._generations.pop(run, None)
+        self.claims.forget(run)
 
     def enter_listing(
         self,
@@ -157,6 +127,7 @@ class Catalog:
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
         newer_format: Iterable[CheckpointId] = (),
+        foreign: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """A whole listing of a tier, begun when `changes` was `since`: it replaces what was known, except for
         checkpoints that have changed since. `listed`: (manifest, milestones). One listing of a tier at a time."""
@@ -167,7 +138,7 @@ class Catalog:
         has_changed = False
         for checkpoint in (known | listed.keys() - damaged.keys()) - changed:
             if checkpoint not in listed or checkpoint in damaged:
-                if checkpoint not in listed and checkpoint not in unreadable:
+                if not (checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign):
                     former.missing[checkpoint] = view_of(self._entries[checkpoint])
                 self._remove(checkpoint, tier)
                 has_changed = True
@@ -198,6 +169,7 @@ class Catalog:
             damaged=damaged,
             newer_format=frozenset(newer_format),
             missing=former.missing,
+            foreign=dict(foreign),
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self.changes += 1
@@ -210,19 +182,26 @@ class Catalog:
         *,
         diagnoses: Mapping[CheckpointId, bool],
         newer_format: Iterable[CheckpointId],
+        foreign: Mapping[str, str],
     ) -> None:
-        """What a listing of one run has found besides what is known. It removes nothing: a listing of the whole tier
-        may be under way, and an older one must not undo this one either."""
+        """What a listing of one run has found besides what is known: replicas, and markers of known ones. It removes
+        nothing: a listing of the whole tier may be under way, and an older one must not undo this one either."""
         for checkpoint, (manifest, milestones) in listed.items():
             entry = self._entries.get(checkpoint)
             if entry is None or tier not in entry.tiers:
-                self.add(manifest, tier, milestones)
-                if checkpoint in diagnoses:
-                    self.diagnosed(checkpoint, tier, is_healthy=diagnoses[checkpoint])
+                self._touch(checkpoint, tier)
+                self._forget_unreadable(checkpoint, tier)
+                entry = self._put(checkpoint, manifest, tier)
+            if not milestones <= (known := entry.milestones.get(tier, frozenset())):
+                self._touch(checkpoint, tier)
+                entry.milestones[tier] = known | milestones
+            if checkpoint in diagnoses and diagnoses[checkpoint] != entry.diagnoses.get(tier):
+                self.diagnosed(checkpoint, tier, is_healthy=diagnoses[checkpoint])
         for checkpoint, why in unreadable.items():
             self._touch(checkpoint, tier)
             self.tiers[tier].unreadable[checkpoint] = why
         self.tiers[tier].newer_format |= frozenset(newer_format)
+        self.tiers[tier].foreign |= foreign
 
     def listing_failed(self, tier: str, error: str) -> None:
         """A listing failed: what was known stays, but must not be the reason for a deletion."""
@@ -250,6 +229,10 @@ class Catalog:
         """What is being copied to `tier`, as far as it is known."""
         return self._copying.get(tier)
 
+    def copied_to(self, checkpoint: CheckpointId) -> set[str]:
+        """The tiers to which it is being copied: one of them may have it already."""
+        return {tier for tier, copied in self._copying.items() if copied == checkpoint}
+
     def is_copying_known(self, tier: str) -> bool:
         return tier not in self._copying_unknown
 
@@ -267,9 +250,8 @@ class Catalog:
 
     def newest(self, run: Run, tier: str) -> Manifest | None:
         """The newest checkpoint in `tier` that is not known to be unhealthy."""
-        candidates = [
-            e for e in self._entries.values() if e.id.run == run and tier in e.tiers and e.healthy is not False
-        ]
+        entries = self._entries.values()
+        candidates = [e for e in entries if e.id.run == run and tier in e.tiers and e.healthy is not False]
         return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
 
     def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
@@ -330,33 +312,53 @@ class Catalog:
             )
         unreadable = [
             UnreadableReplica(
-                id=checkpoint,
-                tier=tier,
-                reason=reason,
-                is_newer_format=checkpoint in self.tiers[tier].newer_format,
+                id=checkpoint, tier=tier, reason=reason, is_newer_format=checkpoint in self.tiers[tier].newer_format
             )
             for (tier, checkpoint), reason in self.unreadable().items()
         ]
         unlisted = self.unlisted() if unlisted is None else unlisted
-        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted)
+        foreign = [
+            UnreadableReplica(id=checkpoint, tier=tier, reason=reason)
+            for tier, knowledge in self.tiers.items()
+            for key, reason in knowledge.foreign.items()
+            if key.endswith(f"/{MANIFEST}") and (checkpoint := parse_key(key)) and run in (None, checkpoint.run)
+        ]
+        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted, foreign=foreign)
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
-        return [view_of(entry) for entry in self._entries.values()]
+        doubts = self.doubts()
+        return [view_of(entry, doubts.get(entry.id, "")) for entry in self._entries.values()]
+
+    def foreign(self) -> dict[tuple[str, str], str]:
+        """Why a replica or marker is not one of this run's daemons, by (tier, key)."""
+        found = {(tier, key): why for tier, knowledge in self.tiers.items() for key, why in knowledge.foreign.items()}
+        for checkpoint, why in self.doubts().items():
+            entry = self._entries.get(checkpoint)
+            found |= {(tier, manifest_key(checkpoint)): why for tier in (entry.tiers if entry else ())}
+        return found
+
+    def foreign_sentences(self) -> list[str]:
+        """One for each, of FOREIGN_LISTED_MAX."""
+        return [f"{tier}: {why}" for (tier, _), why in sorted(self.foreign().items())[:FOREIGN_LISTED_MAX]]
+
+    def doubts(self) -> dict[CheckpointId, str]:
+        """Why a checkpoint that is or was in a tier seems not to be one of this run's daemons."""
+        return self.claims.doubts(self._is_in_hot())
+
+    def shared_generations(self) -> dict[tuple[str, CheckpointId], str]:
+        """Why another daemon may hold the generation that was claimed here, by (tier, checkpoint) that is not of this
+        node."""
+        shared = self.claims.shared_generations(self._is_in_hot())
+        return {(tier, c): why for c, why in shared.items() if c in self._entries for tier in self._entries[c].tiers}
+
+    def _is_in_hot(self) -> dict[CheckpointId, bool]:
+        """Of each checkpoint that is in a tier, or that has disappeared from one."""
+        hot = self.tiers.get(HOT)
+        gone = {checkpoint: False for knowledge in self.tiers.values() for checkpoint in knowledge.missing}
+        unreadable = dict.fromkeys(hot.unreadable if hot else (), True)
+        return gone | {c: HOT in entry.tiers for c, entry in self._entries.items()} | unreadable
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self.changes += 1
         self._changed.setdefault(tier, {})[checkpoint] = self.changes
-
-
-def view_of(entry: Entry) -> CheckpointView:
-    """One checkpoint as the lifecycle sees it."""
-    return CheckpointView(
-        id=entry.id,
-        sequence=entry.manifest.sequence,
-        milestones=entry.all_milestones,
-        healthy=entry.healthy,
-        tiers=frozenset(entry.tiers),
-        created_at=entry.manifest.created,
-        metrics=entry.manifest.metrics,
-    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from tierd.access import PRIVATE, Access
 from tierd.config import ColdConfig, Config, LimitsConfig
 from tierd.config_file import cache_folder
+from tierd.format.signature import Keyring
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
@@ -32,17 +33,19 @@ def open_cold_tier(
     on_request: Callable[[str, str], None] | None = None,
     *,
     access: Access = PRIVATE,
+    keyring: Keyring | None = None,
 ) -> Tier:
     """`on_request` gets (operation, outcome) of each attempt of a request to a bucket. `access`: of what is written
-    into a directory."""
+    into a directory. `keyring`: as of `Tier`."""
     if config.url.startswith("file://"):
         root = Path(config.url.removeprefix("file://"))
         timeout_s = 2 * limits.request_timeout_s
         store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s, access=access)
-        return Tier(config.name, store, limits=limits)
+        return Tier(config.name, store, limits=limits, keyring=keyring, deletes=config.deletes)
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.
     from tierd.s3.store import S3Store
 
     folder = cache_folder()
     cache = ManifestCache(folder, f"{config.url} {config.endpoint_url}") if folder else None
-    return Tier(config.name, S3Store(config, limits, on_request=on_request), cache, limits=limits)
+    store = S3Store(config, limits, on_request=on_request)
+    return Tier(config.name, store, cache, limits=limits, keyring=keyring, deletes=config.deletes)

@@ -99,6 +99,7 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     storage_class: str = ""  # of new objects in a bucket; empty: the bucket's default, STANDARD
     milestone_storage_class: str = ""  # of the shards of milestones; empty: as storage_class
     price_per_gib_month: Number = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: unknown
+    deletes: bool = True  # false: the daemon deletes nothing there, and `tierd reap` does with another credential
     lifecycle: ColdPolicy | None = None  # replaces lifecycle.cold for this tier
 
 
@@ -151,6 +152,10 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group: str = ""  # who may read the tiers and connect besides the user: the name of a group; empty: nobody
+    # who may join runs besides the user, and not read the tiers: the name or number of a group; empty: nobody
+    trainer_group: str = ""
+    # the keys that sign manifests and markers, made by `tierd key new PATH`; TIERD_KEY_FILE; empty: nothing is signed
+    key_file: str = ""
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,6 +198,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return access_of(self.security.group)
 
     @property
+    def socket_access(self) -> Access:
+        """Of the trainers' socket, and of its folder."""
+        return access_of(self.security.trainer_group) if self.security.trainer_group else self.access
+
+    @property
     def socket_path(self) -> Path:
         return Path(self.daemon.socket)
 
@@ -212,6 +222,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def own_policies(self) -> dict[str, TierPolicy]:
         """By name: the policies of the cold tiers that have their own."""
         return {cold.name: cold.lifecycle for cold in self.cold if cold.lifecycle is not None}
+
+    @property
+    def left_to_reap(self) -> frozenset[str]:
+        """The cold tiers where this daemon deletes nothing."""
+        return frozenset(cold.name for cold in self.cold if not cold.deletes)
 
     @property
     def drill_path(self) -> Path:

@@ -19,9 +19,10 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from tierd.access import others_can_write
+from tierd.access import access_of, others_can_write
 from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, is_exposed_endpoint
 from tierd.errors import BadConfig
+from tierd.format.run_secret import VARIABLE, proof_of
 from tierd.systemd import Systemd
 
 DEFAULT_FILE = "tierd.toml"
@@ -37,6 +38,11 @@ def systemd(environ: Mapping[str, str] = os.environ) -> Systemd:
     is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdecimal() and is_ours else 0.0
     return Systemd(notify_socket=environ.get("NOTIFY_SOCKET", ""), watchdog_s=watchdog_s)
+
+
+def run_proof(environ: Mapping[str, str] = os.environ) -> str:
+    """What commands send to prove that they know a run's secret; empty without one. Raises BadConfig as `proof_of`."""
+    return proof_of(environ.get(VARIABLE, ""))
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -90,17 +96,18 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
 
 def check_user(config: Config) -> None:
     """Raises BadConfig if this process cannot be the daemon of this config: it is another user, or not in the group."""
-    uid, group = os.geteuid(), config.access.group
+    uid, groups = os.geteuid(), (os.getegid(), *os.getgroups())
     if config.daemon.uid not in (-1, uid):
         raise BadConfig(
             f"serve as uid {uid}: daemon.uid is {config.daemon.uid}, and commands of other users would refuse it",
             hint="start it as that user, or leave daemon.uid out",
         )
-    if group is not None and uid != 0 and group not in (os.getegid(), *os.getgroups()):
-        raise BadConfig(
-            f"serve as uid {uid}: this user is not in the group {config.security.group} of security.group",
-            hint=f"usermod -a -G {config.security.group} USER, and start the daemon again",
-        )
+    for key, name in (("group", config.security.group), ("trainer_group", config.security.trainer_group)):
+        if name and uid != 0 and access_of(name).group not in groups:
+            raise BadConfig(
+                f"serve as uid {uid}: this user is not in the group {name} of security.{key}",
+                hint=f"usermod -a -G {name} USER, and start the daemon again",
+            )
 
 
 def _read_own(path: Path) -> str:
@@ -133,7 +140,10 @@ def _explained(error: msgspec.ValidationError, tree: Any) -> str:
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on."""
+    """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on. TIERD_KEY_FILE is
+    short for TIERD_SECURITY_KEY_FILE."""
+    if "TIERD_KEY_FILE" in environ:
+        environ = {"TIERD_SECURITY_KEY_FILE": environ["TIERD_KEY_FILE"], **environ}
     for keys, kind in _scalars(Config, ()):
         raw = environ.get("TIERD_" + "_".join(keys).upper())
         if raw is None:
@@ -185,7 +195,13 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     files = {name: getattr(config.listen, name) for name in ("token_file", "cert_file", "key_file")}
     files = {name: absolute(f"listen.{name}", path) for name, path in files.items() if path}
     listen = msgspec.structs.replace(config.listen, **files, hosts=[host.lower() for host in config.listen.hosts])
-    return msgspec.structs.replace(config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen)
+    key_file = config.security.key_file
+    security = msgspec.structs.replace(
+        config.security, key_file=absolute("security.key_file", key_file) if key_file else ""
+    )
+    return msgspec.structs.replace(
+        config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen, security=security
+    )
 
 
 def _mistakes(config: Config) -> Iterator[_Mistake]:
@@ -195,10 +211,11 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
         yield "daemon.listen", daemon.listen, "host:port, with a port up to 65535"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         yield "daemon.node", daemon.node, "a host name"
-    try:
-        config.access  # noqa: B018
-    except KeyError:
-        yield "security.group", config.security.group, "the name of a group of this machine"
+    for key, group in (("group", config.security.group), ("trainer_group", config.security.trainer_group)):
+        try:
+            access_of(group)
+        except KeyError:
+            yield f"security.{key}", group, "the name of a group of this machine"
     for host in config.listen.hosts:
         if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?", host):
             yield "listen.hosts", host, "a host name without a port"

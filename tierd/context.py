@@ -13,14 +13,19 @@ from datetime import UTC, datetime
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from tierd.audit import AuditTrail
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.copies import CopyRecords
 from tierd.format import wire
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.claim import Claim
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.manifest import Manifest
+from tierd.format.signature import Keyring
 from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
+from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.throttle import WriteThrottle
@@ -74,6 +79,8 @@ class DaemonContext:
     incidents: Incidents
     throttle: WriteThrottle
     notify: Notifier
+    keyring: Keyring | None = None
+    audit: AuditTrail = field(default_factory=AuditTrail)
     copies: CopyRecords = field(default_factory=CopyRecords)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
@@ -84,10 +91,27 @@ class DaemonContext:
         """The tiers with a store, by name: hot first, then the cold ones in the order of the config."""
         return {HOT: self.hot, **self.cold}
 
+    def make_manifest(self, snapshot_set: SnapshotSet, *, sequence: int) -> Manifest:
+        """The manifest of a whole set, signed where there is a key."""
+        manifest = snapshot_set.make_manifest(sequence=sequence)
+        return manifest if self.keyring is None else self.keyring.sign_manifest(manifest)
+
+    async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
+        """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""
+        is_ours = await tier.claim_generation(run, generation, claim)
+        if is_ours or tier is not self.hot:
+            self.catalog.claims.saw(run, [generation], tier.name, is_here=tier is self.hot)
+        return is_ours
+
     def lock(self, checkpoint: CheckpointId) -> asyncio.Lock:
         """To be held while a replica of the checkpoint is deleted, or a marker is written beside one: a marker that is
         written after the deletion would leave a folder without a manifest."""
         return self._locks.setdefault(checkpoint, asyncio.Lock())
+
+    def newer_generations(self) -> dict[Run, int]:
+        """The newest generation seen in a tier, of each run whose attached trainers here have an older one."""
+        newest = {run: self.catalog.generation_max(run) for run in self.memory.runs() if self.memory.present(run)}
+        return {run: newer for run, newer in newest.items() if newer > self.memory.generation(run)}
 
     def timestamp(self) -> str:
         """The time as ISO 8601 in UTC, to the millisecond."""

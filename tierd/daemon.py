@@ -13,7 +13,6 @@ import faulthandler
 import logging
 import math
 import os
-import resource
 import signal
 import threading
 import time
@@ -29,17 +28,21 @@ from tierd.api.http_server import HttpServer
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
+from tierd.audit import AuditTrail, TrailFiles
 from tierd.catalog import Catalog
 from tierd.cold_tier import exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.config_file import check_user, differences
 from tierd.context import DaemonContext
+from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import BadConfig, LockHeld, TierdError, Transient
 from tierd.format import wire
+from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
 from tierd.identity import Identities
 from tierd.incidents import Incidents
+from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.log_limit import LogLimit
 from tierd.loop_watchdog import LoopWatchdog
@@ -56,7 +59,7 @@ from tierd.workers.driller import Driller
 from tierd.workers.lister import Lister
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
-from tierd.workers.recovery import recover
+from tierd.workers.recovery import recover, refuse_signed
 from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
 from tierd.workers.run_expirer import RunExpirer
@@ -84,7 +87,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     # In a thread, because a directory without its server answers never.
     threading.Thread(target=_report_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         _lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
         daemon = _Daemon(config, systemd, read_config)
@@ -97,21 +100,22 @@ class _Daemon:
     def __init__(self, config: Config, systemd: Systemd, read_config: Callable[[], Config]) -> None:
         self._config = config
         self._lock_error: LockHeld | None = None
-        self._systemd = systemd
-        self._read_config = read_config
+        self._systemd, self._read_config = systemd, read_config
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
-        self._memory = MemoryTier()
+        keyring = self._keyring = keyring_of(config.security.key_file, to_sign=True)
+        self._memory = MemoryTier(algorithm="" if keyring is None else preferred())
         self._throttle = WriteThrottle(
             names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
-        timeout_s = 2 * config.limits.request_timeout_s
-        hot_store = DirectoryStore(config.hot_path, timeout_s=timeout_s, access=config.access)
+        hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=config.access)
+        self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
+        files, on_event = TrailFiles(config.hot_path, keyring, create=True), self._wakes["audit"].set
         context = self._context = DaemonContext(
             config=config,
             catalog=Catalog(names),
             memory=self._memory,
-            hot=Tier(HOT, hot_store, limits=config.limits),
+            hot=Tier(HOT, hot_store, limits=config.limits, keyring=keyring),
             hot_store=hot_store,
             cold={cold.name: self._open_cold(cold) for cold in config.cold},
             identities=Identities(config, lambda error: context.incidents.record("list", error)),
@@ -119,13 +123,14 @@ class _Daemon:
             incidents=Incidents(self._metrics, lambda: context.timestamp()),
             throttle=self._throttle,
             notify=self,
+            keyring=keyring,
+            audit=AuditTrail(files, node=config.daemon.node, now=lambda: context.timestamp(), on_event=on_event),
         )
         self._group: asyncio.TaskGroup
         for name in context.cold:
             context.catalog.forget_copying(name)
         self._conversations: set[asyncio.Task[None]] = set()
-        self._persist_ended = Wake()
-        self._reload_wake = Wake()
+        self._persist_ended, self._reload_wake = Wake(), Wake()
         intervals_s = {HOT: config.limits.reconcile_interval_s}
         self._listers = {
             name: Lister(context, tier, intervals_s.get(name, config.limits.cold_list_interval_s))
@@ -134,17 +139,15 @@ class _Daemon:
         self._examiner = Examiner(context)
         self._reaper = Reaper(context)
         self._workers = self._make_workers()
-        self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         restorer = Restorer(context, self._judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         self._operator = Operator(context, self._listers, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
-        context, config = self._context, self._config
-        reaper = self._reaper
+        context, config, reaper = self._context, self._config, self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
-        workers["expire"] = RunExpirer(context)
+        workers |= {"expire": RunExpirer(context), "audit": context.audit}
         if config.cold:
             workers["write through"] = WriteThrough(context)
         if config.health.examine:
@@ -160,24 +163,25 @@ class _Daemon:
     # ── running ──
 
     async def run(self, hot_lock: Lock, about: Mapping[str, object]) -> None:
-        """Raises LockHeld when another daemon has locked the hot directory meanwhile. `about`: describes this daemon in
-        the lock's file."""
-        stop = self._catch_signals()
+        """Raises BadConfig, and LockHeld when another daemon has locked the hot directory meanwhile. `about`: describes
+        this daemon in the lock's file."""
+        context, stop = self._context, self._catch_signals()
         missing: list[SnapshotSet] = []
-        context = self._context
+        await refuse_signed(context.hot)
+        context.audit.begin()
         await context.identities.begin(context.tiers)
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
-        listener = open_listener(self._config.daemon.socket, self._config.access)
+        await self._door.admission.secrets.load()
+        listener = open_listener(self._config.daemon.socket, self._config.socket_access)
         http = HttpServer(self._operator.app(), self._config)
         try:
             await http.start()
             hot_lock.describe({**about, "listen": http.address})
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                tasks = [group.create_task(self._door.serve(listener)), *self.start_workers(group)]
-                tasks += map(group.create_task, (self._keep_lock(hot_lock, stop), self._reload_on_sighup()))
                 watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)
-                tasks.append(group.create_task(watchdog.run()))
+                loops = self._keep_lock(hot_lock, stop), self._reload_on_sighup(), watchdog.run()
+                tasks = [*map(group.create_task, (self._door.serve(listener), *loops)), *self.start_workers(group)]
                 async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, %s", tierd.__version__, self._config.daemon.socket, http.url)
@@ -193,7 +197,9 @@ class _Daemon:
             _unlink(self._config.daemon.socket)
             listener.close()
             await http.close()
-            for tier in self._context.tiers.values():
+            if self._lock_error is None:  # else the trail is the other daemon's
+                await context.audit.close()
+            for tier in context.tiers.values():
                 await tier.store.close()
         if self._lock_error:
             raise self._lock_error
@@ -227,9 +233,8 @@ class _Daemon:
         """
         self._throttle.hurry(self)
         log.info("draining: %d snapshots are not durable yet", len(self._memory.pending()))
-        now_s = time.monotonic()
-        deadline_s = now_s + self._config.daemon.drain_timeout_s
-        seal_deadline_s = min(deadline_s, now_s + SEAL_TIMEOUT_S)
+        deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
+        seal_deadline_s = min(deadline_s, time.monotonic() + SEAL_TIMEOUT_S)
         for snapshot_set in self._memory.pending():
             snapshot_set.refused_by.clear()  # every tier is tried once more
         while (not self._is_hopeless() and time.monotonic() < deadline_s) or (
@@ -297,7 +302,8 @@ class _Daemon:
         def on_request(operation: str, code: str) -> None:
             self._metrics.cold_requests_total.labels(tier=cold.name, op=operation, code=code).inc()
 
-        return open_cold_tier(cold, self._config.limits, on_request, access=self._config.access)
+        access = self._config.access
+        return open_cold_tier(cold, self._config.limits, on_request, access=access, keyring=self._keyring)
 
     def _limit_writes(self, tier: str) -> None:
         """Apply the lower of the config's upload cap and the write throttle."""
@@ -392,9 +398,3 @@ def _lower_priority(nice: int) -> None:
     if nice:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
-
-
-def _raise_descriptor_limit() -> None:
-    """Each slot and each connection needs two descriptors; the usual soft limit of 1024 exists for select()."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,13 +6,15 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tierd.catalog import Catalog
 from tierd.config import Config, TierPolicy
 from tierd.format.ids import CheckpointId, Run
+from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.forecast import Forecast, forecast
@@ -26,6 +28,7 @@ class HaltReason(StrEnum):
     UNREADABLE_MANIFEST = "unreadable_manifest"
     DAMAGED_REPLICA = "damaged_replica"
     TIER_UNREACHABLE = "tier_unreachable"
+    SHARED_GENERATION = "shared_generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +51,82 @@ def halted(catalog: Catalog) -> list[Halt]:
         is_damaged = checkpoint in catalog.tiers[tier].damaged
         reason = HaltReason.DAMAGED_REPLICA if is_damaged else HaltReason.UNREADABLE_MANIFEST
         halts.append(Halt(reason, tier, checkpoint.run, why))
-    return halts + [Halt(HaltReason.TIER_UNREACHABLE, tier, None, why) for tier, why in catalog.unlisted().items()]
+    halts += [Halt(HaltReason.TIER_UNREACHABLE, tier, None, why) for tier, why in catalog.unlisted().items()]
+    shared: dict[tuple[str, Run], str] = {}
+    for (tier, checkpoint), why in catalog.shared_generations().items():
+        shared.setdefault((tier, checkpoint.run), why)  # one sentence says what to do
+    return halts + [Halt(HaltReason.SHARED_GENERATION, tier, run, why) for (tier, run), why in shared.items()]
 
 
 def decisions(catalog: Catalog, config: Config) -> list[Decision]:
     """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run."""
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
     copying = _copying(catalog, config)
     if unknown := [cold.name for cold in config.cold if not catalog.is_copying_known(cold.name)]:
         # Soon after a start, any checkpoint in hot may be half copied.
         in_hot = {manifest.id for manifest in catalog.manifests_in(HOT)}
         copying |= dict.fromkeys(unknown, in_hot)
+    decided = _explained(catalog, config, catalog.views(), copying)
+    left = config.left_to_reap
+    return [_left_to_reap(decision) if decision.tier in left else decision for decision in decided]
+
+
+def _explained(
+    catalog: Catalog,
+    config: Config,
+    checkpoints: Iterable[policy.CheckpointView],
+    copying: Mapping[str, set[CheckpointId]],
+    *,
+    sees_hot: bool = True,
+) -> list[Decision]:
+    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
     decided: list[Decision] = []
-    for run, views in policy.by_run(catalog.views()):
+    for run, views in policy.by_run(checkpoints):
         is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
         cold = {cold.name: is_known[cold.name] for cold in config.cold}
         decided += policy.explain(
             views,
             config.lifecycle,
             cold=cold,
-            hot_known=is_known[HOT],
+            hot_known=is_known[HOT] or not sees_hot,
             own=config.own_policies,
             copying=copying,
         )
-    return decided
+    shared = {c.run: why for (_, c), why in catalog.shared_generations().items()}
+    return [
+        _halted(decision, shared[decision.checkpoint.run])
+        if decision.tier != HOT and decision.checkpoint.run in shared
+        else decision
+        for decision in decided
+    ]
+
+
+def _halted(decision: Decision, why: str) -> Decision:
+    """In the tiers that another daemon may write to. The replicas there are known, so hot goes on."""
+    if decision.action not in (Action.EVICT, Action.EXPIRE):
+        return decision
+    return replace(decision, action=Action.KEEP, reason=f"deletion is halted: {why}")
+
+
+def _left_to_reap(decision: Decision) -> Decision:
+    if decision.action not in (Action.EVICT, Action.EXPIRE):
+        return decision
+    return replace(decision, reason=f"{decision.reason}; left to `tierd reap`")
+
+
+def deletions(decided: Iterable[Decision], config: Config) -> list[Decision]:
+    """The planned deletions that are this process's own, in order: not those that are left to `tierd reap`."""
+    return [deletion for deletion in policy.deletions(decided) if deletion.tier not in config.left_to_reap]
+
+
+def to_reap(catalog: Catalog, config: Config) -> dict[str, int]:
+    """By cold tier where this daemon deletes nothing: how many checkpoints wait there for `tierd reap`. It does not see
+    hot, so it keeps in cold also what the policy of hot selects."""
+    if not config.left_to_reap:
+        return {}
+    views = [replace(view, tiers=view.tiers - {HOT}) for view in catalog.views() if view.tiers - {HOT}]
+    decided = _explained(catalog, config, views, {}, sees_hot=False)
+    waiting = Counter(deletion.tier for deletion in policy.deletions(decided))
+    return {name: waiting[name] for name in config.left_to_reap}
 
 
 def deletions_for_space(
@@ -100,16 +155,19 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     milestones = {view.id for view in views if view.milestones}
     copies = [copy for copy in _about_copies(catalog, config) if copy.tier == tier]
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
-    unreadable = catalog.tiers[tier].unreadable
+    refused = catalog.tiers[tier].unreadable.keys()
+    foreign = catalog.tiers[tier].foreign
     ordered = [copy.checkpoint for copy in policy.copies(copies, milestones, policy.lasting(views, rules))]
-    return [checkpoint for checkpoint in ordered if checkpoint not in unreadable]
+    deleted = deleted_elsewhere(catalog, config, tier)
+    return [c for c in ordered if c not in refused and c not in deleted and manifest_key(c) not in foreign]
 
 
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
     """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
     missing: dict[str, list[CheckpointId]] = {cold.name: [] for cold in config.cold}
+    deleted = {cold.name: deleted_elsewhere(catalog, config, cold.name) for cold in config.cold}
     for decision in _about_copies(catalog, config):
-        if decision.action in (Action.REPLICATE, Action.WAIT):
+        if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in deleted[decision.tier]:
             missing[decision.tier].append(decision.checkpoint)
     return missing
 
@@ -118,8 +176,24 @@ def lost(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The replicas that have disappeared from `tier` although its policy keeps them, newest first.
 
     The others may have been deleted by another daemon's lifecycle: what its policy kept of the tier before, it keeps of
-    what is there now and what is missing.
+    what is there now and what is missing. That daemon may count what is in doubt here, so it counts here too.
     """
+    return _missing_and_kept(catalog, config, tier, with_doubted=True)
+
+
+def deleted_elsewhere(catalog: Catalog, config: Config, tier: str) -> set[CheckpointId]:
+    """The replicas that have disappeared from `tier` and that its policy keeps only if what is in doubt does not count.
+    A daemon that does not doubt it has deleted them, and would delete them again: they are neither lost nor copied
+    again. Hot keeps its replicas."""
+    if not catalog.tiers[tier].missing or not catalog.doubts():
+        return set()
+    kept = _missing_and_kept(catalog, config, tier, with_doubted=False)
+    return set(kept) - set(lost(catalog, config, tier))
+
+
+def _missing_and_kept(catalog: Catalog, config: Config, tier: str, *, with_doubted: bool) -> list[CheckpointId]:
+    """Those that are missing, are not in doubt, and that the policy keeps, newest first. `with_doubted`: what is in
+    doubt counts in the policy."""
     missing = catalog.tiers[tier].missing
     if not missing:
         return []
@@ -127,11 +201,14 @@ def lost(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     unreadable = _unreadable_runs(catalog, tier)
     runs = {checkpoint.run for checkpoint in missing} - unreadable
     views = {view.id: view for view in catalog.views() if view.id.run in runs}
+    doubted = catalog.doubts().keys()
     there = [view for view in views.values() if tier in view.tiers]
     there += [views.get(checkpoint, view) for checkpoint, view in missing.items() if checkpoint.run in runs]
+    counted = [view for view in there if with_doubted or view.id not in doubted]
     rules = _rules(config, tier)
-    kept = [checkpoint for _, of_run in policy.by_run(there) for checkpoint in policy.kept(of_run, rules)]
-    return sorted((c for c in kept if c in missing), key=lambda checkpoint: checkpoint.recency, reverse=True)
+    kept = [checkpoint for _, of_run in policy.by_run(counted) for checkpoint in policy.kept(of_run, rules)]
+    newest_first = sorted(kept, key=lambda checkpoint: checkpoint.recency, reverse=True)
+    return [checkpoint for checkpoint in newest_first if checkpoint in missing and checkpoint not in doubted]
 
 
 def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import os
+import resource
 import socket
 from collections.abc import Iterable, Sequence
 
@@ -65,3 +66,9 @@ def receive_packet(sock: socket.socket) -> tuple[bytes, list[int], bool]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
     return raw, list(descriptors), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+
+
+def raise_descriptor_limit() -> None:
+    """Each slot and each connection needs two descriptors; the usual soft limit of 1024 exists for select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -51,6 +51,12 @@ class Corrupt(TierdError):
     exit_code = 12
 
 
+class Foreign(TierdError):
+    """Raised when a manifest or marker is not signed by a key of the config, or is outside the run's claims: alert."""
+
+    exit_code = 12
+
+
 class Lost(TierdError):
     """Raised when a replica that was committed is gone, and the policy of its tier keeps it: alert."""
 
@@ -139,6 +145,12 @@ class DaemonUnreachable(Transient):
 
 class WrongUser(TierdError):
     """Raised when a peer, a file or a directory belongs to another user than the expected one. Nothing was sent."""
+
+    exit_code = 13
+
+
+class WrongSecret(TierdError):
+    """Raised when a run has a secret, and a trainer or a command has not proven that it knows it."""
 
     exit_code = 13
 

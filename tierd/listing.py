@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
 from tierd.catalog import Catalog
-from tierd.errors import Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.identity import Identities
+from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import for_each
 from tierd.tiers.tier import Listing, Tier
 
@@ -117,6 +119,7 @@ async def enter_listing(
         fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in listed.replicas},
         partial=listing.partial,
         newer_format=listed.newer_format,
+        foreign=listed.foreign,
     )
 
 
@@ -124,42 +127,82 @@ async def _enter_run(catalog: Catalog, tier: Tier, listing: Listing) -> None:
     """Enter a listing of one run: it only adds to what is known. Raises as `enter_listing`."""
     listed = await _read(catalog, tier, listing, is_read_only=False)
     catalog.enter_run(
-        tier.name, listed.replicas, listed.unreadable, diagnoses=listed.diagnoses, newer_format=listed.newer_format
+        tier.name,
+        listed.replicas,
+        listed.unreadable,
+        diagnoses=listed.diagnoses,
+        newer_format=listed.newer_format,
+        foreign=listed.foreign,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
     """What a listing and its manifests say. `replicas`: (manifest, milestones). `unreadable`: why. `diagnoses`: whether
-    healthy, of the replicas that have a marker. `newer_format`: the unreadable ones that a later tierd wrote."""
+    healthy, of the replicas that have a marker. `newer_format`: the unreadable ones that a later tierd wrote.
+    `foreign`: why, by key."""
 
     replicas: dict[CheckpointId, tuple[Manifest, frozenset[str]]]
     unreadable: dict[CheckpointId, str]
     diagnoses: dict[CheckpointId, bool]
     newer_format: set[CheckpointId]
+    foreign: dict[str, str]
 
 
 async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only: bool) -> _Listed:
     """Read the manifests of a listing. Generations only grow, so they enter the catalog at once."""
-    manifests, unreadable, newer_format = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
+    _leave_out_forged_generations(catalog, tier, listing)
+    manifests, unreadable, newer_format, foreign = await _manifests(catalog, tier, listing, is_read_only=is_read_only)
     for run, generation in listing.generations.items():
         catalog.saw_generation(run, generation)
+    for checkpoint in newer_format:
+        catalog.saw_generation(checkpoint.run, checkpoint.generation)
     return _Listed(
         replicas={checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()},
         unreadable=unreadable,
         diagnoses={c: diagnosis for c in manifests if (diagnosis := listing.diagnosis(c)) is not None},
         newer_format=newer_format,
+        foreign=foreign | listing.foreign,
     )
+
+
+def _leave_out_forged_generations(catalog: Catalog, tier: Tier, listing: Listing) -> None:
+    """Generations that no start of the run can have reached: to count one would leave no numbers to claim. What is
+    signed, or in hot, was reached. Notes the claims that are left."""
+    claims, is_here, now_s = catalog.claims, tier.name == HOT, time.time()
+    claims.are_signed = tier.keyring is not None
+    is_trusted = is_here or claims.are_signed
+    runs = {checkpoint.run for checkpoint in listing.files} | listing.generations.keys() | listing.numbers.keys()
+    limits = {run: GENERATION_SEEN_MAX if is_trusted else claims.generation_limit(run, now_s) for run in runs}
+    for checkpoint in [checkpoint for checkpoint in listing.files if checkpoint.generation > limits[checkpoint.run]]:
+        if checkpoint in listing.committed:
+            why = f"{checkpoint} in {tier.name}: no start of the run can have reached its generation"
+            listing.foreign[layout.manifest_key(checkpoint)] = why
+        listing.committed.discard(checkpoint)
+        listing.partial.discard(checkpoint)
+        del listing.files[checkpoint]
+    for run, limit in limits.items():
+        claimed = {generation for generation in listing.claims.get(run, ()) if generation <= limit}
+        for forged in listing.claims.get(run, set()) - claimed:
+            key = layout.generation_key(run, forged)
+            listing.foreign[key] = f"{key} in {tier.name}: no start of the run can have reached this generation"
+        manifests = {c.generation for c in listing.committed if c.run == run and tier.keyring is None}
+        listing.generations[run] = max([*claimed, *manifests], default=Generation(0))
+        claims.saw(run, claimed, tier.name, is_here=is_here)
+        claims.saw_names(run, listing.numbers.get(run, ()), tier.name)
 
 
 async def _manifests(
     catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only: bool
-) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId]]:
-    """Of the committed: (manifests, errors of the others, those in a newer format). Read where this tier lists one for
-    the first time, or with another size or ETag: the manifest in hot proves nothing about the replica in cold."""
+) -> tuple[dict[CheckpointId, Manifest], dict[CheckpointId, str], set[CheckpointId], dict[str, str]]:
+    """Of the committed: (manifests, errors of the others, those in a newer format, why others are foreign, by key).
+
+    Read where this tier lists one for the first time, or with another size or ETag: the manifest in hot proves nothing
+    about the replica in cold."""
     found: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}
     newer_format: set[CheckpointId] = set()
+    foreign: dict[str, str] = {}
     read_before = catalog.tiers[tier.name].fingerprints
     unread: list[CheckpointId] = []
     for checkpoint in listing.committed:
@@ -168,12 +211,31 @@ async def _manifests(
             found[checkpoint] = known.manifest
         else:
             unread.append(checkpoint)
-    refused = _too_large(catalog, tier, unread, listing)
-    unreadable |= refused
+    # Small ones come first, so that a few large ones, which anyone who can write to a bucket can put there, displace no
+    # other.
+    unread.sort(key=lambda checkpoint: listing.fingerprints[checkpoint][0])
+    memory = _ManifestMemory(catalog, tier, listing)
+    if tier.keyring is None:
+        refused = {checkpoint: why for checkpoint in unread if (why := memory.refusal(checkpoint))}
+        unreadable |= refused
+    else:
+        refused = _known_foreign(tier, unread, listing)
+        foreign |= {layout.manifest_key(checkpoint): why for checkpoint, why in refused.items()}
     unread = [checkpoint for checkpoint in unread if checkpoint not in refused]
+
+    def enter(checkpoint: CheckpointId, manifest: Manifest) -> None:
+        # What is not signed takes no space from what is.
+        if tier.keyring is not None and (why := memory.refusal(checkpoint)):
+            unreadable[checkpoint] = why
+        else:
+            found[checkpoint] = manifest
+
     if tier.cache is not None and len(unread) > BATCH:
-        found |= await tier.cache.read({c: listing.fingerprints[c] for c in unread})
-        unread = [c for c in unread if c not in found]
+        cached = await tier.cache.read({c: listing.fingerprints[c] for c in unread}, tier.keyring)
+        for checkpoint in unread:
+            if checkpoint in cached:
+                enter(checkpoint, cached[checkpoint])
+        unread = [c for c in unread if c not in cached]
     if not is_read_only:
         # A killed daemon may have committed one and not fsynced its folder. What is decided because of it, as a
         # deletion of another replica, must not outlast it.
@@ -182,8 +244,12 @@ async def _manifests(
     for batch in _batches(unread, listing):
         size_max = max(listing.fingerprints[checkpoint][0] for checkpoint in batch)
         for checkpoint, manifest in zip(batch, await tier.manifests(batch, size_max=size_max), strict=True):
+            tier.foreign.pop(checkpoint, None)
             if isinstance(manifest, Manifest):
-                found[checkpoint] = manifest
+                enter(checkpoint, manifest)
+            elif isinstance(manifest, Foreign):
+                foreign[layout.manifest_key(checkpoint)] = manifest.message
+                tier.foreign[checkpoint] = (listing.fingerprints[checkpoint], manifest.message)
             elif not isinstance(manifest, NotFound):  # deleted since it was listed
                 unreadable[checkpoint] = str(manifest)
                 if isinstance(manifest, NewerFormat):
@@ -204,30 +270,54 @@ async def _manifests(
         elif why:
             del found[checkpoint]
             unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
-    return found, unreadable, newer_format
+    return found, unreadable, newer_format, foreign
 
 
-def _too_large(
-    catalog: Catalog, tier: Tier, unread: Iterable[CheckpointId], listing: Listing
-) -> dict[CheckpointId, str]:
-    """Why each of these manifests is not read: it is too large, or all known manifests with it are. Small ones come
-    first, so that a few large ones, which anyone who can write to a bucket can put there, displace no other."""
-    sizes: dict[CheckpointId, int] = {}
-    for knowledge in catalog.tiers.values():
-        sizes |= {checkpoint: size_bytes for checkpoint, (size_bytes, _) in knowledge.fingerprints.items()}
-    total_bytes, total_max = sum(sizes.values()), tier.limits.manifests_mib_max << 20
-    refused: dict[CheckpointId, str] = {}
-    for checkpoint in sorted(unread, key=lambda checkpoint: listing.fingerprints[checkpoint][0]):
+def _known_foreign(tier: Tier, unread: Iterable[CheckpointId], listing: Listing) -> dict[CheckpointId, str]:
+    """Of the manifests, with a key, those that are not read: why they are foreign. One that is too large was not signed
+    by a daemon with these limits."""
+    foreign: dict[CheckpointId, str] = {}
+    for checkpoint in unread:
         size_bytes = listing.fingerprints[checkpoint][0]
-        added_bytes = max(0, size_bytes - sizes.get(checkpoint, 0))
-        where = f"{checkpoint} in {tier.name}: its manifest of {size_bytes} bytes is not read"
+        fingerprint, why = tier.foreign.get(checkpoint, (None, ""))
         if size_bytes > tier.manifest_bytes_max:
-            refused[checkpoint] = f"{where}: limits.manifest_mib_max is {tier.limits.manifest_mib_max}"
-        elif total_bytes + added_bytes > total_max:
-            refused[checkpoint] = f"{where}: with the others it exceeds limits.manifests_mib_max"
-        else:
-            total_bytes += added_bytes
-    return refused
+            foreign[checkpoint] = _too_large(checkpoint, tier, size_bytes)
+        elif fingerprint == listing.fingerprints[checkpoint]:
+            foreign[checkpoint] = why
+    return foreign
+
+
+def _too_large(checkpoint: CheckpointId, tier: Tier, size_bytes: int) -> str:
+    return (
+        f"{checkpoint} in {tier.name}: its manifest of {size_bytes} bytes is not read: limits.manifest_mib_max is "
+        f"{tier.limits.manifest_mib_max}"
+    )
+
+
+class _ManifestMemory:
+    """What the known manifests of all tiers take of limits.manifests_mib_max."""
+
+    def __init__(self, catalog: Catalog, tier: Tier, listing: Listing) -> None:
+        self._tier = tier
+        self._listing = listing
+        self._sizes: dict[CheckpointId, int] = {}
+        for knowledge in catalog.tiers.values():
+            self._sizes |= {checkpoint: size_bytes for checkpoint, (size_bytes, _) in knowledge.fingerprints.items()}
+        self._total_bytes = sum(self._sizes.values())
+
+    def refusal(self, checkpoint: CheckpointId) -> str:
+        """Why the manifest is not kept in memory. Empty: it is counted now."""
+        size_bytes = self._listing.fingerprints[checkpoint][0]
+        added_bytes = max(0, size_bytes - self._sizes.get(checkpoint, 0))
+        if size_bytes > self._tier.manifest_bytes_max:
+            return _too_large(checkpoint, self._tier, size_bytes)
+        if self._total_bytes + added_bytes > self._tier.limits.manifests_mib_max << 20:
+            return (
+                f"{checkpoint} in {self._tier.name}: its manifest of {size_bytes} bytes is not read: with the others "
+                "it exceeds limits.manifests_mib_max"
+            )
+        self._total_bytes += added_bytes
+        return ""
 
 
 def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list[CheckpointId]]:
@@ -259,9 +349,10 @@ async def check_sizes(manifest: Manifest, tier: Tier) -> None:
 
 
 async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
-    """The sizes by name of a checkpoint's files in the tier, committed or not."""
-    prefix = layout.checkpoint_prefix(checkpoint)
-    return {stored.key.removeprefix(prefix): stored.size_bytes for stored in await tier.store.list(prefix)}
+    """The sizes by name of a checkpoint's files in the tier, committed or not. With a key, without the markers that it
+    has not signed."""
+    listing = await tier.listing(layout.checkpoint_prefix(checkpoint))
+    return listing.files.get(checkpoint, {})
 
 
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:

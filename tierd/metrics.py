@@ -28,11 +28,35 @@ from tierd import __version__
 RUNS_MAX = 100
 OTHER_RUNS = "(other)"  # no run can have this name; sums over the runs without series of their own
 SNAPSHOT_OUTCOMES = ("persisted", "written_through", "skipped", "failed", "lost")
-STAGES = ("stage", "persist", "replicate", "reap", "list", "restore", "wire", "examine", "scrub", "drill", "loop")
+STAGES = (
+    "stage",
+    "persist",
+    "replicate",
+    "reap",
+    "list",
+    "restore",
+    "wire",
+    "examine",
+    "scrub",
+    "drill",
+    "loop",
+    "audit",
+)
 VERDICTS = ("healthy", "unhealthy", "failed")
-FAILURE_KINDS = ("transient", "full", "given_up", "corrupt", "lost", "stale", "tier_unreachable", "newer_format", "bug")
+FAILURE_KINDS = (
+    "transient",
+    "full",
+    "given_up",
+    "corrupt",
+    "foreign",
+    "lost",
+    "stale",
+    "tier_unreachable",
+    "newer_format",
+    "bug",
+)
 GIVEN_UP_REASONS = ("replaced", "no_space")
-HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable")
+HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable", "shared_generation")
 PROOFS = ("deep", "checksum", "size")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
 DIRECTIONS = ("read", "write")
@@ -191,6 +215,15 @@ class Metrics:
             buckets=_STALL_BUCKETS_S,
         )
         self.event_loop_tasks = gauge("event_loop_tasks", "Tasks on the daemon's event loop.")
+        self.foreign_checkpoints = gauge(
+            "foreign_checkpoints",
+            "Manifests and markers in the tier that no daemon of the run has signed or claimed; they do not count.",
+            ["tier"],
+        )
+        self.newer_generations = gauge(
+            "newer_generations",
+            "Runs with trainers attached here of which a tier shows a newer generation, that another daemon has begun.",
+        )
         self.halted = gauge(
             "halted", "1 while nothing is deleted because something could not be read; the label says what.", ["reason"]
         )
@@ -228,6 +261,7 @@ class Metrics:
             self.verify_failures_total.labels(tier)
             self.damaged_checkpoints.labels(tier)
             self.lost_checkpoints_total.labels(tier)
+            self.foreign_checkpoints.labels(tier)
             self.repaired_files_total.labels(tier)
             for proof in PROOFS:
                 self.scrubbed_checkpoints_total.labels(tier, proof)

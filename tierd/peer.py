@@ -19,19 +19,34 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _HINT = "start the daemon as this user, or name its user id: daemon.uid, TIERD_DAEMON_UID, connect(daemon_uid=...)"
 
 
+_SO_PEERGROUPS = 59  # Linux 4.13; not in the socket module
+_GROUPS_BYTES_MAX = 1024  # 256 groups: the longest answer that Python accepts
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """`pid` is 0 for a process in a PID namespace that is not visible here."""
 
     pid: int
     uid: int
+    gid: int
 
 
 def peer_of(connected: socket.socket) -> Peer:
     """The process that has connected, or of the one that listens: as it was when it began to listen."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return Peer(pid, uid)
+    return Peer(*_CREDENTIALS.unpack(raw))
+
+
+def is_in_group(connected: socket.socket, group: int) -> bool:
+    """Whether the process that has connected was in this group then, as its own or as a supplementary one."""
+    if peer_of(connected).gid == group:
+        return True
+    try:
+        raw = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
+    except OSError:  # an older kernel, or a process in more groups
+        return False
+    return group in memoryview(raw).cast("I").tolist()
 
 
 def connect_to_daemon(connecting: socket.socket, path: str, daemon_uid: int | None = None) -> None:

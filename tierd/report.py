@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from tierd.catalog import Catalog, Entry
+from tierd.catalog import Catalog
+from tierd.catalog_entry import Entry
 from tierd.config import Config
 from tierd.decisions import decisions, forecasts
 from tierd.errors import TierdError
@@ -51,7 +52,8 @@ class RunReport(msgspec.Struct, kw_only=True):
 class TierReport(msgspec.Struct, kw_only=True):
     """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed.
 
-    `listed_age_s`: since the last listing that succeeded began; only the daemon knows."""
+    `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
+    that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself."""
 
     name: str
     url: str
@@ -61,6 +63,7 @@ class TierReport(msgspec.Struct, kw_only=True):
     used_bytes: int | None = None
     free_bytes: int | None = None
     listed_age_s: float | None = None
+    to_reap: int | None = None
 
 
 class LostReplica(msgspec.Struct, kw_only=True):
@@ -109,6 +112,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     uptime_s: float | None
     is_ready: bool
     halted: list[str] = []
+    foreign: list[str] = []
     lost: list[LostReplica] = []
     runs: list[RunReport] = []
     tiers: list[TierReport] = []
@@ -200,7 +204,13 @@ async def free_bytes(tier: Tier) -> int | None:
 
 
 def tier_report(
-    catalog: Catalog, name: str, url: str, free_bytes: int | None, *, listed_age_s: float | None = None
+    catalog: Catalog,
+    name: str,
+    url: str,
+    free_bytes: int | None,
+    *,
+    listed_age_s: float | None = None,
+    to_reap: int | None = None,
 ) -> TierReport:
     knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
@@ -212,6 +222,7 @@ def tier_report(
         used_bytes=sum(one.size_bytes for one in manifests) if manifests or knowledge.is_known else None,
         free_bytes=free_bytes,
         listed_age_s=listed_age_s,
+        to_reap=to_reap,
     )
 
 

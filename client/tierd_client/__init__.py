@@ -31,6 +31,7 @@ from tierd.errors import (
     Transient,
     Unhealthy,
     Unsupported,
+    WrongSecret,
     WrongUser,
 )
 from tierd_client.client import Client, Found
@@ -72,6 +73,7 @@ __all__ = [
     "Transient",
     "Unhealthy",
     "Unsupported",
+    "WrongSecret",
     "WrongUser",
     "__version__",
     "connect",

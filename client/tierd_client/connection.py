@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from tierd.errors import BadConfig
+from tierd.format.run_secret import VARIABLE, proof_of
 from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 from tierd_client.client import Client
 from tierd_client.generation import Generation
@@ -43,13 +44,14 @@ def connect(
     then from $RANK and $WORLD_SIZE. `when_busy`: "wait" up to `slot_wait_s` seconds for a free slot, or "skip" the
     snapshot. `staging`: "sync" copies the state before snapshot() returns, "overlap" during the next step. Options
     that are not given come from the daemon's [snapshot] section. `daemon_uid`, default $TIERD_DAEMON_UID: the user that
-    the daemon runs as, if it is neither this user nor root.
+    the daemon runs as, if it is neither this user nor root. $TIERD_RUN_SECRET: from the first start with one, the run
+    can be joined, stopped and read only with it.
 
     The run stops before the earliest of `max_runtime_s` seconds from now, $SLURM_JOB_END_TIME and $TIERD_DEADLINE;
     when `stop_file` (default $TIERD_STOP_FILE) appears, which is then removed; and at SIGTERM or SIGINT. SIGUSR1
     requests a snapshot. `signals` changes that: {SIGUSR2: "snapshot", SIGUSR1: "stop", SIGINT: None}.
     `stop_grace_s`: how long the end of `with client:` may wait after a stop for the last snapshot to be durable.
-    Raises DaemonUnreachable, WrongUser, Stale, TierUnreachable, BadRequest or BadConfig.
+    Raises DaemonUnreachable, WrongUser, WrongSecret, Stale, TierUnreachable, BadRequest or BadConfig.
     """
     if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
         raise BadConfig(f"connect {run} with slots={slots}: expected {SLOTS_MIN} to {SLOTS_MAX} per rank")
@@ -78,6 +80,7 @@ def connect(
         # Of this start only: a script's argument applies to restarts too, so it does not count here.
         starts_anew=os.environ.get("TIERD_RESUME") == SCRATCH,
         daemon_uid=_uid_of_daemon(daemon_uid),
+        proof=proof_of(os.environ.get(VARIABLE, "")),
     )
     stop_file = stop_file or os.environ.get("TIERD_STOP_FILE") or None
     requests = StopRequests(

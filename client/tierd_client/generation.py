@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 import tierd
-from tierd.errors import BadRequest, TierdError
+from tierd.errors import BadRequest, TierdError, Unsupported
 from tierd.format import wire
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession, Listener
@@ -25,7 +25,7 @@ RENEW_TIMEOUT_S = 10.0
 
 class Generation:
     """`join` comes first: it sets the attributes below. `settings`: the daemon's config for snapshots with `overrides`
-    in place."""
+    in place. `proof`: of the run's secret."""
 
     number: int
     session: DaemonSession
@@ -41,6 +41,7 @@ class Generation:
         *,
         starts_anew: bool,
         daemon_uid: int | None = None,
+        proof: str = "",
     ) -> None:
         self.run = run
         self._path = path
@@ -48,6 +49,7 @@ class Generation:
         self._overrides = overrides
         self._starts_anew = starts_anew
         self._daemon_uid = daemon_uid
+        self._proof = proof
         self._listeners: tuple[Listener, ...] = ()
         self._pid = os.getpid()
         self.is_closed = False
@@ -120,5 +122,13 @@ class Generation:
             world_size=self._ranks.world_size,
             generation=number,
             starts_anew=self._starts_anew,
+            proof=self._proof,
         )
-        return DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)
+        session = DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)
+        if self._proof and not session.welcome.checks_secrets:
+            session.close()
+            raise Unsupported(
+                f"join {self.run} with a secret: the daemon (tierd {session.welcome.version}) does not check secrets",
+                hint="start the daemon again with this version of tierd, or unset TIERD_RUN_SECRET",
+            )
+        return session

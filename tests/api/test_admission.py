@@ -1,4 +1,4 @@
-"""Admission of trainers: claims of generations while a cold tier is slow."""
+"""Admission of trainers: claims of generations in several tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.support.rooms import rooms_at
 from tests.support.wire_peer import HELLO
 from tierd.api.admission import Admission
 from tierd.api.quotas import Quotas
-from tierd.format.ids import Rank, Run
+from tierd.format.claim import Claim
+from tierd.format.ids import Generation, Rank, Run
 from tierd.workers.restorer import Restorer
 
 
@@ -42,3 +43,17 @@ async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) ->
             assert not slow.done()
             is_answering.set()
         assert slow.result()[0] == 1
+
+
+async def test_a_generation_that_cold_refused_is_not_claimed_in_hot(tmp_path: Path) -> None:
+    """The claim in hot says that this node holds the generation. Without it, a checkpoint of that generation, restored
+    from cold, may be copied to another cold tier."""
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.look()
+        run, taken = Run("run42"), Generation(1)
+        assert await rooms.cold["cold"].claim_generation(run, taken, Claim.new("elsewhere"))
+        clock = rooms.context.monotonic_s
+        quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
+        assert not await admission._claim_in([rooms.cold["cold"]], run, taken)  # pyright: ignore[reportPrivateUsage]
+        assert await rooms.hot.claim(run, taken) is None

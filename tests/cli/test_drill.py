@@ -8,12 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.bucket import bucket_server
 from tests.support.cli import House, folder_of, make_checkpoint, make_house, make_zeros
 from tests.support.damage import flip
 from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.waiting import wait_until
+from tierd.cli.app import make_app
+from tierd.errors import BadConfig
 from tierd.format import layout
 
 
@@ -81,8 +84,21 @@ def test_drill_of_an_empty_tier_is_an_error_of_that_tier(house: House) -> None:
     assert house.tierd("drill", "--tier", "dr").exit_code == 2
 
 
-def test_drill_of_a_place_needs_no_config_and_writes_nothing_there(tmp_path: Path) -> None:
-    house = House(tmp_path)
+def test_place_needs_no_config_but_one_that_is_there_must_be_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "usb")
+    monkeypatch.chdir(tmp_path)
+    command = ["drill", "--from", str(tmp_path / "usb")]
+    assert CliRunner().invoke(make_app(), command).exit_code == 0
+    (tmp_path / "tierd.toml").write_text("[security")
+    result = CliRunner().invoke(make_app(), command)
+    assert result.exit_code == BadConfig.exit_code
+    assert "tierd.toml" in str(result.exception) + result.output
+
+
+def test_drill_of_a_place_writes_nothing_there(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
     usb, scratch = tmp_path / "usb disk", tmp_path / "scratch"
     made = make_checkpoint(usb)
     before = everything(house)

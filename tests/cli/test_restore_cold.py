@@ -25,8 +25,9 @@ from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
 from tierd.cli import opened_tiers
+from tierd.tiers.directory import DirectoryStore
 
-WORKERS = 4  # concurrent pieces
+PIECES_IN_FLIGHT = DirectoryStore.pieces_in_flight
 CHUNK_BYTES = 1 << 20
 
 
@@ -74,7 +75,7 @@ def test_killed_restore_is_continued_by_the_same_command(
     target = house.root / "restored"
 
     first = house.start("restore", "--tier", "near", "--to", target)
-    wait_until(lambda: near.faults()["hold"] == WORKERS, "all that is under way to be held")
+    wait_until(lambda: near.faults()["hold"] == PIECES_IN_FLIGHT, "all that is under way to be held")
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
     sent_bytes = near.sent["get_object"]

@@ -15,6 +15,7 @@ from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, mak
 from tierd.cli import options
 from tierd.cli.app import VERBS, called, config_first, make_app
 from tierd.errors import NotFound
+from tierd.format.signature import Keyring, new_key
 from tierd.tiers.tier import Tier
 
 
@@ -117,6 +118,16 @@ def test_milestone_is_not_reported_of_a_checkpoint_that_is_deleted_meanwhile(
     result = house.tierd("milestone", "--step", "100", "best")
     assert result.exit_code == NotFound.exit_code
     assert "it has just been deleted" in result.stderr
+    assert list(house.hot.rglob("milestone-*")) == []
+
+
+def test_milestone_of_a_signed_checkpoint_needs_the_key(house: House) -> None:
+    """Daemons with a key would ignore a marker without a signature."""
+    manifest = make_checkpoint(house.hot)
+    path = folder_of(house.hot, manifest) / "manifest.json"
+    path.write_bytes(Keyring([new_key()]).sign_manifest(manifest).encode())
+    result = house.tierd("milestone", "--step", "100", "best")
+    assert (result.exit_code, "it is signed, and no key is configured" in result.stderr) == (2, True)
     assert list(house.hot.rglob("milestone-*")) == []
 
 

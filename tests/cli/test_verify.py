@@ -18,8 +18,9 @@ from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
 from tierd.format import layout
 from tierd.format.manifest import Manifest
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 
 
 @pytest.fixture

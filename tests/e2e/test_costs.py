@@ -23,7 +23,8 @@ from tests.support.s3_store import s3_store
 from tests.support.store_contract import content
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.tiers.tier import Tier
 
 MIB = 1 << 20
 PAYLOAD_BYTES = 128 * MIB

@@ -67,7 +67,7 @@ PERSISTING: list[Group] = [
     [Kill("persist.committed@1"), Kill("persist.repeat@1")],
     [Kill("tier.committed@1"), Kill("file.exists@1")],
     [Kill("file.write@3"), Kill("sweep.unlink@1")],
-    [Kill("tier.commit@1"), Kill("recover.delete@1")],
+    [Kill("tier.commit@1", anew=True), Kill("recover.delete@1")],
     [Kill("file.sync=ENOSPC@1 file.abandon=kill@1")],
     [Kill("file.sync=ENOSPC@2 leftover.delete=kill@1")],
 ]
@@ -120,8 +120,11 @@ EXAMINING = [Kill("tier.diagnose@1")]
 
 
 def run_persisting(root: Path, seed: int) -> int:
+    kills = shuffled(PERSISTING, seed)
+    # At a first start the write that fails is a claim. Then the trainer is refused, and nothing is written to clear up.
+    begin = next(index for index, kill in enumerate(kills) if "ENOSPC" not in kill.failpoints)
     with battery(root) as to_kill:
-        to_kill.run(shuffled(PERSISTING, seed))
+        to_kill.run([*kills[begin:], *kills[:begin]])
         to_kill.settle()
         return to_kill.killed
 
@@ -264,7 +267,7 @@ def test_each_failpoint_is_in_a_battery() -> None:
 
 MUTATIONS: list[tuple[str, bool, list[Kill], str]] = [
     ("acknowledges before the commit", False, [Kill("persist.commit@2")], "lost"),
-    ("writes the manifest of a copy first", True, [Kill("file.sync@10")], "torn"),
+    ("writes the manifest of a copy first", True, [Kill("file.sync@12")], "torn"),
     ("deletes shards before the manifest", False, [Kill("delete.unlink@2")], "torn"),
     ("recovers nothing", False, [Kill("file.write@2", anew=True), Kill("slot.map@1", anew=True)], "leftover"),
     ("forgets sequences", False, [Kill("persist.answer@3")], "sequence"),

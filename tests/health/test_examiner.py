@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -253,3 +255,19 @@ async def test_a_checkpoint_that_is_only_in_cold_gets_its_marker_there(rooms: Ro
     assert await examiner(rooms).run_once()
     assert markers(rooms, "cold", 1) == ["unhealthy.json"]
     assert rooms.catalog.get(snapshot_set.id).healthy is False  # type: ignore[union-attr]
+
+
+async def test_a_python_that_the_daemons_user_may_not_run_is_an_incident(
+    rooms: Rooms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms.seal(1, [shard(1.0)])
+    python = tmp_path / "python"
+    python.write_text("of another user")
+    worker = examiner(rooms)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        assert not await worker.run_once()
+    incident = rooms.incidents.recent()[0]
+    assert f"start {python}: Permission denied" in incident["message"]
+    assert f"user {os.geteuid()}" in incident["hint"]
+    assert await worker.run_once(), "it is tried again"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, mak
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.workers.test_restorer import find_with, restorer
 from tierd.descriptors import close_all
-from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.lifecycle.selection import (
@@ -414,3 +414,31 @@ def test_selection_reads_the_inventory_once_however_many_replicas_fail() -> None
         fail_each()
     assert len(failed) == 200 * len(TIERS)
     assert candidates.read_count <= 3
+
+
+# ── foreign checkpoints ──
+
+
+def with_foreign(tier: str, *, step: int = 200) -> Inventory:
+    foreign = UnreadableReplica(id=checkpoint_id(RUN, step, 1), tier=tier, reason="it is not signed")
+    return replace(inventory_of(Case(tiers=(GOOD_100,), outcome=NotFound)), foreign=[foreign])
+
+
+@pytest.mark.parametrize("is_trainer", [True, False])
+def test_newer_foreign_checkpoint_in_hot_is_refused_by_name(*, is_trainer: bool) -> None:
+    """Only this node writes to hot: an older checkpoint would lose its work in silence."""
+    with pytest.raises(Foreign, match="000000000200-g0001") as refused:
+        select(CheckpointQuery(run=RUN, allow_older=is_trainer), with_foreign("hot"))
+    assert "tierd key sign run42" in (refused.value.hint or "")
+    assert "older step" in (refused.value.hint or "")
+
+
+def test_newer_foreign_checkpoint_in_cold_is_passed_over_and_named() -> None:
+    """Else a writer to a bucket could stop every restore."""
+    selected = select(CheckpointQuery(run=RUN), with_foreign("cold"))
+    assert (selected.candidate.id.step, selected.passed_over) == (100, ["it is not signed"])
+
+
+def test_older_step_is_selected_by_name_beside_a_foreign_one_in_hot() -> None:
+    assert select(CheckpointQuery(run=RUN, step=100), with_foreign("hot")).candidate.id.step == 100
+    assert select(CheckpointQuery(run=RUN), with_foreign("hot", step=50)).candidate.id.step == 100

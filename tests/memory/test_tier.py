@@ -457,3 +457,27 @@ def test_the_last_snapshot_of_a_run_that_stops_is_pending_first(memory: MemoryTi
     assert memory.pending() == [first, second]
     second.is_last = True
     assert memory.pending() == [second, first]
+
+
+def test_detaching_a_run_keeps_only_what_nothing_else_has(memory: MemoryTier) -> None:
+    former = Trainers(memory, world_size=2)
+    former.persist(former.seal(1, slot=0))
+    only_in_memory = former.seal(2, slot=1)
+    Trainers(memory, world_size=2, generation=2)
+    assert memory.detach_run(RUN) == 4
+    assert memory.slots_of(RUN) == {}
+    assert memory.pending() == [only_in_memory]
+    assert former.restorable() == [2]
+    former.persist(only_in_memory)
+
+
+def test_detaching_a_run_discards_what_its_own_generation_has_sealed(memory: MemoryTier) -> None:
+    trainers = Trainers(memory, world_size=2)
+    trainers.seal(1, slot=0)
+    trainers.seal(2, slot=1, ranks=[0])
+    persisting = Trainers(memory, world_size=2)
+    assert memory.detach_run(RUN) == 4
+    assert (memory.slots_of(RUN), persisting.restorable()) == ({}, [])
+    again = Trainers(memory, world_size=2)
+    again.seal(1, slot=0)
+    assert again.restorable() == [1]

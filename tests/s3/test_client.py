@@ -49,6 +49,7 @@ async def put(store: S3Store) -> None:
     await store.put(KEY, BytesSource(data), size_bytes=SIZE_BYTES, chunk_bytes=CHUNK_BYTES, expect=entry)
 
 
+@pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
 async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served: Bucket) -> None:
     """A byte now and then keeps every timeout of the socket from expiring."""
     patient, store = store_at(served), store_at(served, request_timeout_s=0.5)
@@ -67,6 +68,7 @@ async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served:
     await patient.close()
 
 
+@pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
 async def test_request_after_an_aborted_one_has_its_own_connection(served: Bucket) -> None:
     patient, store = store_at(served), store_at(served, request_timeout_s=2)
     await patient.put_bytes("run/x", content(4096))
@@ -93,6 +95,7 @@ async def test_server_that_stops_answering_takes_a_bounded_time(served: Bucket, 
     await patient.close()
 
 
+@pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
 async def test_part_whose_source_was_too_slow_is_read_again(served: Bucket) -> None:
     """Only one attempt is aborted, and an upload that lacks a part is never completed."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bucket import Bucket
-from tests.support.s3 import BUCKET
+from tests.support.s3 import ACCESS_KEY, BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of
 from tierd.config import ColdConfig
@@ -74,6 +74,45 @@ async def test_iam_policy_allows_exactly_the_actions_of_store_and_doctor(served:
     probed = {one.operation for one in served.seen} - used
     assert probed == set(DOCTOR_ACTIONS)
     assert set(allowed()) == set(ACTIONS.values())
+
+
+def test_writer_cannot_delete_and_reaper_cannot_write() -> None:
+    """Together they have what one identity for both has. The reaper may only create a manifest that is absent."""
+
+    def of(name: str) -> dict[tuple[str, str, str], set[str]]:
+        listed = json.loads((ROOT / "deploy" / name).read_text(encoding="utf-8"))["Statement"]
+        return {
+            (each["Sid"], each["Resource"], json.dumps(each.get("Condition"))): {each["Action"]}
+            if isinstance(each["Action"], str)
+            else set(each["Action"])
+            for each in listed
+        }
+
+    both, writer, reaper = map(of, ("iam-policy.json", "iam-policy-writer.json", "iam-policy-reaper.json"))
+    assert {key: both[key] - writer[key] for key in both if both[key] != writer.get(key)} == {
+        next(key for key in both if key[0] == "Objects"): {"s3:DeleteObject"}
+    }
+    assert {key: writer.get(key, set()) | reaper.get(key, set()) for key in both} == both
+    (put_back,) = (key for key, actions in reaper.items() if "s3:PutObject" in actions)
+    assert put_back[1:] == (
+        "arn:aws:s3:::BUCKET/PREFIX/*/manifest.json",
+        json.dumps({"Null": {"s3:if-none-match": "false"}}),
+    )
+    assert reaper.pop(put_back) == {"s3:PutObject"}
+    assert set().union(*reaper.values()) == {
+        *("s3:GetObject", "s3:DeleteObject", "s3:ListBucket", "s3:ListBucketMultipartUploads")
+    }
+
+
+async def test_doctor_says_whether_the_identity_of_a_tier_without_deletions_can_delete(served: Bucket) -> None:
+    cold = ColdConfig(url=f"s3://{BUCKET}/deep", endpoint_url=served.url, deletes=False)
+    for policies, verdict in (({}, "warning"), ({ACCESS_KEY: frozenset(ACTIONS.values()) - {"s3:DeleteObject"}}, "ok")):
+        served.policies = policies
+        store = s3_store(cold.url, endpoint_url=served.url)
+        advice = await BucketProbe(store.requests, cold, lambda: datetime.now(UTC)).run()
+        assert [each.verdict for each in advice if each.check == "delete"] == [verdict]
+        assert not [each for each in advice if each.verdict == "problem"]
+        await store.close()
 
 
 async def test_doctor_tries_every_operation_of_a_store(served: Bucket) -> None:

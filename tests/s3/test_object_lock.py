@@ -68,16 +68,19 @@ async def test_access_denied_without_a_lock_is_not_retained(served: Bucket) -> N
     await store.close()
 
 
-async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: str) -> None:
-    """A delete without a version only adds a delete marker: it is not refused, and frees nothing."""
+@pytest.mark.parametrize("mode", ["GOVERNANCE", "COMPLIANCE"])
+async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: str, mode: str) -> None:
+    """A delete without a version only adds a delete marker: it is not refused, and frees nothing. Without the
+    markers the objects are back."""
+    bucket = f"locked-{mode.lower()}"
     session = boto3.session.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
     client: Any = session.client("s3", endpoint_url=moto, region_name="us-east-1")
-    client.create_bucket(Bucket="locked", ObjectLockEnabledForBucket=True)
-    rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+    client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": mode, "Days": 1}}
     client.put_object_lock_configuration(
-        Bucket="locked", ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+        Bucket=bucket, ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
     )
-    store = s3_store("s3://locked", endpoint_url=moto, retry_min_s=0.001)
+    store = s3_store(f"s3://{bucket}", endpoint_url=moto, retry_min_s=0.001)
     data = content(6 << 20)  # in two parts
     # Not a single PUT: moto requires x-amz-sdk-checksum-algorithm for it, AWS does not.
     for _ in range(2):
@@ -86,7 +89,11 @@ async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: 
         await store.delete([KEY, KEY + "-2"])
         assert await store.list() == []
     await store.delete([KEY, KEY + "-2"])
-    assert len(client.list_object_versions(Bucket="locked")["Versions"]) == 4
+    versions = client.list_object_versions(Bucket=bucket)
+    assert len(versions["Versions"]) == 4
+    for marker in versions["DeleteMarkers"]:
+        client.delete_object(Bucket=bucket, Key=marker["Key"], VersionId=marker["VersionId"])
+    assert sorted(stored.key for stored in await store.list()) == [KEY, KEY + "-2"]
     client.close()
     await store.close()
 

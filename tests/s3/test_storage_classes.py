@@ -17,8 +17,9 @@ from tierd.config import ColdConfig, LimitsConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
 from tierd.s3.store import S3Store
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 
 CHUNK_BYTES = 16 << 10
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from tests.support.daemon import Daemon
 from tests.support.wire_peer import Peer
 from tierd.catalog import Catalog
 from tierd.config import LimitsConfig
-from tierd.errors import Corrupt, Unsupported
+from tierd.errors import Corrupt, TierdError, Unsupported
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest, file_entry
+from tierd.format.signature import new_key, parse_keys
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -184,3 +187,56 @@ def test_a_fetch_without_one_valid_chunk_leaves_no_reserved_space(tmp_path: Path
         peer.greet("run")
         assert refusal_of_a_find(peer).kind == "corrupt"
         assert allocated_bytes(daemon.hot) < MIB
+
+
+# ── with a key ──
+
+
+async def test_manifests_that_nobody_signed_halt_nothing_and_take_no_memory_from_signed_ones(tmp_path: Path) -> None:
+    """Whoever can write to a bucket can put small and large ones there."""
+    keyring = parse_keys(new_key().line, where="test")
+    limits = LimitsConfig(manifest_mib_max=1, manifests_mib_max=1)
+    for step in range(1, 11):
+        forge(tmp_path, size_bytes=MIB // 5, step=step)
+    forge(tmp_path, size_bytes=2 * MIB, step=20)
+    signed = []
+    for step in (100, 101, 102):
+        manifest = forge(tmp_path, size_bytes=2 * MIB // 5, step=step, run="run")
+        signed.append(keyring.sign_manifest(manifest))
+        (folder_of(tmp_path, manifest) / "manifest.json").write_bytes(signed[-1].encode())
+    tier, catalog = Tier("cold", DirectoryStore(tmp_path), limits=limits, keyring=keyring), Catalog(["hot", "cold"])
+    await refresh(catalog, tier)
+    assert len(catalog.foreign()) == 11
+    assert {entry.id for entry in catalog.entries()} < {manifest.id for manifest in signed}
+    assert len(catalog.entries()) == 2
+    (why,) = unreadable(catalog).values()
+    assert "limits.manifests_mib_max" in why, "a signed one that exceeds the limit is genuine, and halts deletions"
+    await tier.store.close()
+
+
+async def test_foreign_manifest_is_read_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    keyring = parse_keys(new_key().line, where="test")
+    first, second = [forge(tmp_path, size_bytes=1000, step=step) for step in (1, 2)]
+    tier, catalog = Tier("cold", DirectoryStore(tmp_path), keyring=keyring), Catalog(["hot", "cold"])
+    read: list[str] = []
+    real = tier.store.get_many
+
+    async def get_many(keys: Sequence[str], *, size_max: int) -> Sequence[bytes | TierdError]:
+        read.extend(keys)
+        return await real(keys, size_max=size_max)
+
+    tier.store.get_many = get_many  # type: ignore[method-assign]
+    await refresh(catalog, tier)
+    assert len(read) == 2
+    await refresh(catalog, tier)
+    assert len(read) == 2
+    assert len(catalog.foreign()) == 2
+    (folder_of(tmp_path, second) / "manifest.json").write_bytes(keyring.sign_manifest(second).encode())
+    await refresh(catalog, tier)
+    assert len(read) == 3
+    assert [entry.id for entry in catalog.entries()] == [second.id]
+    assert tier.foreign.keys() == {first.id}
+    shutil.rmtree(folder_of(tmp_path, first))
+    await refresh(catalog, tier)
+    assert not tier.foreign
+    await tier.store.close()

@@ -12,7 +12,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
-from tierd.tiers import tier as tier_module
+from tierd.tiers import checkpoint_copy
 from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
@@ -71,7 +71,7 @@ async def copy_nothing(replicator: Replicator) -> bool:
     return True
 
 
-copy_checkpoint = tier_module.copy_checkpoint
+copy_checkpoint = checkpoint_copy.copy_checkpoint
 commit = Tier.commit
 claim_generation = Tier.claim_generation
 

@@ -34,9 +34,10 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.tiers import lock, tree
+from tierd.tiers.checkpoint_copy import copy_file
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.new_file import NewFile
-from tierd.tiers.tier import Tier, copy_file
+from tierd.tiers.tier import Tier
 from tierd.transfer import atomic_output
 from tierd.transfer.verify import Verification, verify_replica
 from tierd.workers import replicator
@@ -162,7 +163,7 @@ def shards_deleted_first(patch: Patch) -> None:
 
 
 def manifest_deleted_without_fsync(patch: Patch) -> None:
-    """All files of a checkpoint are deleted, then the folder is synced."""
+    """The folder is synced once, after all files of a checkpoint are deleted."""
 
     def delete(self: tree.Tree, keys: Sequence[str]) -> None:
         for key in keys:
@@ -170,6 +171,8 @@ def manifest_deleted_without_fsync(patch: Patch) -> None:
                 folder, name = self.open_folder(key, create=False)
                 with tree.closing_fd(folder), suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
+        if any(layout.MANIFEST in key for key in keys):
+            return
         for parent in {key.rpartition("/")[0] for key in keys}:
             self._sync_or_remove(parent)
 

@@ -312,7 +312,10 @@ class Retention(RuleBasedStateMachine):
         hot, every = set(self.before[HOT]), set[Id]().union(*self.before.values())
         for tier, replicas in self.before.items():
             held = set(replicas)
-            needed = {each for other in RULES for each in facts.keeps(other, set(facts.sequences))}
+            # When newer ones that were deleted turn out to be missing, an older one takes their place.
+            needed = {
+                each for other in RULES for among in (set(facts.sequences), every) for each in facts.keeps(other, among)
+            }
             only_here = {
                 each for each in held if all(each not in self.before[other] for other in RULES if other != tier)
             }
@@ -338,7 +341,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(75)  # 8 s of one processor
+    run(75, derandomize=True)  # 8 s of one processor; the long battery takes other examples each time
 
 
 policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
@@ -378,8 +381,10 @@ def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> di
         (Replicator, "_mark", copy_no_markers),
         (policy, "kept", forget_milestones),
         (policy, "kept", forget_every_third),
-        pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations"),
-        pytest.param(Reaper, "_is_still_decided", lambda *_: True, id="delete_what_was_planned"),
+        pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations", marks=pytest.mark.long),
+        pytest.param(
+            Reaper, "_is_still_decided", lambda *_: True, id="delete_what_was_planned", marks=pytest.mark.long
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

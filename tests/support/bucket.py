@@ -153,6 +153,7 @@ class Bucket:
     keys of archived objects that can be read for a while. `locked`: until when a key is retained, or None for a legal
     hold; there it refuses even a plain delete, as servers without versions do.
     `refuses`: beginnings of headers, in lower case, that make it refuse a write, with the code that it says then.
+    `policies`: by access key, the IAM actions that it is allowed; a key without a policy is allowed everything.
     `configuration`: what the bucket has of lifecycle, versioning, object-lock, as XML. `headers`: in every answer.
     """
 
@@ -183,6 +184,7 @@ class Bucket:
         self.thawed: set[str] = set()
         self.locked: dict[str, datetime | None] = {}
         self.access_keys = {ACCESS_KEY}
+        self.policies: dict[str, frozenset[str]] = {}
         self.repeats_credentials = False
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
@@ -400,13 +402,15 @@ class Bucket:
 
     # ── what it checks ──
 
-    def check(self, headers: Any, body: bytes, *, is_write: bool) -> None:
-        """Checks the key, time and payload mode of the signature, and every checksum of the request."""
+    def check(self, operation: str, headers: Any, body: bytes, *, is_write: bool) -> None:
+        """Checks the key, its policy, time and payload mode of the signature, and every checksum of the request."""
         signed = re.match(r"AWS4-HMAC-SHA256 Credential=([^/]+)/", headers.get("Authorization", ""))
         if signed is None:
             raise Refused("AccessDenied")
-        if signed[1] not in self.access_keys:
+        if signed[1] not in self.access_keys | self.policies.keys():
             raise Refused("InvalidAccessKeyId")
+        if signed[1] in self.policies and ACTIONS[operation] not in self.policies[signed[1]]:
+            raise Refused("AccessDenied")
         date = datetime.strptime(headers["x-amz-date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         if abs(datetime.now(UTC) - date) > SKEW_MAX:
             raise Refused("RequestTimeTooSkewed")
@@ -565,7 +569,7 @@ class _Conversation(BaseHTTPRequestHandler):
     ) -> Answer:
         """The answer of S3, or that of the fault."""
         try:
-            bucket.check(self.headers, body, is_write=self.command in ("PUT", "POST"))
+            bucket.check(operation, self.headers, body, is_write=self.command in ("PUT", "POST"))
             if name != BUCKET:
                 raise Refused("NoSuchBucket")
             if fault in STATUSES:

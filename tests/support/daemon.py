@@ -187,6 +187,10 @@ class Daemon:
         result = CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)], env=self._environ)
         return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
+    def run_with(self, main: Callable[..., object]) -> None:
+        """What its process runs at the next start instead of `run_tierd`, with the same arguments."""
+        self._main = main
+
     def json(self, *arguments: str | Path) -> Any:
         """The decoded output of a command with --json, which must succeed."""
         done = self.tierd(*arguments, "--json")

@@ -123,7 +123,7 @@ def _names(raw: bytes) -> object:
 
 def _cache(raw: bytes) -> object:
     try:
-        return decode_cache(raw, {ID: (100, "etag")})
+        return decode_cache(raw, {ID: (100, "etag")}, None)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None  # `ManifestCache.read` ignores a cache that is damaged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,11 +21,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a
 
 
 class OtherUser:
-    """A process of the other user. `call` runs a function there; it ends with the block."""
+    """A process of the other user, in `groups`. `call` runs a function there; it ends with the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, uid: int = OTHER_UID, groups: Sequence[int] = ()) -> None:
         self._pipe, there = context.Pipe()
-        self._process = ForkedProcess(_serve, there)
+        self._process = ForkedProcess(_serve, there, uid, groups)
         there.close()
 
     def __enter__(self) -> OtherUser:
@@ -50,10 +50,15 @@ class OtherUser:
         return result
 
 
-def _serve(pipe: Connection) -> None:
-    os.setgroups([])
-    os.setgid(OTHER_UID)
-    os.setuid(OTHER_UID)
+def become(uid: int, groups: Sequence[int] = ()) -> None:
+    """Makes this process one of the user, for good."""
+    os.setgroups(groups)
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def _serve(pipe: Connection, uid: int, groups: Sequence[int]) -> None:
+    become(uid, groups)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -19,8 +19,10 @@ from tierd.config import Config
 from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.checksum import CHUNK_BYTES
+from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
+from tierd.format.signature import Keyring
 from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.listing import refresh
@@ -43,16 +45,16 @@ class Rooms:
     """A daemon's context over real directories. It records what workers report instead of acting on it: `sent` has the
     messages to trainers, `events` the other calls of Notifier."""
 
-    def __init__(self, config: Config, **clocks: Any) -> None:
+    def __init__(self, config: Config, keyring: Keyring | None = None, **clocks: Any) -> None:
         names = [cold.name for cold in config.cold]
         self.catalog = Catalog(["hot", *names])
-        self.memory = MemoryTier()
+        self.memory = MemoryTier(algorithm="" if keyring is None else preferred())
         self.metrics = Metrics(tiers=["hot", *names])
         self.incidents = Incidents(self.metrics, lambda: "now")
         self.hot_store = DirectoryStore(config.hot_path)
-        self.hot = Tier("hot", self.hot_store)
+        self.hot = Tier("hot", self.hot_store, keyring=keyring)
         self.cold = {
-            cold.name: Tier(cold.name, DirectoryStore(Path("/", cold.url.removeprefix("file://"))))
+            cold.name: Tier(cold.name, DirectoryStore(Path("/", cold.url.removeprefix("file://"))), keyring=keyring)
             for cold in config.cold
         }
         self.throttle = WriteThrottle(
@@ -72,6 +74,7 @@ class Rooms:
             incidents=self.incidents,
             throttle=self.throttle,
             notify=self,
+            keyring=keyring,
             **clocks,
         )
         self.tiers = self.context.tiers
@@ -213,8 +216,10 @@ class Rooms:
 
 
 @asynccontextmanager
-async def rooms_at(root: Path, *, clocks: dict[str, Any] | None = None, **sections: Any) -> AsyncIterator[Rooms]:
-    rooms = Rooms(make_config(root, **sections), **(clocks or {}))
+async def rooms_at(
+    root: Path, *, keyring: Keyring | None = None, clocks: dict[str, Any] | None = None, **sections: Any
+) -> AsyncIterator[Rooms]:
+    rooms = Rooms(make_config(root, **sections), keyring, **(clocks or {}))
     try:
         yield rooms
     finally:

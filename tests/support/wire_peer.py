@@ -94,17 +94,38 @@ class Peer:
                 return True
             self.heard.append(wire.decode_to_client(raw))
 
-    def greet(self, run: str, *, rank: int | None = 0, world_size: int = 1, generation: int | None = None) -> Any:
-        hello = wire.Hello(
+    def hello(
+        self,
+        run: str,
+        *,
+        rank: int | None = 0,
+        world_size: int = 1,
+        generation: int | None = None,
+        proof: str = "",
+    ) -> wire.Hello:
+        return wire.Hello(
             protocol=wire.PROTOCOL_VERSION,
             version="test",
             run=run,
             rank=rank,
             world_size=world_size,
             generation=generation,
+            proof=proof,
         )
-        self.send(hello)
+
+    def greet(self, run: str, **fields: Any) -> Any:
+        """`fields`: of Hello."""
+        self.send(self.hello(run, **fields))
         return self.hear(wire.Welcome)
+
+    def answer(self) -> wire.Refused | None:
+        """None when the daemon answers a Hello with Welcome."""
+        raw, descriptors = self._connection.receive()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        message = wire.decode_to_client(raw)
+        self.heard.append(message)
+        return message if isinstance(message, wire.Refused) else None
 
     def attach(self, index: int, *, size_bytes: int = 4 * PAGE_BYTES, descriptor: int | None = None) -> None:
         """Attaches a new slot, or an adopted one."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,13 +15,15 @@ from tests.support.s3 import BUCKET, faulty_proxy
 from tests.support.store_contract import BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
-from tierd.errors import Corrupt, NewerFormat, NotFound
+from tierd.errors import Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.format import layout
+from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_files
 
 CHUNK_BYTES = 5 << 20
@@ -127,16 +129,65 @@ async def test_delete_removes_everything_and_can_be_repeated(cold: Tier) -> None
     await cold.delete(ID)
 
 
+async def test_milestone_that_is_set_during_a_deletion_keeps_the_checkpoint(cold: Tier) -> None:
+    """By another process, between the listing and the deletion of the manifest."""
+    await persist(cold, manifest())
+    _, raw = await cold.read_manifest(ID)
+    real_delete = cold.store.delete
+
+    async def mark_and_delete(keys: Sequence[str]) -> None:
+        cold.store.delete = real_delete  # type: ignore[method-assign]
+        await cold.mark_milestone(ID, "best", "now")
+        await real_delete(keys)
+
+    cold.store.delete = mark_and_delete  # type: ignore[method-assign]
+    assert not await cold.delete(ID)
+    listing = await cold.listing()
+    assert (listing.committed, listing.milestones(ID)) == ({ID}, {"best"})
+    assert await cold.read_manifest(ID) == (manifest(), raw)
+    assert ID not in cold.deleting
+
+
+async def test_checkpoint_whose_manifest_cannot_be_read_is_deleted(cold: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archived one, for example: a deletion needs no bytes of it."""
+    await persist(cold, manifest())
+
+    async def get_many(keys: Sequence[str], *, size_max: int) -> list[bytes | TierdError]:
+        return [Unsupported("read: it is archived") for _ in keys]
+
+    monkeypatch.setattr(cold.store, "get_many", get_many)
+    assert await cold.delete(ID)
+    assert await cold.store.list() == []
+
+
+async def test_error_after_the_manifest_is_deleted_says_so_and_the_deletion_can_be_repeated(cold: Tier) -> None:
+    await persist(cold, manifest())
+    real_delete = cold.store.delete
+
+    async def refuse_shards(keys: Sequence[str]) -> None:
+        if layout.manifest_key(ID) not in keys:
+            raise TierUnreachable("delete: no answer")
+        await real_delete(keys[:1])
+
+    cold.store.delete = refuse_shards  # type: ignore[method-assign]
+    with pytest.raises(TierUnreachable, match=f"no answer; {ID} has no manifest in cold any more"):
+        await cold.delete(ID)
+    assert not (await cold.listing()).committed
+    cold.store.delete = real_delete  # type: ignore[method-assign]
+    assert await cold.delete(ID)
+    assert await cold.store.list() == []
+
+
 async def test_listing_has_milestones_and_generations_and_ignores_foreign_objects(cold: Tier) -> None:
     run, other = Run("run42"), Run("other")
     await persist(cold, manifest())
     await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
     await cold.mark_milestone(ID, "v1.0", "2026-01-01T00:00:00Z")
     await cold.mark_milestone(ID, "best", "2026-01-01T00:00:09Z")
-    assert await cold.claim_generation(run, Generation(4), {"node": "a"})
-    assert not await cold.claim_generation(run, Generation(4), {"node": "b"})
-    assert await cold.claim_generation(run, Generation(2), {"node": "a"})
-    assert await cold.claim_generation(other, Generation(1), {"node": "a"})
+    assert await cold.claim_generation(run, Generation(4), Claim.new("a"))
+    assert not await cold.claim_generation(run, Generation(4), Claim.new("b"))
+    assert await cold.claim_generation(run, Generation(2), Claim.new("a"))
+    assert await cold.claim_generation(other, Generation(1), Claim.new("a"))
     for key in ("README", "run42/notes.txt", "run42/000000000001-g1/x", "run42/000000018000-g0003/deeper/x"):
         await cold.store.put_bytes(key, b"foreign")
     found = await cold.listing()
@@ -160,14 +211,14 @@ async def test_a_foreign_object_does_not_use_up_the_generations(cold: Tier, key:
     await cold.store.put_bytes(key, b"foreign")
     found = await cold.listing()
     assert found.generations == {"run42": ID.generation}
-    assert found.committed == {ID}
+    assert ID in found.committed
 
 
 async def test_claims_do_not_grow_without_a_bound(cold: Tier) -> None:
     run = Run("run42")
     for number in range(1, 41):
-        assert await cold.claim_generation(run, Generation(number), {})
-    assert not await cold.claim_generation(run, Generation(40), {})
+        assert await cold.claim_generation(run, Generation(number), Claim())
+    assert not await cold.claim_generation(run, Generation(40), Claim())
     assert sorted(stored.key for stored in await cold.store.list()) == [
         f"run42/generation-{number:04d}.json" for number in range(25, 41)
     ]
@@ -301,7 +352,8 @@ import asyncio, sys
 from pathlib import Path
 from tierd.format.ids import checkpoint_id
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.tiers.tier import Tier
 
 async def stall():
     print("stalled", flush=True)

@@ -16,8 +16,9 @@ from tests.support.s3_store import s3_store
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.manifest import Manifest
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.transfer.repair import Repair, repair_replica
 from tierd.transfer.verify import verify_replica
 

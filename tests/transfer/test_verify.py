@@ -15,9 +15,10 @@ from tests.support.s3_store import s3_store
 from tierd.errors import NewerFormat, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.rate_limit import Bandwidth
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.transfer.verify import Proof, verify_files, verify_replica
 
 

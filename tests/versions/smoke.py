@@ -210,6 +210,7 @@ def run_every_other_verb(smoke: Smoke) -> None:
     smoke.tierd("drill")
     smoke.tierd("milestone", "last", "--step", "latest")
     smoke.tierd("lifecycle", "--explain")
+    smoke.tierd("reap", "--dry-run")
     smoke.tierd("doctor")
     assert smoke.json("version")["python"] == ".".join(map(str, sys.version_info[:3]))
     for tier in ("hot", "cold"):

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import commit, shard_of
-from tierd.catalog import Entry
+from tierd.catalog_entry import Entry
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import wire

@@ -186,6 +186,17 @@ async def test_another_checkpoint_with_the_same_id_is_not_taken_for_the_snapshot
     assert rooms.steps(tier) == [7]
 
 
+async def test_a_checkpoint_that_is_listed_during_the_write_is_not_taken_for_the_snapshot(rooms: Rooms) -> None:
+    """The first commit of a run lists the cold tiers: one may have a checkpoint of another node with the same id."""
+    committed = await rooms.commit("cold", step=7)
+    await rooms.list_tiers("hot")
+    rooms.seal(7, (b"other", b"bytes"))
+    assert not await rooms.persister().run_once()
+    assert [(type(message), getattr(message, "kind", "")) for message in rooms.sent] == [(wire.Failed, "corrupt")]
+    assert (rooms.steps("hot"), rooms.steps("cold")) == ([], [7])
+    assert rooms.catalog.manifests_in("cold") == [committed]
+
+
 async def test_a_resent_snapshot_with_the_committed_bytes_is_persisted_and_replicated(rooms: Rooms) -> None:
     committed = await rooms.commit("hot", "cold", step=7)
     await rooms.look()

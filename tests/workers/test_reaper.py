@@ -14,7 +14,7 @@ import pytest
 from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy
-from tierd.decisions import HaltReason, decisions, halted, pending
+from tierd.decisions import HaltReason, decisions, halted, pending, to_reap
 from tierd.errors import Retained, TierUnreachable
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
@@ -98,6 +98,32 @@ async def test_a_tier_that_refuses_deletions_does_not_delay_others(rooms: Rooms)
     assert not await reaper(rooms).run_once()
     assert rooms.steps("hot") == [500, 400, 300]
     assert [incident["stage"] for incident in rooms.incidents.recent()] == ["reap"], "once per pass"
+
+
+async def test_nothing_is_deleted_in_a_tier_without_deletions_and_hot_goes_on(rooms: Rooms) -> None:
+    cold = [msgspec.structs.replace(each, deletes=False) for each in rooms.config.cold]
+    rooms.config = msgspec.structs.replace(rooms.config, cold=cold)
+    worker = reaper(rooms)
+    assert await worker.run_once()
+    assert rooms.steps("hot") == [500, 400, 300]
+    assert rooms.steps("cold") == [*reversed(STEPS)]
+    assert rooms.incidents.recent() == []
+    assert to_reap(rooms.catalog, rooms.config) == {"cold": 2}
+    left = [
+        decision for decision in decisions(rooms.catalog, rooms.config) if "left to `tierd reap`" in decision.reason
+    ]
+    assert sorted(decision.checkpoint.step for decision in left) == [100, 200]
+
+
+async def test_what_only_hot_keeps_is_not_counted_as_left_to_reap(rooms: Rooms) -> None:
+    """`tierd reap` does not see hot: it keeps in cold what the policy of hot selects."""
+    own = ColdPolicy(keep_last=1, keep_every=0)
+    cold = [msgspec.structs.replace(each, deletes=False, lifecycle=own) for each in rooms.config.cold]
+    rooms.config = msgspec.structs.replace(rooms.config, cold=cold)
+    assert await reaper(rooms).run_once()
+    planned = [each for each in decisions(rooms.catalog, rooms.config) if each.tier == "cold"]
+    assert len(deletions(planned)) == 4
+    assert to_reap(rooms.catalog, rooms.config) == {"cold": 2}
 
 
 @pytest.mark.parametrize("another", ["hot", "other"])
@@ -219,6 +245,36 @@ async def test_checkpoint_with_a_milestone_that_the_plan_did_not_know_stays(room
     assert 100 not in rooms.steps("cold")
 
 
+async def test_a_verdict_that_the_plan_did_not_know_leads_to_a_new_plan(rooms: Rooms) -> None:
+    """Another machine has examined it after the last listing. Hot has lost the checkpoint."""
+    examined = checkpoint_id(RUN, 200, 1)
+    await rooms.hot.delete(examined)
+    await rooms.look()
+    await rooms.cold["cold"].mark_diagnosis(examined, Diagnosis(healthy=True))
+    assert await reaper(rooms).run_once()
+    assert 200 in rooms.steps("cold"), "the newest that is known to be healthy"
+    assert 100 not in rooms.steps("cold")
+
+
+async def test_a_run_is_listed_again_before_its_first_deletion_where_no_worker_lists_it(rooms: Rooms) -> None:
+    """Verdicts on newer checkpoints change which older ones are kept."""
+    for step in (300, 400, 500):
+        await rooms.cold["cold"].mark_diagnosis(checkpoint_id(RUN, step, 1), Diagnosis(healthy=False))
+    await Reaper(rooms.context, lists_again=True).run_once()
+    assert rooms.steps("cold")[-2:] == [200, 100], "those that may be healthy stay"
+
+
+async def test_a_replica_that_another_process_has_deleted_is_not_reported_as_deleted_here(rooms: Rooms) -> None:
+    await rooms.hot.delete(checkpoint_id(RUN, 100, 1))
+    await rooms.look()
+    await rooms.cold["cold"].delete(checkpoint_id(RUN, 100, 1))
+    reported: list[tuple[str, int]] = []
+    worker = Reaper(rooms.context, on_deletion=lambda each: reported.append((each.tier, each.checkpoint.step)))
+    assert await worker.run_once()
+    assert sorted(reported) == [("cold", 200), ("hot", 200)]
+    assert checkpoint_id(RUN, 100, 1) not in [manifest.id for manifest in rooms.catalog.manifests_in("cold")]
+
+
 @pytest.mark.parametrize("marked", ["hot", "cold"])
 async def test_replica_with_the_only_verdict_stays_until_another_has_it(tmp_path: Path, marked: str) -> None:
     """Otherwise the unhealthy checkpoint would count as one that may be healthy, and a restart would get its NaN."""
@@ -256,6 +312,23 @@ async def test_an_unhealthy_verdict_stays_while_a_tier_that_may_have_the_checkpo
     assert await reaper(rooms).run_once()
     assert 100 not in rooms.steps("hot")
     assert 100 not in rooms.steps("cold"), "no policy keeps it"
+
+
+async def test_an_unhealthy_verdict_stays_while_the_checkpoint_is_being_copied(rooms: Rooms) -> None:
+    """The copy began before the verdict, so it has none, and it may be complete before the catalog has it."""
+    for step in (100, 200):
+        unhealthy = CheckpointId(RUN, step, 1)  # type: ignore[arg-type]
+        await rooms.tiers["hot"].mark_diagnosis(unhealthy, Diagnosis(healthy=False))
+    await rooms.look()
+    copied = CheckpointId(RUN, 100, 1)  # type: ignore[arg-type]
+    rooms.catalog.drop(copied, "cold")
+    rooms.catalog.set_copying("cold", copied)
+    await reaper(rooms).run_once()
+    assert 100 in rooms.steps("hot")
+    rooms.catalog.set_copying("cold", None)
+    await rooms.look()
+    assert await reaper(rooms).run_once()
+    assert 100 not in rooms.steps("hot")
 
 
 async def test_replica_with_the_only_verdict_is_deleted_after_the_others(rooms: Rooms) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.decisions import HaltReason, halted
 from tierd.errors import TierUnreachable
+from tierd.format.claim import Claim
 from tierd.format.ids import checkpoint_id
 from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
@@ -61,7 +62,7 @@ async def test_recovery_keeps_a_partial_download_for_a_day(rooms: Rooms) -> None
 
 async def test_a_listing_updates_checkpoints_milestones_generations_and_sizes(rooms: Rooms) -> None:
     manifest = await rooms.commit("hot", step=100, milestones=("best", "first"))
-    await rooms.hot.claim_generation(manifest.id.run, 7, {})  # pyright: ignore[reportArgumentType]
+    await rooms.hot.claim_generation(manifest.id.run, 7, Claim())  # pyright: ignore[reportArgumentType]
     await rooms.look()
     entry = rooms.catalog.get(manifest.id)
     assert entry is not None

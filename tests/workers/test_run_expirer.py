@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Rank, Run
 from tierd.workers.run_expirer import RunExpirer
 
@@ -30,7 +31,7 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
 
 async def claim(rooms: Rooms, run: Run, generation: int, *, days_ago: float = 8) -> None:
     for tier in rooms.context.tiers.values():
-        assert await tier.claim_generation(run, Generation(generation), {"node": "here"})
+        assert await tier.claim_generation(run, Generation(generation), Claim.new("here"))
         path = Path(tier.store.url.removeprefix("file://")) / run / f"generation-{generation:04d}.json"
         written_s = (NOW - timedelta(days=days_ago)).timestamp()
         os.utime(path, (written_s, written_s))
@@ -80,7 +81,7 @@ async def test_nothing_expires_while_a_tier_is_not_known(rooms: Rooms) -> None:
 async def test_a_run_that_another_node_has_claimed_stays_in_the_shared_tier(rooms: Rooms) -> None:
     """That node may have checkpoints which cold does not keep, and a start here would claim its generation again."""
     cold = rooms.cold["cold"]
-    assert await cold.claim_generation(EMPTY, Generation(2), {"node": "elsewhere"})
+    assert await cold.claim_generation(EMPTY, Generation(2), Claim.new("elsewhere"))
     path = Path(cold.store.url.removeprefix("file://")) / EMPTY / "generation-0002.json"
     written_s = (NOW - timedelta(days=8)).timestamp()
     os.utime(path, (written_s, written_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import deletions
 from tierd.listing import refresh
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_files
 from tierd.workers.scrubber import Scrubber
 
@@ -204,6 +206,28 @@ async def test_repair_is_retried_soon_when_a_source_was_unreachable(rooms: Rooms
     assert scrub.damaged() == []
     for tier in (away, reachable):
         await tier.store.close()
+
+
+async def test_a_replica_that_the_disk_could_not_read_is_verified_again_soon(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails for a moment: until then the only replica is not restored and not copied."""
+    await rooms.commit("hot")
+    await rooms.look()
+    scrub = Scrub(rooms, rooms.hot, deep_share=1.0)
+    retry_s = LimitsConfig().retry_max_s
+
+    async def read(*_: object) -> None:
+        raise TierUnreachable("read: Input/output error") from OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rooms.hot.store, "read", read)
+        for now_s in (0.0, retry_s, 2 * retry_s):
+            await scrub.at(now_s)
+    assert scrub.damaged() == [100]
+    assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 2  # found, and not repaired
+    await scrub.at(3 * retry_s)
+    assert (scrub.damaged(), scrub.relisted) == ([], 1)
 
 
 async def test_repair_is_retried_soon_when_the_tier_was_unreachable(rooms: Rooms, tmp_path: Path) -> None:

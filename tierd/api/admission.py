@@ -10,20 +10,26 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Sequence
-from weakref import WeakValueDictionary
+from collections.abc import Mapping, Sequence
+from weakref import WeakSet, WeakValueDictionary
 
 import tierd
+from tierd.access import access_of
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
-from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession
+from tierd.api.run_secrets import RunSecrets
+from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession, refused
+from tierd.audit import Who
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
-from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable
+from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable, WrongSecret
 from tierd.failpoints import failpoint
 from tierd.format import wire
-from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.audit import Action
+from tierd.format.claim import Claim
+from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.text import printable
+from tierd.lifecycle.policy import HOT
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer
@@ -31,6 +37,7 @@ from tierd.workers.restorer import Restorer
 log = logging.getLogger("tierd")
 
 UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # bounds of the tiers named in one Welcome
+CLAIM_ATTEMPTS_MAX = 64  # numbers that others take meanwhile, one after the other
 COLD_CLAIM_TIMEOUT_S = 20.0  # a tier that takes longer is left out, as one that cannot be listed
 
 
@@ -50,6 +57,8 @@ class Admission:
         self._restorer = restorer
         self._sessions = sessions
         self._quotas = quotas
+        self.secrets = RunSecrets(context.config.hot_path)
+        self._peers: WeakSet[TrainerSession] = WeakSet()  # `sessions`, and those of peers that are not trainers
         self._writers: dict[tuple[Run, Rank], SlotWriter] = {}  # the process that may have a rank's slots mapped
         # One lock for each run: a slow claim delays no other run.
         self._claiming: WeakValueDictionary[Run, asyncio.Lock] = WeakValueDictionary()
@@ -57,19 +66,26 @@ class Admission:
 
     async def admit(self, connection: PacketConnection) -> tuple[TrainerSession, dict[int, MappedSlot]]:
         """The session of a peer that has sent Hello, and the slots that it may adopt. Raises BadRequest, Stale,
-        TierUnreachable, or ConnectionResetError when it has gone."""
-        if connection.peer_uid not in (0, os.geteuid()):
+        WrongSecret, TierUnreachable, or ConnectionResetError when it has gone."""
+        if not self._may_connect(connection):
             raise BadRequest(
                 f"greet process {connection.peer_pid}: it runs as uid {connection.peer_uid}, "
                 f"the daemon as {os.geteuid()}",
-                hint="run the daemon and the trainer as the same user",
+                hint="run both as the same user, or put the trainer's user into the group security.trainer_group",
             )
         hello = await self._receive_hello(connection)
         run = check_run(hello.run)
         if hello.rank is None:
-            lines = self._quotas.lines()
-            return TrainerSession(connection, run, NO_RANK, Generation(0), lines=lines, protocol=hello.protocol), {}
+            session = self._session(connection, hello, run, NO_RANK, Generation(0), {})
+            self.secrets.check(session)
+            self._peers.add(session)
+            return session, {}
         return await self._enter(connection, hello, run, Rank(hello.rank))
+
+    def _may_connect(self, connection: PacketConnection) -> bool:
+        security = self._context.config.security
+        group = access_of(security.trainer_group).group if security.trainer_group else None
+        return connection.peer_uid in (0, os.geteuid()) or connection.is_in_group(group)
 
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
@@ -94,6 +110,7 @@ class Admission:
             stop_grace_s=config.snapshot.stop_grace_s,
             newest=self._restorer.newest(session.run),
             unseen=[f"{tier} ({why})"[:UNSEEN_CHARS] for tier, why in session.unlisted.items()][:UNSEEN_MAX],
+            checks_secrets=True,
             report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
@@ -130,17 +147,26 @@ class Admission:
         if not 0 <= rank < hello.world_size <= WORLD_SIZE_MAX:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
         self._quotas.check_run(connection.peer_uid, run)
+        self.secrets.check_proof(run, hello.proof)
         if hello.generation is None:
             generation, unlisted = await self._claim(run, rank, hello)
+            who = Who("trainer", connection.peer_uid, connection.peer_pid)
+            self._context.audit.record(Action.CLAIMED, run=run, generation=generation, who=who)
         else:
             generation, unlisted = Generation(hello.generation), self._catalog.unlisted()
         newest = max(self._catalog.generation_max(run), self._memory.generation(run))
-        if not 1 <= generation <= GENERATION_SEEN_MAX:
-            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {GENERATION_SEEN_MAX}")
+        limit = max(newest, self._catalog.claims.generation_limit(run, self._context.now().timestamp()))
+        if not 1 <= generation <= limit:
+            raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {limit}")
         if generation < newest:
             raise Stale.by(newest, f"join run {run}", generation)
+        session = self._session(connection, hello, run, rank, generation, unlisted)
+        # No await from here on: of two first trainers one binds, and a Hello that is refused binds nothing.
+        self.secrets.check(session)  # again: another trainer may have bound one since
         previous = self._memory.generation(run)
         self._memory.enter(run, generation, rank, hello.world_size)
+        if self.secrets.bind(run, hello.proof, is_start=hello.generation is None):
+            self._end_unproven(session)
         self._quotas.joined(connection.peer_uid, run)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
@@ -148,12 +174,41 @@ class Admission:
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
-        lines = self._quotas.lines()
-        session = TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=hello.protocol)
         self._sessions[key] = session
+        self._peers.add(session)
         slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
-        log.info("welcome %s rank %d of %d, generation %d", run, rank, hello.world_size, generation)
+        reason = f"rank {rank} of {hello.world_size}"
+        self._context.audit.record(Action.JOINED, run=run, generation=generation, reason=reason, who=session.peer)
         return session, slots
+
+    def _end_unproven(self, binding: TrainerSession) -> None:
+        """The run has just got its secret: end the sessions of peers without it, and give up all slots that the run
+        had, because only peers without it can have attached them."""
+        run, ended = binding.run, 0
+        for session in [each for each in self._peers if each.run == run]:
+            try:
+                self.secrets.check(session)
+            except WrongSecret as error:
+                session.post(refused(0, error))
+                session.finish()
+                ended += 1
+        slots = self._memory.detach_run(run)
+        self.forget_writers(run)
+        reason = f"it has a secret from now on; given up: {ended} connections and {slots} slots of peers without it"
+        generation, who = binding.generation, binding.peer
+        self._context.audit.record(Action.BOUND, run=run, generation=generation, reason=reason, who=who)
+
+    def _session(
+        self,
+        connection: PacketConnection,
+        hello: wire.Hello,
+        run: Run,
+        rank: Rank,
+        generation: Generation,
+        unlisted: Mapping[str, str],
+    ) -> TrainerSession:
+        lines, protocol, proof = self._quotas.lines(), hello.protocol, hello.proof
+        return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=protocol, proof=proof)
 
     async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str]]:
         """(a new generation, durably claimed: no daemon on this directory or on these cold tiers issues it again; why a
@@ -177,40 +232,55 @@ class Admission:
             # older than this one.
             least = int(self._context.now().timestamp() / 60)
         async with self._claiming.setdefault(run, asyncio.Lock()):
-            generation = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
+            self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
+            least = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
-            while not await self._claim_in(tiers, run, Generation(generation)):
-                generation += 1
+            generation = await self._claim_next(tiers, run, least)
             self._catalog.saw_generation(run, generation)
+            self._catalog.claims.saw(run, [generation], HOT, is_here=True)  # also if hot had no space for it
         failpoint("run.claimed")
-        return Generation(generation), unlisted
+        return generation, unlisted
+
+    async def _claim_next(self, cold: Sequence[Tier], run: Run, least: int) -> Generation:
+        """The first number from `least` on that could be claimed. Names of files that a tier lists are not tried: a
+        file may be forged."""
+        now_s = self._context.now().timestamp()
+        for _ in range(CLAIM_ATTEMPTS_MAX):
+            number = self._catalog.claims.next_free(run, least, now_s)
+            if number > GENERATION_MAX:
+                break
+            if await self._claim_in(cold, run, Generation(number)):
+                return Generation(number)
+            least = number + 1
+        raise TierUnreachable(
+            f"claim a generation of {run}: every number up to {least - 1} is taken",
+            hint="someone writes claims into a tier; docs/RUNBOOK.md#foreign-checkpoints; start the run again",
+        )
 
     async def _claim_in(self, cold: Sequence[Tier], run: Run, generation: Generation) -> bool:
-        """Claim a generation in hot and in the cold tiers. False when another daemon has it in one of them.
+        """Claim a generation in the cold tiers and in hot. False when another daemon has it in one of them. Hot comes
+        last: a claim there says that the generation is of this node.
 
         Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it."""
         failpoint("run.claim")
-        claim = {"node": self._context.config.daemon.node, "claimed_by": tierd.__version__}
-        claimed = False
-        hot_error: TierdError | None = None
-        try:
-            if not await self._context.hot.claim_generation(run, generation, claim):
-                return False
-            claimed = True
-        except (Full, TierUnreachable) as error:
-            hot_error = error
-            log.warning("claim generation %d of %s in hot: %s", generation, run, error)
+        claim = Claim.new(self._context.config.daemon.node)
+        is_claimed = False
         for tier in cold:
             try:
                 async with asyncio.timeout(COLD_CLAIM_TIMEOUT_S):
-                    if not await tier.claim_generation(run, generation, claim):
+                    if not await self._context.claim(tier, run, generation, claim):
                         return False
-                claimed = True
+                is_claimed = True
             except (TierdError, TimeoutError) as error:
+                # The claim is made before the first checkpoint of the generation is copied there.
                 log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
-        if hot_error is not None and not claimed:
-            raise hot_error
-        return True
+        try:
+            return await self._context.claim(self._context.hot, run, generation, claim)
+        except (Full, TierUnreachable) as error:
+            if not is_claimed:
+                raise
+            log.warning("claim generation %d of %s in hot: %s", generation, run, error)
+            return True
 
     def _fence(self, run: Run, generation: Generation) -> None:
         for key, session in list(self._sessions.items()):

@@ -18,9 +18,9 @@ import msgspec
 from aiohttp import web
 
 import tierd
-from tierd.catalog import Entry
+from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
-from tierd.decisions import halted, waiting
+from tierd.decisions import halted, to_reap, waiting
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.text import printable, printable_json
@@ -76,6 +76,7 @@ class Operator:
     async def status(self) -> StatusReport:
         slot_counts = self._memory.slot_counts()
         free = await asyncio.gather(*map(free_bytes, self._context.tiers.values()))
+        left = to_reap(self._catalog, self._context.config)
         return StatusReport(
             version=tierd.__version__,
             node=self._context.config.daemon.node,
@@ -83,6 +84,7 @@ class Operator:
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
             halted=[str(halt) for halt in halted(self._catalog)],
+            foreign=self._catalog.foreign_sentences(),
             lost=[
                 LostReplica(**msgspec.to_builtins(checkpoint), tier=tier)
                 for tier, lister in self._listers.items()
@@ -90,7 +92,14 @@ class Operator:
             ],
             runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
-                tier_report(self._catalog, name, tier.store.url, tier_free_bytes, listed_age_s=self._listed_age_s(name))
+                tier_report(
+                    self._catalog,
+                    name,
+                    tier.store.url,
+                    tier_free_bytes,
+                    listed_age_s=self._listed_age_s(name),
+                    to_reap=left.get(name),
+                )
                 for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
             queues=self._queues(),
@@ -193,6 +202,10 @@ class Operator:
         metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for state, count in status.slots.items():
             metrics.slots.labels(state).set(count)
+        foreign = Counter(tier for tier, _ in self._catalog.foreign())
+        for tier in self._catalog.tiers:
+            metrics.foreign_checkpoints.labels(tier).set(foreign[tier])
+        metrics.newer_generations.set(len(self._context.newer_generations()))
         reasons = {halt.reason for halt in halted(self._catalog)}
         for reason in HALT_REASONS:
             metrics.halted.labels(reason).set(reason in reasons)

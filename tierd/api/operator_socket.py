@@ -22,13 +22,13 @@ RECEIVE_TIMEOUT_MIN_S = 0.05  # 0 would make the socket non-blocking
 
 
 def find_in_memory(
-    socket_path: Path, checkpoint: CheckpointId, *, daemon_uid: int | None = None
+    socket_path: Path, checkpoint: CheckpointId, *, daemon_uid: int | None = None, proof: str = ""
 ) -> tuple[bytes, list[int]]:
     """(manifest bytes, descriptors of its files in order). The caller closes the descriptors.
 
     Raises DaemonUnreachable, or what the daemon answers: NotFound when it is not in memory.
     """
-    with _connected(socket_path, checkpoint.run, daemon_uid) as sock:
+    with _connected(socket_path, checkpoint.run, daemon_uid, proof) as sock:
         find = wire.Find(
             request=1,
             step=checkpoint.step,
@@ -50,25 +50,31 @@ def find_in_memory(
 
 
 def stop_run(
-    socket_path: Path, run: str, *, is_forced: bool, wait_s: float, daemon_uid: int | None = None
+    socket_path: Path, run: str, *, is_forced: bool, wait_s: float, daemon_uid: int | None = None, proof: str = ""
 ) -> wire.Agreed:
     """Request a stop of the run's trainers, and wait for rank 0's answer.
 
     Raises NotFound when no trainer of the run is connected, Transient without an answer in time (the request stays
     pending), DaemonUnreachable, or what rank 0 answers.
     """
-    with _connected(socket_path, run, daemon_uid) as sock:
+    with _connected(socket_path, run, daemon_uid, proof) as sock:
         agreed, _ = _request(sock, run, "force" if is_forced else "stop", None, time.monotonic() + wait_s)
     return agreed
 
 
 def take_snapshot(
-    socket_path: Path, run: str, milestone: str | None, *, wait_s: float, daemon_uid: int | None = None
+    socket_path: Path,
+    run: str,
+    milestone: str | None,
+    *,
+    wait_s: float,
+    daemon_uid: int | None = None,
+    proof: str = "",
 ) -> tuple[wire.Agreed, str]:
     """Request a snapshot of the run, and wait until it is durable. The second value is the tier: hot, or a cold one
     when hot has no space. Raises as `stop_run` does."""
     deadline_s = time.monotonic() + wait_s
-    with _connected(socket_path, run, daemon_uid) as sock:
+    with _connected(socket_path, run, daemon_uid, proof) as sock:
         agreed, durable = _request(sock, run, "snapshot", milestone, deadline_s)
         while (agreed.step, agreed.generation) not in durable:
             message = _receive_until(sock, deadline_s)
@@ -119,9 +125,9 @@ def _receive_until(sock: socket.socket, deadline_s: float) -> wire.ToClient | No
 
 
 @contextmanager
-def _connected(socket_path: Path, run: str, daemon_uid: int | None) -> Generator[socket.socket]:
-    """A socket whose Hello was answered. `daemon_uid`: as of `connect_to_daemon`. Raises WrongUser, and
-    DaemonUnreachable for every OSError."""
+def _connected(socket_path: Path, run: str, daemon_uid: int | None, proof: str) -> Generator[socket.socket]:
+    """A socket whose Hello was answered. `daemon_uid`: as of `connect_to_daemon`; `proof`: as of Hello. Raises
+    WrongUser, WrongSecret, and DaemonUnreachable for every OSError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(ANSWER_TIMEOUT_S)
@@ -133,6 +139,7 @@ def _connected(socket_path: Path, run: str, daemon_uid: int | None) -> Generator
                 rank=None,
                 world_size=1,
                 generation=None,
+                proof=proof,
             )
             sock.send(wire.encode(hello))
             _expect(sock, wire.Welcome)

@@ -18,7 +18,7 @@ from tierd.access import PRIVATE, Access
 from tierd.descriptors import close_all, receive_packet, send_packet
 from tierd.errors import BadConfig, BadRequest, LockHeld
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
-from tierd.peer import peer_of
+from tierd.peer import is_in_group, peer_of
 from tierd.tiers.tree import make_folder
 
 
@@ -28,6 +28,10 @@ class PacketConnection:
         self._socket = sock
         peer = peer_of(sock)
         self.peer_pid, self.peer_uid = peer.pid, peer.uid
+
+    def is_in_group(self, group: int | None) -> bool:
+        """Whether the peer's process was in this group when it connected; None: no group."""
+        return group is not None and is_in_group(self._socket, group)
 
     async def receive(self) -> tuple[bytes, list[int]]:
         """The next packet with its descriptors, which the caller closes; (b"", []) when the peer has disconnected.

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.api.session import FIRST, TrainerSession, refused
+from tierd.audit import AuditTrail
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
+from tierd.format.audit import Action
 from tierd.format.ids import Generation, Rank, Run
 from tierd.format.text import printable
 
@@ -32,7 +34,8 @@ class RankRequests:
     """`sessions`: the trainers that are connected now; the owner keeps it up to date. `operators`: those who have
     requested something, and also receive what the ranks of their run receive."""
 
-    def __init__(self, sessions: Mapping[tuple[Run, Rank], TrainerSession]) -> None:
+    def __init__(self, sessions: Mapping[tuple[Run, Rank], TrainerSession], audit: AuditTrail) -> None:
+        self._audit = audit
         self._sessions = sessions
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
@@ -48,6 +51,9 @@ class RankRequests:
         except TierdError as error:
             session.post(refused(request.request, error))
             return
+        reason = request.kind if request.milestone is None else f"{request.kind}, milestone {request.milestone}"
+        generation = rank_0.generation
+        self._audit.record(Action.REQUESTED, run=session.run, generation=generation, reason=reason, who=session.peer)
         self.operators.add(session)
         number = next(self._numbers)
         self._pending[number] = _Pending(session, request.request, rank_0)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Rate
+from tierd.audit import Who
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
 from tierd.failpoints import failpoint
@@ -34,7 +35,7 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 class TrainerSession:
     """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
     not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause. `protocol`: the
-    version that the peer speaks."""
+    version that the peer speaks. `proof`: as of Hello."""
 
     def __init__(
         self,
@@ -46,10 +47,12 @@ class TrainerSession:
         *,
         lines: Rate | None = None,
         protocol: int = wire.PROTOCOL_VERSION,
+        proof: str = "",
     ) -> None:
         self.connection = connection
         self.run = run
         self.rank = rank
+        self.proof = proof
         self.generation = generation
         self.unlisted = unlisted
         self.protocol = protocol
@@ -66,6 +69,12 @@ class TrainerSession:
             log.warning("%s rank %d: it reports too much, further reports are counted but not logged", *self._who)
         self._lines_left_out += 1
         return False
+
+    @property
+    def peer(self) -> Who:
+        """Who events are attributed to, for the audit trail."""
+        by = "operator" if self.rank == NO_RANK else "trainer"
+        return Who(by, self.connection.peer_uid, self.connection.peer_pid)
 
     @property
     def _who(self) -> tuple[Run, Rank]:

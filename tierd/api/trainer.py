@@ -24,9 +24,10 @@ from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
 from tierd.catalog import MEMORY
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient
+from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, WrongSecret
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
+from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
@@ -68,7 +69,7 @@ class TrainerDoor:
             now_s=context.monotonic_s,
         )
         self.admission = Admission(context, restorer, self._sessions, self._quotas)
-        self._requests = RankRequests(self._sessions)
+        self._requests = RankRequests(self._sessions, context.audit)
         self._connections = 0
 
     # ── for workers ──
@@ -139,6 +140,7 @@ class TrainerDoor:
             session, slots = await self.admission.admit(connection)
             try:
                 self.admission.welcome(session, slots)
+                await self.admission.secrets.save(session.run)  # before the answer is sent
                 self._requests.rank_entered(session)
                 async with asyncio.TaskGroup() as group:
                     group.create_task(session.send_queued())
@@ -172,6 +174,7 @@ class TrainerDoor:
                 return
             try:
                 message = wire.decode_to_daemon(raw)
+                self.admission.secrets.check(session)  # the run may have got a secret since the peer connected
                 if isinstance(message, wire.Goodbye):
                     self._end(session, message)
                     return
@@ -283,13 +286,21 @@ class TrainerDoor:
 
     def _report(self, session: TrainerSession, report: wire.Report) -> None:
         run, detail = check_run(report.run or session.run), printable(report.detail, DETAIL_CHARS_MAX)
+        if run != session.run:
+            try:
+                self.admission.secrets.check_proof(run, session.proof)
+            except WrongSecret as error:  # not the end of the session: that run may have got its secret meanwhile
+                if session.may_log():
+                    log.warning("%s rank %d: its report is left out: %s", session.run, session.rank, error)
+                return
         tier = report.tier if report.tier in (*self._catalog.tiers, MEMORY) else "other"
         _check_seconds("take a report", report.seconds)
         match report.outcome:
             case "restored":
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
                 if session.may_log():
-                    log.info("restored %s to step %d from %s", run, report.step, tier)
+                    reason = f"to step {report.step} by rank {session.rank}"
+                    self._context.audit.record(Action.RESTORED, run=run, tier=tier, reason=reason, who=session.peer)
                 self._spawn(self._restorer.fetcher.restored(run))  # a rank reports it after all ranks have restored
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it

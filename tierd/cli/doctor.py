@@ -27,6 +27,7 @@ from tierd.cold_tier import exposed
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
 from tierd.identity import Identities
+from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of
@@ -65,6 +66,10 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     check_tier(only, loaded)
     defaults = f"there is no config file: the built-in defaults apply, and the hot tier is {loaded.hot_path}"
     found = [Advice("config", "config", "ok", f"{path} is valid" if path else defaults)]
+    try:
+        keyring_of(loaded.security.key_file)
+    except BadConfig as error:
+        return [*found, problem_of("key", "config", error)]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
         found += await _sizes(settings, loaded)
@@ -193,6 +198,9 @@ def _daemon(loaded: Config) -> Iterator[Advice]:
             message = f"the daemon does not reach {tier.name}: {tier.error}"
             hint = "if the tier can be reached from here: does the daemon use another user or other credentials?"
             yield Advice("reach", "daemon", "problem", message, hint, TierUnreachable.exit_code)
+    for reason in status.foreign:
+        hint = "docs/RUNBOOK.md#foreign-checkpoints"
+        yield Advice("foreign", "daemon", "warning", f"not signed or claimed by this run's daemons: {reason}", hint)
     for reason in status.halted:
         hint = "docs/RUNBOOK.md#halted"
         yield Advice("halted", "daemon", "warning", f"deletion is halted: {reason}", hint)

@@ -50,6 +50,8 @@ async def ls(
         for lost in daemon.status.lost:
             if run in (None, lost.run) and tier in (None, lost.tier):
                 print_note(f"tierd: lost: {lost.id} disappeared from {lost.tier}: docs/RUNBOOK.md#checkpoints-lost")
+        for reason in daemon.status.foreign:
+            print_note(f"tierd: foreign: {reason}")
         rows, code = daemon.rows(), PARTIAL if unlisted else 0
     else:
         async with open_tiers(settings, place=place, only=None if place else tier) as tiers:

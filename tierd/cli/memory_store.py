@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tierd.config import Config
+from tierd.config_file import run_proof
 from tierd.descriptors import close_all, read_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
@@ -22,7 +23,7 @@ def ask_memory(config: Config, checkpoint: CheckpointId) -> DescriptorStore:
     """The checkpoint's files in the memory tier. Raises DaemonUnreachable, NotFound when it is gone by now, Corrupt."""
     from tierd.api.operator_socket import find_in_memory
 
-    raw, descriptors = find_in_memory(config.socket_path, checkpoint, daemon_uid=config.daemon_uid)
+    raw, descriptors = find_in_memory(config.socket_path, checkpoint, daemon_uid=config.daemon_uid, proof=run_proof())
     try:
         return DescriptorStore(raw, descriptors, checkpoint)
     except TierdError:

@@ -9,10 +9,12 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.console import now, print_report
+from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
-from tierd.errors import NotFound
+from tierd.errors import BadConfig, NotFound
 from tierd.format import layout
+from tierd.format.audit import Action
 from tierd.lifecycle.selection import select
 from tierd.listing import files_of
 
@@ -28,9 +30,17 @@ async def milestone(
 ) -> int:
     """Keep a checkpoint forever, under a name."""
     query = parse_query(run, step, generation)
+    config = settings_of(context).config()
+    check_key(config)
     async with open_tiers(settings_of(context)) as tiers:
         code = tiers.check_reachable()
         chosen = select(query, tiers.catalog.inventory()).candidate
+        entry = tiers.catalog.get(chosen.id)
+        if entry is not None and entry.manifest.signature is not msgspec.UNSET and not config.security.key_file:
+            raise BadConfig(
+                f"mark {chosen.id}: it is signed, and no key is configured here to sign the marker",
+                hint="set [security] key_file or $TIERD_KEY_FILE: daemons with a key ignore an unsigned marker",
+            )
         layout.milestone_file(name)  # refuses a bad name before the first marker is written
         marked_at = now().isoformat(timespec="milliseconds")
         names: list[str] = []
@@ -41,6 +51,7 @@ async def milestone(
                 if layout.MANIFEST not in await files_of(tier, chosen.id):
                     await tier.store.delete([layout.file_key(chosen.id, layout.milestone_file(name))])
                     continue
+                await record(config, Action.MARKED, chosen.id, tier.name, reason=f"milestone {name}")
             names.append(tier.name)
         if not names:
             raise NotFound(f"mark {chosen.id} as {name}: it has just been deleted", hint="choose another: `tierd ls`")

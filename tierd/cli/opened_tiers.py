@@ -19,7 +19,9 @@ from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
+from tierd.format import layout
 from tierd.identity import Identities
+from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
@@ -70,19 +72,23 @@ class OpenedTiers:
         for (_, checkpoint), why in self.catalog.unreadable().items():
             if query.matches(checkpoint):
                 print_note(f"tierd: left out: {why}")
+        for (tier, key), why in self.catalog.foreign().items():
+            checkpoint = layout.parse_key(key)
+            if checkpoint is None or query.matches(checkpoint):
+                print_note(f"tierd: foreign in {tier}: {why}")
 
 
 @asynccontextmanager
 async def open_tiers(
-    settings: Settings, *, place: str | None = None, only: str | None = None
+    settings: Settings, *, place: str | None = None, only: str | None = None, allow_unsigned: bool = False
 ) -> AsyncGenerator[OpenedTiers, Any]:
     """Open the tiers and list them; close them at the end. `place`: that directory or s3:// URL alone. `only`: the one
-    tier of that name."""
+    tier of that name. `allow_unsigned`: without the keys of the config, so that nothing is foreign."""
     if place is not None:
-        opened = [_open_place(place, settings)]
+        opened = [_open_place(place, settings, allow_unsigned=allow_unsigned)]
     else:
         check_tier(only, settings.config())
-        opened = open_unlisted(settings.config(), only=only)
+        opened = open_unlisted(settings.config(), only=only, allow_unsigned=allow_unsigned)
     catalog = Catalog([tier.name for tier in opened])
     identities = None if place is not None else Identities(settings.config())
     absent: set[str] = set()
@@ -112,13 +118,14 @@ async def open_tiers(
             await tier.store.close()
 
 
-def open_unlisted(config: Config, *, only: str | None = None) -> list[Tier]:
-    """The tiers of the config, nearest first; the caller closes their stores."""
+def open_unlisted(config: Config, *, only: str | None = None, allow_unsigned: bool = False) -> list[Tier]:
+    """The tiers of the config, nearest first; the caller closes their stores. `allow_unsigned`: as of `open_tiers`."""
     access = config.access
+    keyring = None if allow_unsigned else keyring_of(config.security.key_file)
     hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=access)
-    opened = [Tier(HOT, hot, limits=config.limits)] if only in (None, HOT) else []
+    opened = [Tier(HOT, hot, limits=config.limits, keyring=keyring)] if only in (None, HOT) else []
     colds = [cold for cold in config.cold if only in (None, cold.name)]
-    return opened + [open_cold_tier(cold, config.limits, access=access) for cold in colds]
+    return opened + [open_cold_tier(cold, config.limits, access=access, keyring=keyring) for cold in colds]
 
 
 async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, Any, None]) -> None:
@@ -135,19 +142,17 @@ async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, A
         note.cancel()
 
 
-def _open_place(place: str, settings: Settings) -> Tier:
-    """A bucket has the settings of the cold tier with its URL if a config has one; otherwise boto3's defaults."""
+def _open_place(place: str, settings: Settings, *, allow_unsigned: bool) -> Tier:
+    """A bucket has the settings of the cold tier with its URL if a config has one; otherwise boto3's defaults. The keys
+    of a config hold for any place. Raises BadConfig where a config is there and cannot be used: without its keys, no
+    signature would be checked."""
+    config = settings.config()
+    keyring = None if allow_unsigned else keyring_of(config.security.key_file)
     if not place.startswith("s3://"):
         path = Path(place.removeprefix("file://")).absolute()
         if not path.is_dir():
             raise BadConfig(f"list {place}: no such directory", hint="name a directory or s3://bucket/prefix")
-        return Tier(place, DirectoryStore(path))
-    try:
-        config = settings.config()
-    except BadConfig:
-        if settings.config_file is not None:
-            raise
-        config = Config()
+        return Tier(place, DirectoryStore(path), keyring=keyring)
     same = [cold for cold in config.cold if cold.url.rstrip("/") == place.rstrip("/")]
     tier = open_cold_tier((same or [ColdConfig(url=place)])[0], config.limits)
-    return Tier(place, tier.store, tier.cache, limits=tier.limits)
+    return Tier(place, tier.store, tier.cache, limits=tier.limits, keyring=keyring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,10 @@ from tierd.lifecycle.selection import AUTO, CheckpointQuery
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
+TrailFolder = Annotated[
+    Path | None,
+    typer.Option("--trail", metavar="FOLDER", help="The folder of the audit trail; default: the hot directory."),
+]
 RunName = Annotated[
     str | None, typer.Option("--run", metavar="RUN", help="The run; required if there are several runs.")
 ]
@@ -29,6 +34,9 @@ SourceTier = Annotated[str, typer.Option("--tier", metavar="TIER", help="auto, m
 StepName = Annotated[str, typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME.")]
 AllowUnhealthy = Annotated[
     bool, typer.Option("--allow-unhealthy", help="Also accept a checkpoint with numbers that are not finite.")
+]
+AllowUnsigned = Annotated[
+    bool, typer.Option("--allow-unsigned", help="Also accept a checkpoint that no key signed; --step must name it.")
 ]
 From = Annotated[
     str | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from types import MappingProxyType
 
 from tierd.access import PRIVATE
@@ -98,10 +98,25 @@ class Replicas(AsyncExitStack):
         manifest, raw = await tier.read_manifest(self.chosen.id)
         if isinstance(tier, Tier):
             await check_sizes(manifest, tier)
+            if tier.keyring is None and manifest.signature:
+                print_note(f"tierd: the signature of {self.chosen.id} in {name} is not checked: there is no key file")
         if raw != (self.raw or raw):
             raise Corrupt(f"read {self.chosen.id} in {name}: its manifest differs from that of the nearer replicas")
         self.raw, self.manifest = raw, manifest
         return tier
+
+    async def marker(self, key: str) -> bytes | None:
+        """The bytes of a marker in the nearest tier that has it; with a key, of one that it has signed. None where no
+        tier has one."""
+        for name in self.chosen.tiers:
+            if name in self._tiers.by_name:
+                with suppress(TierdError):
+                    return await self._tiers.by_name[name].marker_bytes(key)
+        return None
+
+    @property
+    def has_key(self) -> bool:
+        return any(tier.keyring is not None for tier in self._tiers.by_name.values())
 
     def _report(self, name: str, error: TierdError) -> None:
         if name not in self.passed_over:

@@ -22,11 +22,13 @@ from tierd.cli.partial_restore import Subset, fetch_subset
 from tierd.cli.replicas import Replicas
 from tierd.config import Config
 from tierd.errors import BadConfig, DaemonUnreachable
+from tierd.format import layout
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
 from tierd.transfer.fetch import Fetch, partial_keys
 
@@ -62,6 +64,7 @@ async def restore(
     generation: options.GenerationNumber = None,
     place: options.From = None,
     allow_unhealthy: options.AllowUnhealthy = False,
+    allow_unsigned: options.AllowUnsigned = False,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="GLOB", help="Only tensors whose names match, as 'model.*'; may be repeated."),
@@ -73,7 +76,13 @@ async def restore(
     target = resolve_target(to, tier, place)
     query = parse_query(run, step, generation, tier=place or tier, allow_unhealthy=allow_unhealthy)
     subset = Subset(only=tuple(only or ()), rank=rank) if only or rank is not None else None
-    restored = await restore_to(target, settings_of(context), query, place, subset=subset)
+    if allow_unsigned and query.step is None:
+        raise BadConfig(
+            "--allow-unsigned reads a checkpoint without checking its signature, so --step must name it",
+            hint="give --run and the number of a step that you trust: --step N",
+        )
+    settings = settings_of(context)
+    restored = await restore_to(target, settings, query, place, subset=subset, allow_unsigned=allow_unsigned)
     verb = "restored" if restored.is_whole else "restored a part of"
     resumed = f", {size(restored.resumed_bytes)} of it from an earlier attempt" if restored.resumed_bytes else ""
     text = (
@@ -101,6 +110,7 @@ async def restore_to(
     *,
     convert: Convert | None = None,
     subset: Subset | None = None,
+    allow_unsigned: bool = False,
 ) -> Restored:
     """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it."""
     config = None if place else settings.config()
@@ -112,7 +122,7 @@ async def restore_to(
             if query.tier == MEMORY:  # else nothing is in memory
                 raise
     only = None if place or query.tier in (AUTO, MEMORY) else query.tier
-    async with open_tiers(settings, place=place, only=only) as tiers:
+    async with open_tiers(settings, place=place, only=only, allow_unsigned=allow_unsigned) as tiers:
         if query.tier != MEMORY:
             tiers.check_reachable()
         inventory = tiers.catalog.inventory(in_memory=health.keys(), health=health)
@@ -151,7 +161,7 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
                 fetch = Fetch(manifest, store)
                 await replicas.complete(fetch, output, f"step {checkpoint.step}")
                 await fetch.finish()
-                await _commit(replicas, nearest, Tier("restored", store))
+                await _commit(replicas, Tier("restored", store))
                 wanted_bytes, made = fetch.wanted_bytes, output.folder / checkpoint.run / checkpoint.name
             if convert:
                 output.is_worth_keeping = False
@@ -181,9 +191,20 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
     )
 
 
-async def _commit(replicas: Replicas, source: ReadableTier, restored: Tier) -> None:
-    """The markers, then the manifest's own bytes, as in any tier."""
-    chosen, diagnosis = replicas.chosen, None
-    if chosen.is_healthy is not None:
-        diagnosis = await source.diagnosis(chosen.id, is_healthy=chosen.is_healthy)
-    await restored.commit(replicas.manifest, raw=replicas.raw, milestones=chosen.milestones, diagnosis=diagnosis)
+async def _commit(replicas: Replicas, restored: Tier) -> None:
+    """The markers and the manifest, byte for byte: a node that only restores has no key that signs."""
+    chosen = replicas.chosen
+    unsigned: dict[str, bytes] = {}  # what to write where no tier has the marker's bytes
+    for name in sorted(chosen.milestones):
+        content = {"milestone": name, "created_at": replicas.manifest.created_at}
+        unsigned[layout.file_key(chosen.id, layout.milestone_file(name))] = encode_marker(content)
+    if chosen.is_healthy is not None:  # the memory tier has verdicts, but no markers
+        key = layout.diagnosis_key(chosen.id, is_healthy=chosen.is_healthy)
+        unsigned[key] = encode_marker(Diagnosis(healthy=chosen.is_healthy))
+    for key, content in unsigned.items():
+        raw = await replicas.marker(key)
+        if raw is None and replicas.has_key:
+            print_note(f"tierd: restored without {key}: no tier has one that is signed")
+        else:
+            await restored.store.put_bytes(key, content if raw is None else raw)
+    await restored.commit(replicas.manifest, raw=replicas.raw)

@@ -15,6 +15,7 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import print_report, print_result
 from tierd.cli.options import settings_of
 from tierd.config import Config
+from tierd.config_file import run_proof
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format.ids import check_run, checkpoint_id
 from tierd.lifecycle.policy import HOT
@@ -36,8 +37,8 @@ def stop(
 
     config = settings_of(context).config()
     deadline_s = time.monotonic() + wait_s
-    uid = config.daemon_uid
-    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s, daemon_uid=uid)
+    uid, proof = config.daemon_uid, run_proof()
+    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s, daemon_uid=uid, proof=proof)
     if not json:
         when = "is being interrupted after" if force else "stops at"
         print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
@@ -75,8 +76,10 @@ def snapshot(
     from tierd.api.operator_socket import take_snapshot
 
     config = settings_of(context).config()
-    uid = config.daemon_uid
-    agreed, tier = take_snapshot(config.socket_path, check_run(run), milestone, wait_s=wait_s, daemon_uid=uid)
+    uid, proof = config.daemon_uid, run_proof()
+    agreed, tier = take_snapshot(
+        config.socket_path, check_run(run), milestone, wait_s=wait_s, daemon_uid=uid, proof=proof
+    )
     checkpoint = checkpoint_id(run, agreed.step, agreed.generation)
     roots = {HOT: str(config.hot_path), **{cold.name: cold.url for cold in config.cold}}
     path = f"{roots[tier].rstrip('/')}/{checkpoint.run}/{checkpoint.name}"

@@ -14,7 +14,7 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
-from tierd.decisions import halted
+from tierd.decisions import halted, to_reap
 from tierd.errors import DaemonUnreachable
 from tierd.report import QueueReport, RunReport, StatusReport, TierReport, free_bytes, run_report, tier_report
 
@@ -39,10 +39,11 @@ async def _list(settings: Settings) -> StatusReport:
     async with open_tiers(settings) as opened:
         catalog = opened.catalog
         tiers: list[TierReport] = []
+        left = to_reap(catalog, settings.config())
         for name, tier in opened.by_name.items():
             is_there = catalog.tiers[name].is_known and name not in opened.absent
             tier_free_bytes = await free_bytes(tier) if is_there else None
-            tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes))
+            tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes, to_reap=left.get(name)))
             if name in opened.absent:
                 tiers[-1].error = "no such directory"
         return StatusReport(
@@ -52,6 +53,7 @@ async def _list(settings: Settings) -> StatusReport:
             uptime_s=None,
             is_ready=False,
             halted=[str(halt) for halt in halted(catalog)],
+            foreign=catalog.foreign_sentences(),
             runs=[run_report(catalog, run, now()) for run in catalog.runs()],
             tiers=tiers,
         )
@@ -84,10 +86,17 @@ def _print(report: StatusReport, settings: Settings) -> None:
     )
     for queue in report.queues:
         _print_queue(queue)
+    for tier in report.tiers:
+        if tier.to_reap:
+            print_result(
+                f"left to `tierd reap`: {tier.to_reap} checkpoints in {tier.name}, where this daemon deletes nothing"
+            )
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     for lost in report.lost:
         print_result(f"LOST: {lost.id} disappeared from {lost.tier}: docs/RUNBOOK.md#checkpoints-lost")
+    for reason in report.foreign:
+        print_result(f"FOREIGN: {reason}: docs/RUNBOOK.md#foreign-checkpoints")
     for reason in report.halted:
         print_result(f"DELETION HALTED: {reason}")
     for failure in report.failures[:5]:

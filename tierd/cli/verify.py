@@ -20,7 +20,8 @@ from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code, open_tiers
 from tierd.cli.options import check_tier, parse_query, settings_of
 from tierd.config import Config
 from tierd.decisions import waiting
-from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
+from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
+from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery, with_run
@@ -99,6 +100,8 @@ async def verify(
                     is_there = await _check(
                         one, tiers, checkpoint, why, is_deep=deep, is_repair=repair, progress=progress
                     )
+                except Foreign as error:
+                    one.problems, is_there = [error.message], True
                 except (NewerFormat, TierUnreachable) as error:
                     one.unread, is_there = error.message, True
                     unread.append(error)
@@ -162,6 +165,12 @@ def _matching(
         (name, checkpoint, 0, why)
         for (name, checkpoint), why in tiers.catalog.unreadable().items()
         if name in checked and query.matches(checkpoint)
+    ]
+    found += [
+        (name, checkpoint, 0, why)
+        for (name, key), why in tiers.catalog.foreign().items()
+        if name in checked and (checkpoint := layout.parse_key(key)) and query.matches(checkpoint)
+        if (name, checkpoint) not in {(name, checkpoint) for name, checkpoint, _, _ in found}
     ]
     found += [(name, checkpoint, 0, "") for name, checkpoint in lost if name in checked and query.matches(checkpoint)]
     if is_newest_only and found:

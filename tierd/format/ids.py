@@ -25,6 +25,8 @@ _NAME = re.compile(r"([0-9]{12})-g((?!0000)[0-9]{4}|[1-9][0-9]{4,7})")
 STEP_MAX = 10**12 - 1
 GENERATION_MAX = 10**8 - 1
 GENERATION_SEEN_MAX = 9 * 10**7  # a higher one is foreign: it would leave no numbers to claim
+GENERATION_JUMP_MAX = 1000  # starts of the run elsewhere that this daemon may not know of
+_RELEASED_MINUTES = 29_450_000  # 2025-12-29: a clock that was reset does not make what was claimed since foreign
 WORLD_SIZE_MAX = 1 << 20
 
 
@@ -74,6 +76,13 @@ def check_run(run: str) -> Run:
 
 def is_run(text: str) -> bool:
     return _RUN.fullmatch(text) is not None
+
+
+def generation_limit(claimed: int, now_s: float) -> int:
+    """The highest generation that is believed of a tier or a peer. `claimed`: the highest that was claimed in the hot
+    tier here; `now_s`: Unix time. A claim without listings is the number of minutes since 1970, all others are one more
+    than the one before: a generation far above both is forged, and would leave no numbers to claim."""
+    return min(GENERATION_SEEN_MAX, max(claimed, _RELEASED_MINUTES, int(now_s / 60)) + GENERATION_JUMP_MAX)
 
 
 def parse_name(run: Run, name: str) -> CheckpointId | None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 
 from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
@@ -21,6 +22,8 @@ HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
 KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
+RUN_SECRETS = ".tierd-secrets"  # a folder of the hot directory: what proves that a peer knows a run's secret
+AUDIT = ".tierd-audit"  # a folder of the hot directory: the audit trail
 TIER_MARKERS = ".tierd-tier-"  # the prefix of a tier's identity markers; their dot keeps them out of `rm *`
 _DAMAGED_SUFFIX = ".damaged"
 NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
@@ -28,6 +31,7 @@ NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 2
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _TIER_MARKER = re.compile(r"\.tierd-tier-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
+_AUDIT_FILE = re.compile(r"([0-9]{12})\.jsonl")
 _GENERATION = re.compile(r"generation-([0-9]{4}|[1-9][0-9]{4,7})\.json")
 # One path component, no leading dot: no file name in a manifest leads out of its folder.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -65,6 +69,17 @@ def milestone_of(file_name: str) -> str | None:
     return match[1] if match else None
 
 
+def milestones_of(file_names: Iterable[str]) -> frozenset[str]:
+    """The milestones that the files of a checkpoint give it."""
+    return frozenset(milestone for name in file_names if (milestone := milestone_of(name)) is not None)
+
+
+def diagnosis_of(file_names: Collection[str]) -> bool | None:
+    """Whether a checkpoint with these files is healthy; None when it was not examined. If both markers exist, it is
+    unhealthy."""
+    return False if UNHEALTHY in file_names else True if HEALTHY in file_names else None
+
+
 def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
     return file_key(checkpoint, HEALTHY if is_healthy else UNHEALTHY)
 
@@ -100,6 +115,16 @@ def generation_key(run: Run, generation: Generation) -> str:
 def tier_marker_key(identity: str) -> str:
     """`identity`: a UUID in its usual form of 36 characters."""
     return f"{TIER_MARKERS}{identity}.json"
+
+
+def audit_file(first: int) -> str:
+    """The name of a file of the audit trail. `first`: the sequence number of its first event."""
+    return f"{first:012d}.jsonl"
+
+
+def parse_audit_file(name: str) -> int | None:
+    match = _AUDIT_FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def parse_tier_marker(key: str) -> str | None:

@@ -8,14 +8,14 @@ is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from tierd.errors import Corrupt, NewerFormat, TierdError
-from tierd.format import checksum, layout
+from tierd.format import checksum, digest, layout
 from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
 
 FORMAT_VERSION = 1
@@ -25,13 +25,25 @@ NOT_FINITE = ("nan", "inf", "-inf")  # metrics that are not numbers in JSON
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint. `crc64nvme`: of the whole file; `chunks`: the checksum of each `chunk_bytes` bytes."""
+    """One file of a checkpoint. `crc64nvme`: of the whole file; `chunks`: the checksum of each `chunk_bytes` bytes.
+    Of a signed checkpoint also `digests`: one of each chunk, by the algorithm `digest`."""
 
     name: str
     size_bytes: int
     crc64nvme: str
     chunk_bytes: int
     chunks: list[str]
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+    digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of its digests; empty if it has none."""
+        return self.digest if isinstance(self.digest, str) else ""
+
+    def digest_of(self, index: int) -> str:
+        """The digest of a chunk; empty if it has none."""
+        return self.digests[index] if isinstance(self.digests, list) else ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     architecture_hash: str
     versions: dict[str, str]
     files: list[FileEntry]
+    signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
 
     @property
     def id(self) -> CheckpointId:
@@ -74,8 +87,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def file_entry(name: str, size_bytes: int, chunk_bytes: int, chunks: list[int]) -> FileEntry:
-    """The entry of a file, from the checksums of its chunks in order."""
+def file_entry(
+    name: str, size_bytes: int, chunk_bytes: int, chunks: list[int], *, algorithm: str = "", digests: Sequence[str] = ()
+) -> FileEntry:
+    """The entry of a file, from the checksums of its chunks in order; with their digests if `algorithm` names one."""
     lengths = [length for _, length in checksum.chunk_ranges(size_bytes, chunk_bytes)]
     return FileEntry(
         name=name,
@@ -83,6 +98,8 @@ def file_entry(name: str, size_bytes: int, chunk_bytes: int, chunks: list[int]) 
         crc64nvme=checksum.encode(checksum.combine(zip(chunks, lengths, strict=True))),
         chunk_bytes=chunk_bytes,
         chunks=[checksum.encode(chunk) for chunk in chunks],
+        digest=algorithm or msgspec.UNSET,
+        digests=list(digests) if algorithm else msgspec.UNSET,
     )
 
 
@@ -151,6 +168,11 @@ def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
         expected = -(-entry.size_bytes // entry.chunk_bytes)
         if len(entry.chunks) != expected:
             raise ValueError(f"{entry.name}: {len(entry.chunks)} chunk checksums, expected {expected}")
+        if entry.algorithm and entry.algorithm not in digest.ALGORITHMS:
+            raise ValueError(f"{entry.name}: digests by {entry.algorithm[:40]!r}")
+        digests = entry.digests if isinstance(entry.digests, list) else []
+        if len(digests) != (expected if entry.algorithm else 0) or not all(map(digest.is_digest, digests)):
+            raise ValueError(f"{entry.name}: its digests are not one of each chunk")
         chunks = [checksum.decode(chunk) for chunk in entry.chunks]
         lengths = [length for _, length in checksum.chunk_ranges(entry.size_bytes, entry.chunk_bytes)]
         if checksum.combine(zip(chunks, lengths, strict=True)) != checksum.decode(entry.crc64nvme):

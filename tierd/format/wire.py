@@ -38,7 +38,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
     `rank` None: not a trainer; only `Find` and `Request` may follow. `starts_anew`: start from scratch even if a tier
-    that cannot be listed may contain checkpoints of the run."""
+    that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see run_secret.py; empty:
+    the job has none."""
 
     protocol: int
     version: str
@@ -47,6 +48,13 @@ class Hello(_Message, frozen=True, kw_only=True):
     world_size: int
     generation: int | None
     starts_anew: bool = False
+    proof: str = ""
+
+    def __repr__(self) -> str:
+        # Without the proof, which opens the run: no log and no traceback shows it.
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields["proof"] = "..." if self.proof else ""
+        return f"Hello({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="Hello"):
@@ -195,7 +203,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     `protocol`: that of the client, which the daemon speaks with it.
     `boot` identifies this start of the daemon: a daemon with another `boot` has lost the memory tier. `newest`: the
     newest checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, with the
-    reason. `report_s`: how often to send Stepped, in seconds; 0: never."""
+    reason. `report_s`: how often to send Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`."""
 
     protocol: int
     version: str
@@ -213,6 +221,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     newest: CheckpointId | None = None
     unseen: list[str] = []
     report_s: float = 0.0
+    checks_secrets: bool = False
 
 
 class Accepted(_Message, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
 from tierd.format import layout
+from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.memory.snapshot_set import SnapshotSet
@@ -140,6 +142,8 @@ class Examiner:
                 if diagnosis is not None and tier.name not in entry.diagnoses:
                     await tier.mark_diagnosis(checkpoint, diagnosis)
                     self._catalog.diagnosed(checkpoint, tier.name, is_healthy=diagnosis.healthy)
+                    verdict = "healthy" if diagnosis.healthy else "unhealthy"
+                    self._context.audit.record(Action.DIAGNOSED, checkpoint=checkpoint, tier=tier.name, reason=verdict)
 
     def _report(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         verdict = "healthy" if diagnosis.healthy else "unhealthy"
@@ -200,14 +204,20 @@ async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]
     """`files`: (descriptor, size in bytes). Raises Transient when the program failed, Corrupt when it can never read
     them."""
     timeout_s = TIMEOUT_MIN_S + sum(size_bytes for _, size_bytes in files) / RATE_MIN_BYTES_S
-    process = await asyncio.create_subprocess_exec(
-        # -P: do not import a folder named tierd from the working directory.
-        *(sys.executable, "-P", "-m", PROGRAM, *(f"{descriptor}:{size_bytes}" for descriptor, size_bytes in files)),
-        pass_fds=[descriptor for descriptor, _ in files],
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must not end it before the daemon has drained
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            # -P: do not import a folder named tierd from the working directory.
+            *(sys.executable, "-P", "-m", PROGRAM, *(f"{descriptor}:{size_bytes}" for descriptor, size_bytes in files)),
+            pass_fds=[descriptor for descriptor, _ in files],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C must not end it before the daemon has drained
+        )
+    except OSError as error:
+        raise Transient(
+            f"examine {checkpoint}: start {sys.executable}: {error.strerror}",
+            hint=f"let user {os.geteuid()}, who runs the daemon, read and run it; or set examine = false in [health]",
+        ) from error
     try:
         async with asyncio.timeout(timeout_s):
             raw, _ = await process.communicate()

@@ -24,7 +24,8 @@ HOT = "hot"
 class CheckpointView:
     """What the plan needs to know of one checkpoint. `tiers`: names of the tiers where it is committed.
 
-    `created_at`: in UTC; None if its manifest gives no valid time. `metrics`: as in its manifest.
+    `created_at`: in UTC; None if its manifest gives no valid time. `metrics`: as in its manifest. `foreign`: why no
+    daemon of the run seems to have committed it: it is kept, and nothing is deleted because of it; empty otherwise.
     """
 
     id: CheckpointId
@@ -34,6 +35,7 @@ class CheckpointView:
     tiers: frozenset[str]
     created_at: datetime | None = None
     metrics: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"], hash=False)
+    foreign: str = ""
 
 
 class Action(Enum):
@@ -134,7 +136,7 @@ class _RunPolicy:
         self._hot_known = hot_known
         self._known = {HOT, *(name for name, is_known in cold.items() if is_known)}
         policies = {HOT: policy.hot, **{name: own.get(name, policy.cold) for name in cold}}
-        present = [view for view in views if view.tiers & self._known]
+        present = [view for view in views if view.tiers & self._known and not view.foreign]
         # What each tier should hold, of all checkpoints that exist.
         self._selects = {tier: kept(present, rules) for tier, rules in policies.items()}
         for tier in cold:
@@ -149,6 +151,11 @@ class _RunPolicy:
         }
 
     def decide(self, view: CheckpointView) -> Iterator[Decision]:
+        if view.foreign:
+            for tier in (HOT, *self._cold):
+                if tier in view.tiers & self._known:
+                    yield Decision(view.id, tier, Action.KEEP, f"foreign: {view.foreign}")
+            return
         remaining = set(view.tiers & self._known)
         for tier in (HOT, *self._cold):
             if tier not in view.tiers & self._known:

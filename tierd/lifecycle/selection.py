@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from tierd.errors import BadConfig, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format.ids import CheckpointId, Run
+from tierd.lifecycle.policy import HOT
 
 AUTO = "auto"  # a query of any tier
 MEMORY = "memory"  # the tier of the snapshots that the daemon holds
 LISTED_MAX = 20  # names in a hint
+_OLDER_HINT = "to go back on purpose, name an older step (--step; in a trainer, resume=); "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,13 @@ class UnreadableReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What the tiers hold, as last seen. `unlisted`: tiers that could not be listed, and why."""
+    """What the tiers hold, as last seen. `unlisted`: tiers that could not be listed, and why. `foreign`: replicas that
+    are not signed by a key of the config, which are never selected."""
 
     candidates: Sequence[Candidate]
     unreadable: Sequence[UnreadableReplica] = ()
     unlisted: Mapping[str, str] = field(default_factory=dict[str, str])
+    foreign: Sequence[UnreadableReplica] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,10 @@ def select_each(
     """The replicas to read, one after the other. `failed`: (checkpoint, tier) of replicas that could not be read, and
     the error; None where a trainer found the bytes damaged. The caller adds a replica before it asks for the next one.
 
-    Raises NewerFormat when a later tierd wrote a newer checkpoint; Unhealthy; the gravest error of `failed` when no
-    replica is left; Corrupt when all that matches is unreadable; TierUnreachable when nothing matches and a tier could
-    not be listed; NotFound when nothing matches in any tier; BadConfig when the query leaves open which run.
+    Raises NewerFormat when a later tierd wrote a newer checkpoint; Foreign when a newer one in hot is not signed: only
+    this node writes there, so it is no forgery but work that would be lost; Unhealthy; the gravest error of `failed`
+    when no replica is left; Corrupt when all that matches is unreadable; TierUnreachable when nothing matches and a
+    tier could not be listed; NotFound when nothing matches in any tier; BadConfig when the query leaves open which run.
     """
     query = with_run(query, (candidate.id.run for candidate in inventory.candidates))
     matching = [
@@ -132,14 +137,19 @@ def select_each(
         for candidate in inventory.candidates
         if query.matches(candidate.id, candidate.milestones) and any(map(query.allows, candidate.tiers))
     ]
-    unreadable = [one for one in inventory.unreadable if query.matches(one.id) and query.allows(one.tier)]
+    listed = (*inventory.unreadable, *inventory.foreign)
+    unreadable = [one for one in listed if query.matches(one.id) and query.allows(one.tier)]
     newer_formats = [one for one in unreadable if one.is_newer_format]
+    foreign_in_hot = [one for one in inventory.foreign if one in unreadable and one.tier == HOT]
     errors: list[TierdError] = []
     for candidate in sorted(matching, key=lambda candidate: candidate.id.recency, reverse=True):
         checkpoint = candidate.id
         for one in newer_formats:
             if one.id.recency > checkpoint.recency:
                 raise _newer_format(one)
+        for one in foreign_in_hot:
+            if one.id.recency > checkpoint.recency:
+                raise _foreign(f"select {one.id}, the newest in hot: {one.reason}", one, _OLDER_HINT)
         if candidate.is_healthy is False and not query.allow_unhealthy:
             hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
             errors.append(Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite", hint=hint))
@@ -174,6 +184,11 @@ def _newer_format(replica: UnreadableReplica) -> NewerFormat:
     )
 
 
+def _foreign(message: str, replica: UnreadableReplica, more: str) -> Foreign:
+    hint = f"`tierd key sign {replica.id.run}` signs what you trust; `tierd restore --allow-unsigned` reads it; "
+    return Foreign(message, hint=f"{hint}{more}docs/RUNBOOK.md#foreign-checkpoints")
+
+
 def _refusal(
     query: CheckpointQuery,
     inventory: Inventory,
@@ -193,6 +208,11 @@ def _refusal(
         for one in unreadable:
             if one.is_newer_format:
                 return _newer_format(one)
+        foreign = [one for one in unreadable if one in inventory.foreign]
+        if len(foreign) == len(unreadable):
+            newest = max(foreign, key=lambda one: one.id.recency)
+            message = f"find {query}: all that exist are foreign; the newest is {newest.id}: {newest.reason}"
+            return _foreign(message, newest, "")
         why = f"find {query}: no manifest can be read: {unreadable[0].reason}"
         return Corrupt(why, hint="docs/RUNBOOK.md#unreadable-manifest")
     unlisted = [f"{name} ({why})" for name, why in inventory.unlisted.items() if query.allows(name)]

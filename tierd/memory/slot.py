@@ -125,8 +125,9 @@ def _check_sealed(fd: int, capacity_bytes: int) -> None:
         raise BadRequest(f"map a slot: capacity {capacity_bytes}, but the memfd has {size} bytes")
 
 
-def snapshot_entry(view: memoryview, name: str) -> FileEntry:
-    """The file entry of a snapshot that is not persisted yet. Reads the whole slot: blocks for seconds."""
-    sums = ChunkSums(len(view), CHUNK_BYTES)
+def snapshot_entry(view: memoryview, name: str, algorithm: str = "") -> FileEntry:
+    """The file entry of a snapshot that is not persisted yet. Reads the whole slot: blocks for seconds. `algorithm`: of
+    its digests; empty: none."""
+    sums = ChunkSums(len(view), CHUNK_BYTES, algorithm)
     sums.add(0, view)
     return sums.entry(name)

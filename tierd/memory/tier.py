@@ -69,7 +69,9 @@ class _RunMemory:
 
 
 class MemoryTier:
-    def __init__(self) -> None:
+    def __init__(self, *, algorithm: str = "") -> None:
+        """`algorithm`: of the digests of chunks that signed manifests hold; empty: none."""
+        self.algorithm = algorithm
         self._runs: dict[Run, _RunMemory] = {}
         self.outcomes = RunOutcomes()
 
@@ -140,6 +142,23 @@ class MemoryTier:
         """Give up a rank's slots, because its former process may be alive and write into them. A snapshot in one of
         them stays restorable: a trainer writes only into free slots."""
         self._runs[run].detach(rank)
+
+    def detach_run(self, run: Run) -> int:
+        """Give up the slots of all ranks, because processes that the run no longer admits may write into them. Returns
+        their number. A complete set of an earlier generation that is not durable yet stays restorable, because nothing
+        else has its bytes, and so does one that is being persisted."""
+        memory = self._runs[run]
+        for snapshot_set in list(memory.sets.values()):
+            if snapshot_set.is_in(SlotState.RETAINED):
+                memory.discard(snapshot_set, SlotEvent.RELEASE)
+            elif not snapshot_set.is_complete or (
+                snapshot_set.is_in(SlotState.SEALED) and snapshot_set.id.generation == memory.generation
+            ):
+                memory.discard(snapshot_set, SlotEvent.SUPERSEDE)
+        detached = sum(map(len, memory.slots.values()))
+        for rank in list(memory.slots):
+            memory.detach(rank)
+        return detached
 
     def fill(self, run: Run, generation: Generation, rank: Rank, index: int) -> None:
         self._slot(run, generation, rank, index).move(SlotEvent.FILL)
@@ -237,7 +256,7 @@ class MemoryTier:
             if snapshot.entry is None:
                 name = layout.shard_name(rank, snapshot_set.world_size)
                 # The thread's own view stays valid if the slot is closed meanwhile.
-                entry = await asyncio.to_thread(snapshot_entry, snapshot.view, name)
+                entry = await asyncio.to_thread(snapshot_entry, snapshot.view, name, self.algorithm)
                 if self.find(snapshot_set.id) is not snapshot_set:
                     # The bytes and their checksums may be those of another snapshot.
                     raise Transient(f"read {snapshot_set.id} in memory: a newer snapshot replaced it meanwhile")

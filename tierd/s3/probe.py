@@ -91,7 +91,7 @@ class BucketProbe:
             message = f"the bucket is in {region}, this tier's region is {configured}: each request is redirected"
             self._add("region", "warning", message, f'set region = "{region}"')
         for listed in answer.get("Contents", ()):
-            if (self._now() - listed["LastModified"]).total_seconds() > LEFT_OVER_S:
+            if self._cold.deletes and (self._now() - listed["LastModified"]).total_seconds() > LEFT_OVER_S:
                 await self._request("delete_object", "delete", Key=listed["Key"])
         return True
 
@@ -177,7 +177,24 @@ class BucketProbe:
         self._add("damage", "ok", "bytes that do not match their checksum are refused")
         return True
 
+    async def _check_deletion_is_denied(self, key: str) -> None:
+        """Of a tier with `deletes = false`. The probe's objects stay then; the probe of another credential removes them
+        after an hour."""
+        try:
+            await self._requests.request("delete_object", "try to delete a probe object", Key=key)
+        except TierdError as error:
+            if code_of(error.__cause__) in _DENIED:
+                self._add("delete", "ok", "this identity cannot delete objects, which suits deletes = false")
+            else:
+                self._add_refusal("delete_object", "delete", error)
+            return
+        message = "this identity can delete objects, although the tier has deletes = false"
+        self._add("delete", "warning", message, "take s3:DeleteObject from it, as deploy/iam-policy-writer.json does")
+
     async def _delete(self, key: str) -> None:
+        if not self._cold.deletes:
+            await self._check_deletion_is_denied(key)
+            return
         batch = {"Objects": [{"Key": self._own + "wrong"}], "Quiet": True}
         try:
             await self._requests.request("delete_objects", "delete several", Delete=batch)
@@ -319,7 +336,7 @@ class BucketProbe:
                 for upload in await unfinished_uploads(self._requests, self._folder, action):
                     if upload.object_key.startswith(self._own) or upload.age_s > LEFT_OVER_S:
                         await abort_upload(self._requests, upload.object_key, upload.upload_id, action)
-                for name in ("object", "wrong", "upload"):
+                for name in ("object", "wrong", "upload") if self._cold.deletes else ():
                     with suppress(NotFound):
                         await self._requests.request("delete_object", action, Key=self._own + name)
         except (TierdError, TimeoutError) as error:

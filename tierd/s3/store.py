@@ -271,7 +271,8 @@ class S3Store:
         if whole_checksum(head) is not None or head["ContentLength"] != entry.size_bytes:
             return False
         # No checksum, and the server may encrypt, so that no ETag is an MD5: only the bytes tell.
-        return await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) == entry
+        size, chunk, algorithm = entry.size_bytes, entry.chunk_bytes, entry.algorithm
+        return await measure(self.source(key), entry.name, size, chunk, algorithm=algorithm) == entry
 
     async def _check_arrived(self, object_key: str, entry: FileEntry, action: str) -> None:
         """After an upload whose answer proves nothing. Without a checksum of the server, the size must do: readers

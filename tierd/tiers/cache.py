@@ -19,6 +19,7 @@ from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, decode
+from tierd.format.signature import Keyring
 from tierd.tiers.directory import DirectoryStore
 
 CACHE_BYTES_MAX = 128 << 20  # 10,000 manifests of 13 KB; further ones are not cached
@@ -42,14 +43,16 @@ class ManifestCache:
         self._folder = folder
         self._key = f"manifests-{hashlib.sha256(bucket.encode()).hexdigest()[:32]}.json"
 
-    async def read(self, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
-        """The cached manifests of `wanted`. Never raises."""
+    async def read(
+        self, wanted: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None = None
+    ) -> dict[CheckpointId, Manifest]:
+        """The cached manifests of `wanted`; with a keyring, those that it has signed. Never raises."""
         try:
             if not await asyncio.to_thread(is_own_folder, self._folder):
                 return {}
             async with DirectoryStore(self._folder, create=False) as store:
                 raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
-            return await asyncio.to_thread(_decode, raw, wanted)
+            return await asyncio.to_thread(_decode, raw, wanted, keyring)
         except (OSError, TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return {}
 
@@ -83,7 +86,9 @@ def _encode(manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[Ch
     return msgspec.json.encode(cached)
 
 
-def _decode(raw: bytes, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[CheckpointId, Manifest]:
+def _decode(
+    raw: bytes, wanted: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None
+) -> dict[CheckpointId, Manifest]:
     cached = {
         (entry.checkpoint, entry.size_bytes, entry.etag): entry.manifest
         for entry in msgspec.json.decode(raw, type=list[_CachedManifest])
@@ -93,5 +98,8 @@ def _decode(raw: bytes, wanted: Mapping[CheckpointId, Fingerprint]) -> dict[Chec
         manifest = cached.get((layout.checkpoint_prefix(checkpoint), *fingerprint))
         if manifest is not None:
             with suppress(TierdError):
-                manifests[checkpoint] = decode(bytes(manifest), where="the cache", expect=checkpoint)
+                decoded = decode(bytes(manifest), where="the cache", expect=checkpoint)
+                if keyring is not None:
+                    keyring.check(layout.manifest_key(checkpoint), decoded.encode(), where="the cache")
+                manifests[checkpoint] = decoded
     return manifests

@@ -7,36 +7,51 @@ chunks is summed in parts. No byte is read twice.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from tierd.errors import Corrupt
-from tierd.format import checksum
+from tierd.format import checksum, digest
 from tierd.format.manifest import FileEntry, file_entry
 from tierd.tiers.direct_io import page_aligned
 from tierd.tiers.pool import for_each
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Progress, Source
 
-READ_BYTES = 16 << 20
+READ_BYTES = 16 << 20  # a multiple of a digest's leaf
 READS_IN_FLIGHT = 4
 
 
-class ChunkSums:
-    """`add` each piece exactly once, from any thread; read the result when all are added."""
+class ChunkSum(NamedTuple):
+    """Of one chunk. `digest`: empty where none is computed."""
 
-    def __init__(self, size_bytes: int, chunk_bytes: int) -> None:
+    crc64nvme: str
+    digest: str
+
+
+class ChunkSums:
+    """`add` each piece exactly once, from any thread; read the result when all are added.
+
+    `algorithm`: of the digests to compute as well, for which each piece begins at a leaf of its chunk.
+    """
+
+    def __init__(self, size_bytes: int, chunk_bytes: int, algorithm: str = "") -> None:
         self._size_bytes = size_bytes
         self._chunk_bytes = chunk_bytes
-        self._parts: dict[int, tuple[int, int]] = {}  # offset → (checksum, length); none spans two chunks
+        self._algorithm = algorithm
+        # offset → (checksum, length, hashes of the leaves); none spans two chunks
+        self._parts: dict[int, tuple[int, int, bytes]] = {}
 
     def add(self, offset: int, piece: memoryview) -> None:
         done = 0
         while done < len(piece):
             part = piece[done : done + self._chunk_bytes - (offset + done) % self._chunk_bytes]
-            self._parts[offset + done] = (checksum.crc64nvme(part), len(part))
+            hashes = digest.leaves(self._algorithm, part) if self._algorithm else b""
+            self._parts[offset + done] = (checksum.crc64nvme(part), len(part), hashes)
             done += len(part)
 
-    def pop_chunk(self, index: int) -> str | None:
-        """The checksum of a chunk, which is then forgotten; None while a piece of it is missing."""
+    def pop_chunk(self, index: int) -> ChunkSum | None:
+        """The sums of a chunk, which are then forgotten; None while a piece of it is missing."""
         begin = index * self._chunk_bytes
         end = min(begin + self._chunk_bytes, self._size_bytes)
         offsets: list[int] = []
@@ -45,25 +60,42 @@ class ChunkSums:
             begin += self._parts[begin][1]
         if begin != end:
             return None
-        return checksum.encode(checksum.combine([self._parts.pop(offset) for offset in offsets]))
+        parts = [self._parts.pop(offset) for offset in offsets]
+        crc = checksum.encode(checksum.combine([(crc, length) for crc, length, _ in parts]))
+        return ChunkSum(crc, digest.of_chunk(self._algorithm, (part[2] for part in parts)) if self._algorithm else "")
 
     def entry(self, name: str, expect: FileEntry | None = None, action: str = "") -> FileEntry:
         """The file's entry. Raises Corrupt when it differs from `expect`."""
-        chunks = [checksum.decode(crc) for crc in self._chunks()]
-        entry = file_entry(name, self._size_bytes, self._chunk_bytes, chunks)
+        sums = self._chunks()
+        entry = file_entry(
+            name,
+            self._size_bytes,
+            self._chunk_bytes,
+            [checksum.decode(each.crc64nvme) for each in sums],
+            algorithm=self._algorithm,
+            digests=[each.digest for each in sums],
+        )
         if expect is not None and (problems := differences(expect, entry)):
             raise _corrupt(action, problems[0])
         return entry
 
     def check(self, expect: FileEntry, *, first: int, action: str) -> None:
         """Raises Corrupt when the pieces are not the whole chunks of `expect` from number `first` on."""
-        for index, crc in enumerate(self._chunks(), start=first):
-            if crc != expect.chunks[index]:
-                raise _corrupt(action, difference(expect, index, crc))
+        for index, found in enumerate(self._chunks(), start=first):
+            if problem := difference(expect, index, found):
+                raise _corrupt(action, problem)
 
-    def _chunks(self) -> list[str]:
-        crcs = [self.pop_chunk(index) for index in range(-(-self._size_bytes // self._chunk_bytes))]
-        return [crc for crc in crcs if crc is not None]
+    def _chunks(self) -> list[ChunkSum]:
+        sums = [self.pop_chunk(index) for index in range(-(-self._size_bytes // self._chunk_bytes))]
+        return [found for found in sums if found is not None]
+
+
+def pieces(size_bytes: int, chunk_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """The (offset, length) of the pieces of a file: each within one chunk, or several whole chunks."""
+    step = chunk_bytes if chunk_bytes > piece_bytes else piece_bytes // chunk_bytes * chunk_bytes
+    for begin, length in checksum.chunk_ranges(size_bytes, step):
+        for offset, size in checksum.chunk_ranges(length, piece_bytes):
+            yield begin + offset, size
 
 
 async def measure(
@@ -74,10 +106,11 @@ async def measure(
     *,
     bandwidth: Bandwidth | None = None,
     progress: Progress | None = None,
+    algorithm: str = "",
 ) -> FileEntry:
     """The entry of what a source holds, from reading all of it. `bandwidth`: limits the rate, and reads one piece at a
-    time."""
-    sums = ChunkSums(size_bytes, chunk_bytes)
+    time. `algorithm`: of the digests; empty: none."""
+    sums = ChunkSums(size_bytes, chunk_bytes, algorithm)
     buffers: list[memoryview] = []
 
     async def read(piece: tuple[int, int]) -> None:
@@ -92,7 +125,7 @@ async def measure(
             progress(length)
 
     in_flight = READS_IN_FLIGHT if bandwidth is None else 1
-    await for_each(in_flight, checksum.chunk_ranges(size_bytes, READ_BYTES), read)
+    await for_each(in_flight, pieces(size_bytes, chunk_bytes, READ_BYTES), read)
     return sums.entry(name)
 
 
@@ -103,15 +136,19 @@ def differences(expect: FileEntry, actual: FileEntry) -> list[str]:
             f"{actual.size_bytes} bytes in chunks of {actual.chunk_bytes}, "
             f"expected {expect.size_bytes} in chunks of {expect.chunk_bytes}"
         ]
-    return [
-        difference(expect, index, crc)
-        for index, (promised, crc) in enumerate(zip(expect.chunks, actual.chunks, strict=True))
-        if promised != crc
-    ]
+    sums = (ChunkSum(crc, actual.digest_of(index)) for index, crc in enumerate(actual.chunks))
+    found = (difference(expect, index, each) for index, each in enumerate(sums))
+    return [sentence for sentence in found if sentence]
 
 
-def difference(expect: FileEntry, index: int, crc: str) -> str:
-    return f"chunk {index} of {len(expect.chunks)}: crc64nvme {crc}, expected {expect.chunks[index]}"
+def difference(expect: FileEntry, index: int, found: ChunkSum) -> str:
+    """How a chunk differs from the manifest; empty if it does not. A digest counts where both sides have one."""
+    where = f"chunk {index} of {len(expect.chunks)}"
+    if found.crc64nvme != expect.chunks[index]:
+        return f"{where}: crc64nvme {found.crc64nvme}, expected {expect.chunks[index]}"
+    if found.digest and expect.algorithm and found.digest != expect.digest_of(index):
+        return f"{where}: {expect.algorithm} {found.digest}, expected {expect.digest_of(index)}"
+    return ""
 
 
 def _corrupt(action: str, problem: str) -> Corrupt:

@@ -32,7 +32,9 @@ from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflic
 from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
-PIECE_BYTES = 16 * MIB  # one write; four in flight reach the disk's limit and bound the memory of a copy
+PIECE_BYTES = (
+    8 * MIB
+)  # one write; eight in flight reach the disk's limit also with digests, and bound the memory of a copy
 TIMEOUT_S = 120.0  # of a call; twice limits.request_timeout_s where there is a config, as a request to a bucket
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
 FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s
@@ -46,7 +48,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
     is_local = True
     # While one put fills the disk, the other fsyncs. More would only wait; an interrupted file begins again.
     puts_at_once = 2
-    pieces_in_flight = 4
+    pieces_in_flight = 8
 
     def __init__(
         self,
@@ -80,13 +82,14 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         progress: Progress | None = None,
         is_lasting: bool = False,
         replace: bool = False,
+        algorithm: str = "",
     ) -> FileEntry:
-        """As of `Store`. A memoryview may be read up to the next multiple of 4096 after `size_bytes` where it is that
-        long."""
+        """As of `Store`. `algorithm`: of the digests that the entry gets; empty: none. A memoryview may be read up to
+        the next multiple of 4096 after `size_bytes` where it is that long."""
         action = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
             raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
-        sums = ChunkSums(size_bytes, chunk_bytes)
+        sums = ChunkSums(size_bytes, chunk_bytes, algorithm)
         file = NewFile(self.tree, key, size_bytes)
 
         def write(offset: int, piece: memoryview, length: int) -> None:
@@ -133,7 +136,8 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         """Raises Corrupt unless the file that another put has made has the bytes of `entry`."""
         sizes = [stored.size_bytes for stored in await self.list(key) if stored.key == key]
         is_same = sizes == [entry.size_bytes]
-        if not is_same or await measure(self.source(key), entry.name, entry.size_bytes, entry.chunk_bytes) != entry:
+        size, chunk, algorithm = entry.size_bytes, entry.chunk_bytes, entry.algorithm
+        if not is_same or await measure(self.source(key), entry.name, size, chunk, algorithm=algorithm) != entry:
             raise conflict(f"{action}: there is a file with other bytes")
 
     async def put_bytes(self, key: str, content: bytes, *, if_absent: bool = False) -> bool:

@@ -10,31 +10,34 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from tierd.config import LimitsConfig
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Corrupt, Foreign, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
+from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
-from tierd.format.manifest import FileEntry, Manifest, decode, encode_marker
+from tierd.format.manifest import Manifest, decode, encode_marker
+from tierd.format.signature import Keyring
 from tierd.tiers.cache import Fingerprint, ManifestCache
-from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress, ReadableStore, Store, conflict
+from tierd.tiers.store import ReadableStore, Store, StoredObject, conflict
 
 DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
+MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints` and
-    `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run. `identities`: those that the
-    markers at the root give it."""
+    `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run; `claims`: those with a claim.
+    `numbers`: all generations in the names of claims and manifests, of each run, trusted or not.
+    `markers`: what tells whether one has changed, by key. `foreign`: why a marker does not count, by key. `identities`:
+    those that the markers at the root give it."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
@@ -43,36 +46,47 @@ class Listing:
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
     identities: set[str] = field(default_factory=set)
     written_at_s: dict[CheckpointId, float] = field(default_factory=dict)
+    claims: dict[Run, set[Generation]] = field(default_factory=dict)
+    numbers: dict[Run, set[Generation]] = field(default_factory=dict)
+    markers: dict[str, tuple[int, str, float]] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
 
     def add_generation(self, run: Run, generation: Generation) -> None:
         """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
         if generation <= GENERATION_SEEN_MAX:
             self.generations[run] = max(generation, self.generations.get(run, generation))
 
+    def add_number(self, run: Run, generation: Generation) -> None:
+        self.numbers.setdefault(run, set()).add(generation)
+
+    def add_claim(self, run: Run, generation: Generation) -> None:
+        self.add_generation(run, generation)
+        self.claims.setdefault(run, set()).add(generation)
+
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        names = map(layout.milestone_of, self.files.get(checkpoint, ()))
-        return frozenset(name for name in names if name is not None)
+        return layout.milestones_of(self.files.get(checkpoint, ()))
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        """Whether the checkpoint is healthy; None when it was not examined. If both markers exist, it is unhealthy."""
-        names = self.files.get(checkpoint, ())
-        return False if layout.UNHEALTHY in names else True if layout.HEALTHY in names else None
+        return layout.diagnosis_of(self.files.get(checkpoint, ()))
 
 
 @dataclass(frozen=True, eq=False)
 class ReadableTier:
-    """Replicas that can be restored, by checkpoint. The memory tier is one. `limits`: of the manifests."""
+    """Replicas that can be restored, by checkpoint. The memory tier is one. `limits`: of the manifests.
+    `keyring`: only what it has signed is read; None: everything."""
 
     name: str
     store: ReadableStore
     limits: LimitsConfig = field(default=LimitsConfig(), kw_only=True)
+    keyring: Keyring | None = field(default=None, kw_only=True)
 
     @property
     def manifest_bytes_max(self) -> int:
         return self.limits.manifest_mib_max << 20
 
     async def manifest(self, checkpoint: CheckpointId) -> Manifest:
-        """Raises NotFound when the checkpoint is not committed here, Corrupt or NewerFormat when it cannot be used."""
+        """Raises NotFound when the checkpoint is not committed here, Corrupt, NewerFormat or Foreign when it cannot be
+        used."""
         return (await self.read_manifest(checkpoint))[0]
 
     async def read_manifest(self, checkpoint: CheckpointId) -> tuple[Manifest, bytes]:
@@ -91,7 +105,7 @@ class ReadableTier:
             for checkpoint, raw in raws.items():
                 try:
                     is_read = isinstance(raw, bytes)
-                    manifests.append(decode(raw, where=self.name, expect=checkpoint) if is_read else raw)
+                    manifests.append(self._decode(raw, checkpoint) if is_read else raw)
                 except TierdError as error:
                     manifests.append(error)
             return manifests
@@ -99,6 +113,11 @@ class ReadableTier:
         if sum(len(raw) for raw in raws.values() if isinstance(raw, bytes)) <= DECODED_AT_ONCE_BYTES:
             return decode_all()
         return await asyncio.to_thread(decode_all)
+
+    def _decode(self, raw: bytes, checkpoint: CheckpointId) -> Manifest:
+        if self.keyring is not None:
+            self.keyring.check(layout.manifest_key(checkpoint), raw, where=self.name)
+        return decode(raw, where=self.name, expect=checkpoint)
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
@@ -108,12 +127,20 @@ class ReadableTier:
         return raw
 
     async def diagnosis(self, checkpoint: CheckpointId, *, is_healthy: bool) -> Diagnosis:
-        """What the marker here says; without details where it cannot be read."""
-        key = layout.diagnosis_key(checkpoint, is_healthy=is_healthy)
+        """What the marker here says; without details where it cannot be read, or no key has signed it."""
         try:
-            return msgspec.json.decode(await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), type=Diagnosis)
+            raw = await self.marker_bytes(layout.diagnosis_key(checkpoint, is_healthy=is_healthy))
+            diagnosis = msgspec.json.decode(raw, type=Diagnosis)
         except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
             return Diagnosis(healthy=is_healthy)
+        return diagnosis if diagnosis.healthy == is_healthy else Diagnosis(healthy=is_healthy)
+
+    async def marker_bytes(self, key: str) -> bytes:
+        """The exact bytes of a marker. Raises Foreign where the keyring has not signed it, NotFound, Corrupt."""
+        raw = await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX)
+        if self.keyring is not None:
+            self.keyring.check(key, raw, where=self.name)
+        return raw
 
     def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
         return conflict(f"commit {checkpoint} in {self.name}: another checkpoint is committed there under this name")
@@ -122,38 +149,90 @@ class ReadableTier:
 @dataclass(frozen=True, eq=False)
 class Tier(ReadableTier):
     """`cache`: manifests that were read here before; None: not cached. `deleting`: deletions by this process that have
-    begun and not ended, or failed: a listing may lack these checkpoints."""
+    begun and not ended, or failed: a listing may lack these checkpoints. `verified`: markers whose signature was found
+    to be right, and those where it was not, with the reason. `foreign`: manifests that the keyring has not signed, as
+    they were, with the reason; they are read again when they have changed. `claimed`: the generation of each
+    run whose claim was confirmed last; see `deferred_claim`. `deletes`: False where another program
+    deletes, with a credential that this one lacks: then no worker calls `delete`."""
 
     store: Store
     cache: ManifestCache | None = None
     deleting: set[CheckpointId] = field(default_factory=set)
+    verified: dict[str, tuple[tuple[int, str, float], str]] = field(default_factory=dict)
+    claimed: dict[Run, Generation] = field(default_factory=dict)
+    foreign: dict[CheckpointId, tuple[Fingerprint, str]] = field(default_factory=dict)
+    deletes: bool = field(default=True, kw_only=True)
 
     async def listing(self, prefix: str = "") -> Listing:
-        """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest."""
+        """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest. With a
+        keyring, markers that have changed are read, and those that it has not signed are left out."""
+        return await self._listing_of(await self.store.list(prefix), is_whole=not prefix)
+
+    async def _listing_of(self, objects: Iterable[StoredObject], *, is_whole: bool) -> Listing:
         listing = Listing()
         folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
-        for stored in await self.store.list(prefix):
+        for stored in objects:
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
                 parsed = layout.parse_key(stored.key)
                 if parsed is None:
                     if claimed := layout.parse_generation_key(stored.key):
-                        listing.add_generation(*claimed)
+                        listing.add_claim(*claimed)
+                        listing.add_number(*claimed)
+                        listing.markers[stored.key] = (stored.size_bytes, stored.etag, stored.written_at_s)
                     elif identity := layout.parse_tier_marker(stored.key):
                         listing.identities.add(identity)
-                    continue
-                if parsed.generation > GENERATION_SEEN_MAX:
                     continue
                 folders[folder] = parsed
                 listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
+            if name != layout.MANIFEST and layout.is_ours(name):
+                listing.markers[stored.key] = (stored.size_bytes, stored.etag, stored.written_at_s)
             if name == layout.MANIFEST:
-                listing.add_generation(folders[folder].run, folders[folder].generation)
+                listing.add_number(folders[folder].run, folders[folder].generation)
+                if self.keyring is None:  # else the manifests that are signed show theirs
+                    listing.add_generation(folders[folder].run, folders[folder].generation)
                 listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
                 listing.written_at_s[folders[folder]] = stored.written_at_s
         for checkpoint, files in listing.files.items():
             (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)
+        if self.keyring is not None:
+            await self._leave_out_foreign_markers(listing, self.keyring, is_whole=is_whole)
         return listing
+
+    async def _leave_out_foreign_markers(self, listing: Listing, keyring: Keyring, *, is_whole: bool) -> None:
+        gone: list[str] = []
+        changed = [key for key, mark in listing.markers.items() if self.verified.get(key, (None, ""))[0] != mark]
+        for begin in range(0, len(changed), MARKERS_AT_ONCE):
+            batch = changed[begin : begin + MARKERS_AT_ONCE]
+            raws = await self.store.get_many(batch, size_max=MARKER_BYTES_MAX)
+            for key, raw in zip(batch, raws, strict=True):
+                if isinstance(raw, NotFound):  # deleted since it was listed
+                    gone.append(key)
+                    del listing.markers[key]
+                    continue
+                why = "" if isinstance(raw, bytes) else raw.message
+                try:
+                    if isinstance(raw, bytes):
+                        keyring.check(key, raw, where=self.name)
+                except Foreign as error:
+                    why = error.message
+                self.verified[key] = (listing.markers[key], why)
+        if is_whole:
+            for key in self.verified.keys() - listing.markers.keys():
+                del self.verified[key]
+            for checkpoint in self.foreign.keys() - listing.fingerprints.keys():
+                del self.foreign[checkpoint]
+        listing.foreign.update({key: why for key in listing.markers if (why := self.verified[key][1])})
+        listing.generations.clear()
+        for key in (*listing.foreign, *gone):
+            if (checkpoint := layout.parse_key(key)) is not None:
+                listing.files[checkpoint].pop(key.rpartition("/")[2])
+            elif (claimed := layout.parse_generation_key(key)) is not None:
+                listing.claims[claimed[0]].discard(claimed[1])
+        for run, generations in listing.claims.items():
+            for generation in generations:
+                listing.add_generation(run, generation)
 
     async def identities(self) -> set[str]:
         """The identities of the tier, without a listing of its checkpoints."""
@@ -222,83 +301,97 @@ class Tier(ReadableTier):
     ) -> bool:
         """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file.
 
-        `confirm`: called with the names of its files directly before the deletion. If it returns False, nothing is
-        deleted, and this returns False.
+        `confirm`: called with the names of its files directly before the deletion, without markers that the keyring has
+        not signed. If it returns False, nothing is deleted, and this returns False. It also returns False, and the
+        manifest is put back, if another process has set a milestone since the listing. Raises NotFound if another
+        process has deleted the manifest since then.
         """
-        prefix, manifest = layout.checkpoint_prefix(checkpoint), layout.manifest_key(checkpoint)
-        keys = {stored.key for stored in await self.store.list(prefix)}
-        if not confirm({key.removeprefix(prefix) for key in keys}):
+        names, keys = await self._files(checkpoint)
+        if not confirm(names):
             return False
-        if keys:
-            self.deleting.add(checkpoint)
-            failpoint("tier.delete")
-            await self.store.delete([manifest, *sorted(keys - {manifest})])
-            self.deleting.discard(checkpoint)
+        if not keys:
+            return True
+        key = layout.manifest_key(checkpoint)
+        found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
+        if isinstance(found, NotFound):
+            raise found
+        raw = found if isinstance(found, bytes) else None  # archived or damaged: it is deleted, but cannot be put back
+        self.deleting.add(checkpoint)
+        failpoint("tier.delete")
+        await self.store.delete([key])
+        if raw is not None:
+            # `tierd milestone` writes its marker and then looks for the manifest. This deletes the manifest and then
+            # looks for markers. So at least one of the two sees the other.
+            names_now, keys = await self._files(checkpoint)
+            if milestones := layout.milestones_of(names_now) - layout.milestones_of(names):
+                await self._put_back(checkpoint, raw, ", ".join(sorted(milestones)))
+                self.deleting.discard(checkpoint)
+                return False
+        try:
+            await self.store.delete(sorted(keys - {key}))
+        except TierdError as error:
+            error.message += f"; {checkpoint} has no manifest in {self.name} any more, but some of its files are left"
+            raise
+        self.deleting.discard(checkpoint)
         return True
+
+    async def _files(self, checkpoint: CheckpointId) -> tuple[Collection[str], set[str]]:
+        """The names of its files, without markers that the keyring has not signed, and the keys of all."""
+        objects = await self.store.list(layout.checkpoint_prefix(checkpoint))
+        listing = await self._listing_of(objects, is_whole=False)
+        return listing.files.get(checkpoint, {}).keys(), {stored.key for stored in objects}
+
+    async def _put_back(self, checkpoint: CheckpointId, raw: bytes, milestones: str) -> None:
+        try:
+            await self.store.put_bytes(layout.manifest_key(checkpoint), raw, if_absent=True)
+        except TierdError as error:
+            error.message = (
+                f"keep {checkpoint} in {self.name}: {milestones} was set while it was being deleted, "
+                f"and its manifest could not be put back: {error.message}"
+            )
+            raise
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         failpoint("tier.mark")
         content = encode_marker({"milestone": milestone, "created_at": created_at})
-        key = layout.file_key(checkpoint, layout.milestone_file(milestone))
-        await self.store.put_bytes(key, content, if_absent=True)
+        await self._put_marker(layout.file_key(checkpoint, layout.milestone_file(milestone)), content)
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         failpoint("tier.diagnose")
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
-        await self.store.put_bytes(key, encode_marker(diagnosis), if_absent=True)
+        await self._put_marker(key, encode_marker(diagnosis))
 
-    async def claim_generation(self, run: Run, generation: Generation, content: Mapping[str, Any]) -> bool:
-        """False when it is claimed already. Keeps the last CLAIMS_KEPT claims of a run: only the highest counts."""
+    async def _put_marker(self, key: str, content: bytes) -> bool:
+        """Whether it was absent. Raises Foreign when there is one that the keyring has not signed: it is not
+        overwritten."""
+        is_new = await self.store.put_bytes(key, self._signed(key, content), if_absent=True)
+        if self.keyring is not None and not is_new:
+            self.keyring.check(key, await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), where=self.name)
+        return is_new
+
+    def _signed(self, key: str, content: bytes) -> bytes:
+        return content if self.keyring is None else self.keyring.sign(key, content)
+
+    async def claim_generation(self, run: Run, generation: Generation, claim: Claim) -> bool:
+        """False when another start has claimed it. Repeating it is harmless. Keeps the last CLAIMS_KEPT claims of a
+        run, where this process deletes: only the highest counts."""
         key = layout.generation_key(run, generation)
-        if not await self.store.put_bytes(key, encode_marker(content), if_absent=True):
-            return False
-        if generation > CLAIMS_KEPT:
+        if not await self.store.put_bytes(key, self._signed(key, encode_marker(claim)), if_absent=True):
+            existing = await self.claim(run, generation)
+            if existing is None or not existing.is_of_same_start(claim):
+                return False
+        if generation > CLAIMS_KEPT and self.deletes:
             with suppress(TierdError):  # the claim is made; a marker that stays does no harm
                 await self.store.delete([layout.generation_key(run, Generation(generation - CLAIMS_KEPT))])
         return True
 
-
-async def copy_checkpoint(
-    manifest: Manifest,
-    source: ReadableTier,
-    target: Tier,
-    *,
-    milestones: Collection[str] = (),
-    is_healthy: bool | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Copies a committed checkpoint: its files, several at once, then the markers, then the manifest's exact bytes.
-
-    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
-    """
-    raw = await source.manifest_bytes(manifest)
-    if not await target.is_committed(manifest, raw=raw):
-        options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
-        copy = partial(copy_file, manifest.id, source=source, target=target, **options)
-        await for_each(target.store.puts_at_once, manifest.files, copy)
-    diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
-    await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
-
-
-async def copy_file(
-    checkpoint: CheckpointId,
-    entry: FileEntry,
-    source: ReadableTier,
-    target: Tier,
-    *,
-    progress: Progress | None = None,
-    is_lasting: bool = False,
-    replace: bool = False,
-) -> None:
-    """Copies one file of a checkpoint. Options and errors as of `Store.put`."""
-    key = layout.file_key(checkpoint, entry.name)
-    await target.store.put(
-        key,
-        source.store.source(key),
-        size_bytes=entry.size_bytes,
-        chunk_bytes=entry.chunk_bytes,
-        expect=entry,
-        progress=progress,
-        is_lasting=is_lasting,
-        replace=replace,
-    )
+    async def claim(self, run: Run, generation: Generation) -> Claim | None:
+        """None: nobody has claimed the generation here, or the marker is damaged or not signed by the keyring."""
+        key = layout.generation_key(run, generation)
+        try:
+            raw = await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX)
+            if self.keyring is not None:
+                self.keyring.check(key, raw, where=self.name)
+        except (NotFound, Corrupt, Foreign):
+            return None
+        return decode_claim(raw)

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from tierd.errors import Corrupt
 from tierd.format.manifest import Manifest
+from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Progress
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import atomic_output
 from tierd.transfer.verify import verify_files
 

@@ -55,7 +55,7 @@ class Fetch:
                 partial=PartialFile(store, layout.file_key(manifest.id, entry.name), entry),
                 wanted=bytearray(len(entry.chunks)),
                 missing=bytearray(len(entry.chunks)),
-                sums=ChunkSums(entry.size_bytes, entry.chunk_bytes),
+                sums=ChunkSums(entry.size_bytes, entry.chunk_bytes, entry.algorithm),
             )
             for entry in manifest.files
             if wanted is None or entry.name in wanted
@@ -179,7 +179,7 @@ class Fetch:
         """
         result = _ReadResult()
         for file in files:
-            file.sums = ChunkSums(file.entry.size_bytes, file.entry.chunk_bytes)
+            file.sums = ChunkSums(file.entry.size_bytes, file.entry.chunk_bytes, file.entry.algorithm)
 
         def keep(file: _File, offset: int, buffer: memoryview, length: int) -> None:
             file.sums.add(offset, buffer[:length])
@@ -201,15 +201,17 @@ class Fetch:
                     return
                 await self.store.pool.run(keep, file, offset, buffer, length)
             for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
-                crc = file.sums.pop_chunk(index)
-                if crc == entry.chunks[index]:
+                found = file.sums.pop_chunk(index)
+                if found is None:
+                    continue
+                if not (problem := difference(entry, index, found)):
                     file.missing[index] = 0
                     self.missing_bytes -= file.chunk_length(index)
                     if verified_progress is not None:
                         verified_progress(file.chunk_length(index))
-                elif crc is not None:
+                else:
                     result.differing += 1
-                    result.first = result.first or f"{entry.name}: {difference(entry, index, crc)}"
+                    result.first = result.first or f"{entry.name}: {problem}"
             if read_progress is not None:
                 read_progress(length)
 

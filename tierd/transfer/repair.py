@@ -2,7 +2,7 @@
 
 A good file replaces a bad one in one step, and only after every chunk of it was compared with the manifest. Nothing is
 deleted first: when the repair is killed, or finds no good file, the replica stays as it was. A file for which no
-replica has the right bytes stays too.
+replica has the right bytes stays too. Where the manifest has digests, they decide, not the CRCs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from tierd.errors import BadRequest, Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable
+from tierd.errors import BadRequest, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
-from tierd.format.manifest import Manifest
-from tierd.tiers.tier import Tier, copy_file
+from tierd.format.manifest import FileEntry, Manifest
+from tierd.tiers.checkpoint_copy import copy_file
+from tierd.tiers.chunks import differences, measure
+from tierd.tiers.tier import Tier
 from tierd.transfer.verify import Proof, Verification, verify_files
 
 log = logging.getLogger("tierd")
 
-_SOURCE_FAULTS = (Corrupt, NewerFormat, NotFound, TierUnreachable, BadRequest)
+_SOURCE_FAULTS = (Corrupt, NewerFormat, Foreign, NotFound, TierUnreachable, BadRequest)
 """Errors of one source, after which the next one is tried."""
 
 
@@ -67,6 +69,8 @@ async def _replace(
         failures: dict[str, TierdError] = {}
         for source in sources:
             try:
+                if entry.algorithm:
+                    await _check_digests(manifest, entry, source)
                 await copy_file(manifest.id, entry, source, tier, replace=True)
             except _SOURCE_FAULTS as error:
                 failures[source.name] = error
@@ -78,11 +82,21 @@ async def _replace(
             why = "; ".join(f"{name}: {error.message}" for name, error in failures.items()) or "no other tier has it"
             repair.refused.append(f"{manifest.id}/{entry.name} in {tier.name} is left as it is: {why}")
             repair.is_for_later |= any(isinstance(error, TierUnreachable) for error in failures.values())
-    # A file counts as repaired only when the verification that found the damage passes.
-    again = await verify_files(tier, manifest, is_deep=is_deep, only=repair.repaired)
+    # A file counts as repaired only when the verification that found the damage passes, and its digests are right.
+    has_digests = any(entry.algorithm for entry in manifest.files)
+    again = await verify_files(tier, manifest, is_deep=is_deep or has_digests, only=repair.repaired)
     for name, sentences in again.problems.items():
         del repair.repaired[name]
         repair.refused += [f"written again, and still wrong: {sentence}" for sentence in sentences]
+
+
+async def _check_digests(manifest: Manifest, entry: FileEntry, source: Tier) -> None:
+    """Raises Corrupt where a digest differs: a copy compares CRCs only, and a writer to the tier can keep those."""
+    content = source.store.source(layout.file_key(manifest.id, entry.name))
+    size, chunk = entry.size_bytes, entry.chunk_bytes
+    actual = await measure(content, entry.name, size, chunk, algorithm=entry.algorithm)
+    if problems := differences(entry, actual):
+        raise Corrupt(f"read {manifest.id}/{entry.name} in {source.name}: {problems[0]}")
 
 
 async def _rebuild(tier: Tier, checkpoint: CheckpointId, sources: Sequence[Tier], repair: Repair) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierd.errors import Corrupt, NotFound, TierUnreachable
+from tierd.errors import Corrupt, Foreign, NotFound, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
@@ -31,12 +31,14 @@ class Proof(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """`manifest`: None when it cannot be read. `problems`: sentences by file name; empty when the replica is good.
-    `missing`: the files among them that are absent. `proof`: the weakest of any file."""
+    `missing`: the files among them that are absent. `proof`: the weakest of any file. `has_read_error`: the disk could
+    not read one of them, which may be a failure of the moment."""
 
     manifest: Manifest | None
     problems: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     missing: frozenset[str] = frozenset()
     proof: Proof = Proof.DEEP
+    has_read_error: bool = False
 
     @property
     def sentences(self) -> list[str]:
@@ -51,8 +53,8 @@ async def verify_replica(
     progress: Progress | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> Verification | None:
-    """None when there is no such replica, or it was deleted meanwhile. Raises NewerFormat or TierUnreachable where it
-    cannot be verified."""
+    """None when there is no such replica, or it was deleted meanwhile. Raises NewerFormat, Foreign or TierUnreachable
+    where it cannot be verified."""
     try:
         manifest = await tier.manifest(checkpoint)
     except NotFound:
@@ -65,7 +67,7 @@ async def verify_replica(
             await tier.manifest(checkpoint)
         except NotFound:
             return None
-        except Corrupt:
+        except (Corrupt, Foreign):
             pass
     return verification
 
@@ -85,7 +87,7 @@ async def verify_files(
     sizes = {file.key: file.size_bytes for file in stored}
     problems: dict[str, list[str]] = {}
     missing: set[str] = set()
-    has_checksums = True
+    has_checksums, has_read_error = True, False
 
     async def compare(entry: FileEntry) -> list[str]:
         nonlocal has_checksums
@@ -96,7 +98,15 @@ async def verify_files(
             return [f"{sizes[key]} bytes, expected {entry.size_bytes}"]
         if is_deep:
             source, size = tier.store.source(key), entry.size_bytes
-            actual = await measure(source, entry.name, size, entry.chunk_bytes, bandwidth=bandwidth, progress=progress)
+            actual = await measure(
+                source,
+                entry.name,
+                size,
+                entry.chunk_bytes,
+                bandwidth=bandwidth,
+                progress=progress,
+                algorithm=entry.algorithm,
+            )
             return differences(entry, actual)
         checksum = await tier.store.stored_checksum(key)
         has_checksums = has_checksums and checksum is not None
@@ -114,16 +124,24 @@ async def verify_files(
         except (NotFound, Corrupt, TierUnreachable) as error:
             if isinstance(error, NotFound):
                 missing.add(entry.name)
-            elif isinstance(error, TierUnreachable) and not _is_bad_sector(error):
-                raise
+            elif isinstance(error, TierUnreachable):
+                if not _is_read_error(error):
+                    raise
+                has_read_error = True
             sentences = [error.message]
         if sentences:
             where = f"{manifest.id}/{entry.name} in {tier.name}"
             problems[entry.name] = [f"{where}: {sentence}" for sentence in sentences]
     proof = Proof.DEEP if is_deep else Proof.CHECKSUM if has_checksums else Proof.SIZE
-    return Verification(manifest=manifest, problems=problems, missing=frozenset(missing), proof=proof)
+    return Verification(
+        manifest=manifest,
+        problems=problems,
+        missing=frozenset(missing),
+        proof=proof,
+        has_read_error=has_read_error,
+    )
 
 
-def _is_bad_sector(error: TierUnreachable) -> bool:
+def _is_read_error(error: TierUnreachable) -> bool:
     """The disk cannot read the file, although it lists it. A new file uses other sectors."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 
-from tierd.catalog import Entry
+from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
 from tierd.format.ids import CheckpointId, Run

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierd.catalog import Entry
+from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
-from tierd.errors import BadRequest, Corrupt, Full, NotFound, TierdError
+from tierd.errors import BadRequest, Corrupt, Foreign, Full, NotFound, TierdError
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
@@ -167,7 +167,7 @@ class Fetcher:
         failpoint("fetch.commit")
         try:
             await self._hot.commit(manifest, raw=part.raw, milestones=milestones)
-        except Corrupt as error:
+        except (Corrupt, Foreign) as error:
             # The manifest there is unreadable. The files are good all the same, and the trainer needs only them.
             self._context.incidents.record("restore", error, manifest.id)
         else:

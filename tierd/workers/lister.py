@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 
 from tierd.context import DaemonContext
-from tierd.decisions import lost
-from tierd.errors import Lost, TierUnreachable
-from tierd.format.ids import CheckpointId
-from tierd.lifecycle.policy import CheckpointView
+from tierd.decisions import deleted_elsewhere, lost
+from tierd.errors import Foreign, Lost, TierUnreachable
+from tierd.format import layout
+from tierd.format.audit import Action
+from tierd.format.ids import CheckpointId, Run
+from tierd.lifecycle.policy import HOT, CheckpointView
 from tierd.listing import refresh
 from tierd.tiers.tier import Tier
 
@@ -34,6 +36,8 @@ class Lister:
         self._tier = tier
         self._reported: dict[CheckpointId, CheckpointView] = {}  # lost replicas, as the catalog has them
         self._asked: list[asyncio.Future[None]] = []
+        self._foreign: set[str] = set()  # keys that were reported
+        self._newer: dict[Run, int] = {}  # runs that were reported
 
     async def run_once(self) -> bool:
         asked, self._asked = self._asked, []
@@ -58,6 +62,8 @@ class Lister:
         if not knowledge.is_known:
             raise TierUnreachable(knowledge.error)
         self.listed_s = began_s
+        self._report_foreign()
+        self._report_newer_generations()
 
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""
@@ -72,6 +78,34 @@ class Lister:
         missing = self._catalog.tiers[self._tier.name].missing
         return [checkpoint for checkpoint, view in self._reported.items() if missing.get(checkpoint) is view]
 
+    def _report_foreign(self) -> None:
+        name = self._tier.name
+        shared = {
+            layout.manifest_key(c): why for (tier, c), why in self._catalog.shared_generations().items() if tier == name
+        }
+        foreign = shared | {key: why for (tier, key), why in self._catalog.foreign().items() if tier == name}
+        new = [key for key in foreign if key not in self._foreign]
+        self._foreign = set(foreign)
+        if new:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            checkpoint, reason = layout.parse_key(new[0]), f"{foreign[new[0]]}{more}"
+            run = new[0].partition("/")[0]
+            error = Foreign(f"list {name}: {reason}", hint="docs/RUNBOOK.md#foreign-checkpoints")
+            self._context.incidents.record(self.name, error, checkpoint)
+            self._context.audit.record(Action.FOREIGN_SEEN, checkpoint=checkpoint, run=run, tier=name, reason=reason)
+
+    def _report_newer_generations(self) -> None:
+        """Report a generation that another daemon has begun while this one's trainers are attached. Only hot's lister
+        does, so that each is reported once."""
+        if self._tier.name != HOT:
+            return
+        newer = self._context.newer_generations()
+        for run in sorted(newer.keys() - self._newer.keys()):
+            here = self._context.memory.generation(run)
+            reason = f"the trainers here have generation {here}"
+            self._context.audit.record(Action.GENERATION_UNKNOWN, run=run, generation=newer[run], reason=reason)
+        self._newer = newer
+
     def _new_losses(self) -> list[CheckpointId]:
         now_lost = lost(self._catalog, self._context.config, self._tier.name)
         known = {*self._tier.deleting, *self.lost}
@@ -79,7 +113,9 @@ class Lister:
 
     def _report_losses(self) -> None:
         name, new = self._tier.name, self._new_losses()
-        self._catalog.forget_missing(name, lost(self._catalog, self._context.config, name))
+        now_lost = lost(self._catalog, self._context.config, name)
+        deleted = deleted_elsewhere(self._catalog, self._context.config, name)
+        self._catalog.forget_missing(name, {*now_lost, *deleted})
         missing = self._catalog.tiers[name].missing
         self._reported = {checkpoint: missing[checkpoint] for checkpoint in (*new, *self.lost)}
         if not new:

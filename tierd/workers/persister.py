@@ -14,12 +14,14 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
+from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.listing import is_listed, next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
+from tierd.tiers.tier import Tier
 from tierd.workers.hot_space import HotSpace, MakeRoom
 from tierd.workers.recovery import clear_uncommitted
 
@@ -129,10 +131,7 @@ class Persister:
             await self._context.memory.compute_checksums(snapshot_set)
             is_same = snapshot_set.make_manifest(sequence=committed.sequence).files == committed.files
         if not is_same:
-            raise Corrupt(
-                f"write {snapshot_set.id} in {self._hot.name}: another checkpoint with the same id is committed",
-                hint="do two jobs write one run? Rename one of them; nothing was overwritten",
-            )
+            raise _conflict(self._hot, snapshot_set.id)
 
     def _send_persisted(self, snapshot_set: SnapshotSet) -> None:
         """Tell the trainers which tiers have it. A resent snapshot may be in cold tiers already, or only there."""
@@ -172,10 +171,10 @@ class Persister:
                         chunk_bytes=checksum.CHUNK_BYTES,
                         expect=snapshot.entry,
                         progress=count_written,
+                        algorithm=self._context.memory.algorithm,
                     )
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
-            # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
             context = self._context
             sequence = await next_sequence(
                 self._catalog,
@@ -184,17 +183,36 @@ class Persister:
                 context.identities,
                 in_memory=context.memory.sequence_max,
             )
-            manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
+            if (entry := self._catalog.get(checkpoint)) is not None:  # a listing of a cold tier has just found it
+                await self._check_same(snapshot_set, entry.manifest)
+                snapshot_set.manifest = entry.manifest
+            # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
+            manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
+                snapshot_set, sequence=sequence
+            )
             milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
             failpoint("persist.commit")
             await self._hot.commit(manifest, milestones=milestones)
             failpoint("persist.committed")
+            if (other := self._catalog.get(checkpoint)) is not None and other.manifest != manifest:
+                raise _conflict(self._hot, checkpoint)  # a listing of a cold tier found it during the commit
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)
             raise
         self._catalog.add(manifest, self._hot.name, milestones)
+        context.audit.record(Action.COMMITTED, checkpoint=checkpoint, tier=self._hot.name)
+        for milestone in milestones:
+            reason = f"milestone {milestone}"
+            context.audit.record(Action.MARKED, checkpoint=checkpoint, tier=self._hot.name, reason=reason)
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
         self._metrics.persist_seconds.observe(self._context.monotonic_s() - snapshot_set.sealed_at_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
+
+
+def _conflict(hot: Tier, checkpoint: CheckpointId) -> Corrupt:
+    return Corrupt(
+        f"write {checkpoint} in {hot.name}: another checkpoint with the same id is committed",
+        hint="do two jobs write one run? Rename one of them; nothing was overwritten",
+    )

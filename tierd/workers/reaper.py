@@ -3,7 +3,8 @@
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
 tier cannot be listed, nothing of the run is deleted there. While hot has no room, it also evicts what every cold tier
 holds, beyond the policy, and then gives up copies that wait there, one by one and never in silence. Also frees the
-slots of runs whose trainers have left.
+slots of runs whose trainers have left. In a cold tier with `deletes = false` it deletes nothing: `tierd reap` runs this
+worker elsewhere, without a hot tier.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from tierd.catalog import Entry
+from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
 from tierd.copies import Reason
-from tierd.decisions import decisions, deletions_for_space, missing_room_bytes, to_give_up
-from tierd.errors import Corrupt, GivenUp, Retained, TierdError
+from tierd.decisions import decisions, deletions, deletions_for_space, missing_room_bytes, to_give_up
+from tierd.errors import Corrupt, GivenUp, NotFound, Retained, TierdError
 from tierd.failpoints import failpoint
-from tierd.format import layout
-from tierd.format.ids import CheckpointId
-from tierd.lifecycle import policy
+from tierd.format import audit, layout
+from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.listing import files_of, missing_file
+from tierd.listing import files_of, missing_file, refresh_run
 
 log = logging.getLogger("tierd")
 
@@ -37,7 +37,21 @@ class Reaper:
     name = "reap"
     is_urgent = False
 
-    def __init__(self, context: DaemonContext) -> None:
+    def __init__(
+        self,
+        context: DaemonContext,
+        *,
+        only_run: Run | None = None,
+        lists_again: bool = False,
+        on_deletion: Callable[[Decision], None] = lambda action: None,
+    ) -> None:
+        """`only_run`: nothing of another run is deleted by the plan. `lists_again`: list a run again in every cold tier
+        before its first deletion in a pass, where no worker lists the tiers meanwhile. `on_deletion`: called after
+        each."""
+        self._only_run = only_run
+        self._lists_again = lists_again
+        self._listed: set[Run] = set()  # again, in this pass
+        self._on_deletion = on_deletion
         self.interval_s = context.config.limits.reconcile_interval_s
         self._context = context
         self._catalog = context.catalog
@@ -55,6 +69,7 @@ class Reaper:
         failed_tiers: set[str] = set()
         if self._catalog.changes != self._done_at or self._context.monotonic_s() >= self._retentions.due_s:
             self._retentions.forget_due(now_s=self._context.monotonic_s())
+            self._listed.clear()
             while not await self._delete(self._plan, failed_tiers, on_deleted=self._count_replaced):
                 pass
             self._done_at = -1 if failed_tiers else self._catalog.changes
@@ -106,6 +121,8 @@ class Reaper:
                 continue
             if entry is None or (lock.locked() and not is_patient):
                 continue
+            if self._lists_again and action.checkpoint.run not in self._listed:
+                await self._list_again(action.checkpoint.run, failed_tiers)
             async with lock:
                 if self._catalog.changes != decided_at:
                     return False
@@ -120,6 +137,9 @@ class Reaper:
                 try:
                     if not await self._context.tiers[action.tier].delete(action.checkpoint, confirm=confirm):
                         return False
+                except NotFound:
+                    self._catalog.disappeared(action.checkpoint, action.tier)  # another process has just deleted it
+                    return False
                 except TierdError as error:
                     if isinstance(error, Retained):
                         self._retentions.add(action.tier, action.checkpoint, error, now_s=now_s)
@@ -136,11 +156,23 @@ class Reaper:
             on_deleted(action, entry)
         return self._catalog.changes == decided_at
 
+    async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
+        """The first listings may be hours old, if there is much to delete."""
+        self._listed.add(run)
+        for name, tier in self._context.cold.items():
+            if self._catalog.tiers[name].is_known:
+                try:
+                    await refresh_run(self._catalog, tier, run, self._context.identities)
+                except TierdError as error:
+                    self._catalog.listing_failed(name, str(error))
+                    failed_tiers.add(name)
+
     def _drop(self, action: Decision) -> None:
         self._catalog.drop(action.checkpoint, action.tier)
         self._context.notify.space_freed()
-        verb = "evicted" if action.action is Action.EVICT else "expired"
-        log.info("%s %s from %s: %s", verb, action.checkpoint, action.tier, action.reason)
+        deletion = audit.Action.EVICTED if action.action is Action.EVICT else audit.Action.EXPIRED
+        self._context.audit.record(deletion, checkpoint=action.checkpoint, tier=action.tier, reason=action.reason)
+        self._on_deletion(action)
 
     def _plan(self) -> list[Decision]:
         """Also notes which cold tiers should get what is in hot, to tell later which of them did not."""
@@ -150,7 +182,8 @@ class Reaper:
                 self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)
         entries = [entry for checkpoint in self._selected if (entry := self._catalog.get(checkpoint))]
         self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
-        return policy.deletions(decided)
+        own = deletions(decided, self._context.config)
+        return [deletion for deletion in own if self._only_run in (None, deletion.checkpoint.run)]
 
     def _count_replaced(self, action: Decision, entry: Entry) -> None:
         if action.tier == HOT and entry.healthy is not False:
@@ -189,9 +222,8 @@ class Reaper:
 
     def _is_still_given_up(self, action: Decision, free_bytes: int | None, names: Collection[str]) -> bool:
         """As `_is_still_decided`."""
-        is_milestone = any(layout.milestone_of(name) is not None for name in names)
         given_up = to_give_up(self._catalog, self._context.config, free_bytes)
-        return not is_milestone and action.checkpoint in (decision.checkpoint for decision in given_up)
+        return not layout.milestones_of(names) and action.checkpoint in (decision.checkpoint for decision in given_up)
 
     def _record_given_up(self, entry: Entry, reason: Reason) -> list[str]:
         """Count that hot loses a checkpoint. Returns the cold tiers that should get it and have not."""
@@ -205,23 +237,29 @@ class Reaper:
         self, action: Decision, plan: Callable[[], list[Decision]], decided_at: int, names: Collection[str]
     ) -> bool:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
-        checkpoint's files in the tier; a milestone that another machine has set there enters the catalog."""
+        checkpoint's files in the tier; a marker that another machine has written there enters the catalog."""
         entry = self._catalog.get(action.checkpoint)
-        milestones = {milestone for name in names if (milestone := layout.milestone_of(name)) is not None}
-        if entry is not None and (unknown := milestones - entry.all_milestones):
+        if layout.MANIFEST not in names and action.checkpoint not in self._context.tiers[action.tier].deleting:
+            self._catalog.disappeared(action.checkpoint, action.tier)  # another process has deleted it
+            return False
+        if entry is not None and (unknown := layout.milestones_of(names) - entry.all_milestones):
             log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
             self._catalog.add(entry.manifest, action.tier, unknown)
+            return False
+        is_healthy = layout.diagnosis_of(names)
+        if entry is not None and is_healthy is not None and is_healthy != entry.diagnoses.get(action.tier):
+            self._catalog.diagnosed(action.checkpoint, action.tier, is_healthy=is_healthy)
             return False
         return self._catalog.changes == decided_at or action in plan()
 
     def _has_only_verdict(self, action: Decision) -> bool:
         """Whether this replica has the health marker of the checkpoint and no other replica has it yet. The replicator
         copies it. Without it, an unhealthy checkpoint would count as one that may be healthy: also one that a tier has
-        which is not known now."""
+        which is not known now, and one whose copy began before the verdict."""
         entry = self._catalog.get(action.checkpoint)
         if entry is None or action.tier not in entry.diagnoses:
             return False
-        others = entry.tiers - {action.tier}
+        others = (entry.tiers | self._catalog.copied_to(action.checkpoint)) - {action.tier}
         if entry.healthy is False:
             others |= self._catalog.unlisted().keys()
         return bool(others) and not others & entry.diagnoses.keys()
@@ -249,15 +287,25 @@ class Reaper:
                 self._catalog.disappeared(action.checkpoint, name)
                 self._context.notify.relist(name)  # then its loss is reported
                 return False
-            if why := missing_file(entry.manifest, files):
+            if why := missing_file(entry.manifest, files) or await self._forged(entry, name):
                 error = Corrupt(f"evict {action.checkpoint} from {action.tier}: in {name}, {why}", hint=_HINT)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
-            marked |= {milestone for file in files if (milestone := layout.milestone_of(file)) is not None}
+            marked |= layout.milestones_of(files)
             is_listed = True
         # Without the marker, which the replicator copies, the other tier would expire the checkpoint.
         return not is_listed or entry.milestones.get(action.tier, frozenset()) <= marked
+
+    async def _forged(self, entry: Entry, tier: str) -> str:
+        """Why the manifest in `tier` is not the signed one of the catalog: it may have been replaced since the listing.
+        Empty if it is, or without a key."""
+        if self._context.keyring is not None:
+            try:
+                await self._context.tiers[tier].manifest_bytes(entry.manifest)
+            except TierdError as error:
+                return error.message
+        return ""
 
 
 class Retentions:

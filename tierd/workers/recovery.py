@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import logging
 import math
+from heapq import nlargest
 
 from tierd.catalog import Catalog
+from tierd.errors import BadConfig
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
 from tierd.listing import enter_listing
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")
 
+SIGNED_LOOKED_AT = 8  # of the checkpoints in hot, the last written
 PARTIAL_DOWNLOADS_KEPT_S = 86400.0  # one day for the trainer to start again and continue its restore
+
+
+async def refuse_signed(hot: Tier) -> None:
+    """Raises BadConfig when the hot tier was written with a key and there is none now: what is written without it would
+    be foreign to every reader that has the key."""
+    if hot.keyring is not None:
+        return
+    listing = await hot.listing()
+    newest = nlargest(SIGNED_LOOKED_AT, listing.committed, key=lambda checkpoint: listing.written_at_s[checkpoint])
+    for manifest in await hot.manifests(newest):
+        if isinstance(manifest, Manifest) and manifest.signature:
+            raise BadConfig(
+                f"serve {hot.store.url}: {manifest.id} there is signed, and there is no key file",
+                hint="set [security] key_file or TIERD_KEY_FILE; to go on without a key, use another hot.path",
+            )
 
 
 async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: float) -> None:
@@ -39,16 +58,23 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
     await enter_listing(catalog, hot, listing, since=catalog.changes)
 
 
-async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf) -> None:
-    """Delete the files of a failed copy, unless it is committed: they may fill the disk.
+async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf) -> list[str]:
+    """Delete the files of a failed copy, unless it is committed: they may fill the disk. Returns their keys.
 
-    `written_before_s`: only if all were written before this Unix time. Raises as `Store.list` and `Store.delete`.
+    Raises as `Store.list` and `Store.delete`.
     """
-    files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
-    manifest = layout.manifest_key(checkpoint)
-    is_old = all(file.written_at_s <= written_before_s for file in files)
-    if files and is_old and manifest not in (file.key for file in files):
+    keys = await uncommitted_files(tier, checkpoint, written_before_s=written_before_s)
+    if keys:
         failpoint("leftover.delete")
         # A former deletion of the manifest may not be on the disk yet. As the first key, its absence is synced before
         # a shard is deleted: without that, a loss of power could bring the manifest back without its shards.
-        await tier.store.delete([manifest, *(file.key for file in files)])
+        await tier.store.delete([layout.manifest_key(checkpoint), *keys])
+    return keys
+
+
+async def uncommitted_files(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float) -> list[str]:
+    """The keys of its files; empty if it is committed or one was written after this Unix time."""
+    files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
+    is_old = all(file.written_at_s <= written_before_s for file in files)
+    keys = [file.key for file in files]
+    return keys if is_old and layout.manifest_key(checkpoint) not in keys else []

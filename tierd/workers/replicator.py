@@ -13,14 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-from tierd.catalog import NOT_LISTED_YET, Entry
+from tierd.catalog_entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import pending
 from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
+from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Run
-from tierd.tiers.tier import Tier, copy_checkpoint
+from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.tiers.tier import Tier
+from tierd.workers.deferred_claim import confirm_claim
 from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted
 
@@ -184,6 +187,7 @@ class Replicator:
         entry = self._catalog.get(checkpoint)
         if entry is None:
             return
+        await confirm_claim(self._context, self._cold, checkpoint)
         failpoint("cold.copy")
         context, run = self._context, checkpoint.run
         began_s = context.monotonic_s()
@@ -210,6 +214,7 @@ class Replicator:
             self._went_back.discard(run)
         self._turns[run] = next(self._turn)
         self._catalog.add(entry.manifest, self._cold.name, milestones)
+        context.audit.record(Action.REPLICATED, checkpoint=checkpoint, tier=self._cold.name)
         seconds = context.monotonic_s() - began_s
         context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
         context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)
@@ -234,7 +239,8 @@ class Replicator:
             is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
             return is_ours and checkpoint not in to_copy
 
-        for checkpoint in filter(is_abandoned, self._catalog.tiers[self._cold.name].partial):
+        partial = self._catalog.tiers[self._cold.name].partial if self._cold.deletes else frozenset[CheckpointId]()
+        for checkpoint in filter(is_abandoned, partial):
             if self._retentions.holds(self._cold.name, checkpoint, now_s=now_s):
                 continue
             try:
@@ -248,7 +254,7 @@ class Replicator:
             checkpoint = layout.parse_key(key)
             return checkpoint is not None and is_abandoned(checkpoint)
 
-        # S3 bills the parts of unfinished uploads too.
+        # S3 bills the parts of unfinished uploads too. An abort deletes no object, so a tier without deletions has it.
         removed = await self._cold.store.remove_unfinished(is_abandoned_key, grace_s=GRACE_S)
         self._swept_at_s = now_s
         if removed:
@@ -280,6 +286,8 @@ class Replicator:
         name = self._cold.name
         for milestone in entry.all_milestones - entry.milestones.get(name, frozenset()):
             await self._cold.mark_milestone(entry.id, milestone, self._context.timestamp())
+            reason = f"milestone {milestone}"
+            self._context.audit.record(Action.MARKED, checkpoint=entry.id, tier=name, reason=reason)
             # Another daemon may have deleted it meanwhile: then the catalog must not list it again.
             if name in entry.tiers:
                 self._catalog.add(entry.manifest, name, [milestone])

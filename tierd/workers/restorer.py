@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog import NOT_LISTED_YET
+from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.decisions import lost
 from tierd.descriptors import open_all, reopen_read_only

@@ -7,15 +7,12 @@ one that another node has claimed: that node may have checkpoints of it which no
 
 from __future__ import annotations
 
-import logging
-
 from tierd.context import DaemonContext
 from tierd.format import layout
+from tierd.format.audit import Action
 from tierd.format.ids import Run
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.tier import Tier
-
-log = logging.getLogger("tierd")
 
 RUNS_AT_ONCE = 100  # in one pass: each costs a listing of every tier
 
@@ -37,13 +34,16 @@ class RunExpirer:
             claims = {name: await self._old_claims(tier, run) for name, tier in self._context.tiers.items()}
             if any(keys is None for keys in claims.values()) or run in self._context.memory.runs():
                 continue
+            if any(keys and not self._context.tiers[name].deletes for name, keys in claims.items()):
+                continue  # a claim that stays in one tier keeps the run known
             own = set(claims[HOT] or ())  # each start here claims in hot, too
             if any(not own.issuperset(keys or ()) for keys in claims.values()):
                 continue
             for name, keys in claims.items():
                 await self._context.tiers[name].store.delete(keys or [])
             self._catalog.forget_run(run)
-            log.info("deleted the claims of %s: it has no checkpoint, and its last start is long ago", run)
+            reason = "its claims: it has no checkpoint, and its last start is long ago"
+            self._context.audit.record(Action.EXPIRED, run=run, reason=reason)
         return True
 
     def _empty_runs(self) -> list[Run]:

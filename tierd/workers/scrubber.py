@@ -10,7 +10,8 @@ import random
 from dataclasses import dataclass
 
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, NewerFormat
+from tierd.errors import Corrupt, Foreign, NewerFormat
+from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
@@ -22,11 +23,13 @@ _HINT = "`tierd verify --deep --repair` says more; docs/RUNBOOK.md#damaged-repli
 
 @dataclass(slots=True)
 class _Known:
-    """An unreadable replica: when to verify it again, whether by reading all bytes, whether it was reported."""
+    """An unreadable replica: when to verify it again, whether by reading all bytes, whether it was reported, and
+    whether its repair was refused while the disk could not read it."""
 
     again_at_s: float
     is_deep: bool
     is_reported: bool = False
+    is_refused: bool = False
 
 
 class Scrubber:
@@ -77,15 +80,19 @@ class Scrubber:
     async def _verify(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
         former = self._known.get(checkpoint)
         # Retry soon, unless what follows shows that it cannot help.
-        known = _Known(self._now_s() + self._retry_s, is_deep, former is not None and former.is_reported)
+        known = _Known(self._now_s() + self._retry_s, is_deep)
+        if former is not None:
+            known.is_reported, known.is_refused = former.is_reported, former.is_refused
         self._known[checkpoint] = known
         count_read = self._metrics.bytes_total.labels(tier=self._tier.name, direction="read").inc if is_deep else None
         try:
             verification = await verify_replica(
                 self._tier, checkpoint, is_deep=is_deep, bandwidth=self._bandwidth, progress=count_read
             )
-        except NewerFormat:
+        except (NewerFormat, Foreign) as error:
             known.again_at_s = self._now_s() + self._config.interval_s
+            if isinstance(error, Foreign):
+                self._context.notify.relist(self._tier.name)  # then it does not count, and is reported
             return
         if verification is None:
             return
@@ -112,11 +119,18 @@ class Scrubber:
             return
         repair = await repair_replica(self._tier, checkpoint, verification, list(self._context.tiers.values()))
         self._metrics.repaired_files_total.labels(tier=self._tier.name).inc(len(repair.repaired))
+        if repair.repaired:
+            reason = ", ".join(f"{name} from {source}" for name, source in sorted(repair.repaired.items()))
+            self._context.audit.record(Action.REPAIRED, checkpoint=checkpoint, tier=self._tier.name, reason=reason)
         if not repair.refused:
             self._repaired(checkpoint)
             return
-        self._context.incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
-        if not repair.is_for_later:
+        if not known.is_refused:
+            self._context.incidents.record(self.name, Corrupt("; ".join(repair.refused[:3]), hint=_HINT), checkpoint)
+        # A disk that could not read may read again soon, and this may be the only replica.
+        is_for_later = repair.is_for_later or verification.has_read_error
+        known.is_refused = verification.has_read_error
+        if not is_for_later:
             known.again_at_s = self._now_s() + self._config.interval_s
 
     def _repaired(self, checkpoint: CheckpointId) -> None:

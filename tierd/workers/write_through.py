@@ -11,10 +11,11 @@ import asyncio
 import logging
 import math
 
-from tierd.catalog import NOT_LISTED_YET
+from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.errors import TierdError
 from tierd.format import wire
+from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
@@ -23,7 +24,9 @@ from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
-from tierd.tiers.tier import ReadableTier, Tier, copy_checkpoint
+from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.tiers.tier import ReadableTier, Tier
+from tierd.workers.deferred_claim import confirm_claim
 
 log = logging.getLogger("tierd")
 
@@ -84,7 +87,9 @@ class WriteThrough:
             in_memory=self._memory.sequence_max,
         )
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
-        manifest = snapshot_set.manifest = snapshot_set.manifest or snapshot_set.make_manifest(sequence=sequence)
+        manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
+            snapshot_set, sequence=sequence
+        )
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
         clock = asyncio.get_running_loop().time
         began_s, deadline_s, is_durable = clock(), math.inf, False
@@ -115,6 +120,7 @@ class WriteThrough:
         diagnosis = snapshot_set.diagnosis
         is_healthy = diagnosis.healthy if diagnosis is not None else None
         try:
+            await confirm_claim(self._context, cold, manifest.id)
             with self._context.throttle.writing(cold.name) as count_written:
                 await copy_checkpoint(
                     manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
@@ -124,6 +130,8 @@ class WriteThrough:
             self._context.incidents.record(self.name, error, manifest.id)
             return False
         self._catalog.add(manifest, cold.name, milestones)
+        reason = ", ".join(["from memory", *(f"milestone {milestone}" for milestone in milestones)])
+        self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=cold.name, reason=reason)
         if is_healthy is not None:
             self._catalog.diagnosed(manifest.id, cold.name, is_healthy=is_healthy)
         self._context.metrics.bytes_total.labels(tier=cold.name, direction="write").inc(manifest.size_bytes)

@@ -29,6 +29,7 @@ from tierd.config import ColdPolicy, Config, LifecycleConfig, TierPolicy
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
 from tierd.format import wire
+from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
@@ -88,7 +89,7 @@ class Daemon(Rooms, AbstractAsyncContextManager["Daemon"]):
     async def claim(self, generation: int = GENERATION) -> None:
         """What a trainer's start does: the generation is claimed in every tier."""
         for tier in self.tiers.values():
-            await tier.claim_generation(Run(RUN), Generation(generation), {})
+            await tier.claim_generation(Run(RUN), Generation(generation), Claim())
         self._calls.mark("claimed", (RUN, generation))
 
     def snapshot(self, step: int, *, ranks: int = 2, **fields: Any) -> None:

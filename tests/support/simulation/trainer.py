@@ -30,7 +30,7 @@ SLOTS = 2
 MILESTONE_STEPS = 50
 SHARD_BYTES = 4500  # more than one block, and no multiple of it
 ANSWER_TIMEOUT_S = 60.0
-SLOW_S = 15.0  # a claim or a restore that takes longer may have left out the cold tier
+SLOW_S = 5.0  # a claim or a restore that takes longer may have left out a cold tier whose last listing failed
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,19 @@ class SimulatedTrainer:
                     tier = message.tier if isinstance(message, wire.Replicated) else "hot"
                     checkpoint = Id(self.job.run, message.generation, message.step)
                     self._trace("told", self.name, tier, checkpoint)
+                    if self._is_of_another(message.step):
+                        continue
                     self._checker.told(tier, self.node, checkpoint, self._files[message.step])
                 case wire.Fenced():
                     self.is_fenced = True
                 case _:
                     pass
             self._changed.set()
+
+    def _is_of_another(self, step: int) -> bool:
+        """Whether another trainer with the same generation has written the step. The daemon here has fetched it."""
+        has_other_holders = len(self._checker.holders[self.job.run, self.generation or 0]) > 1
+        return has_other_holders and step not in self._files
 
     async def _answer(self, rank: _Rank, kind: type) -> Any:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):

@@ -1,0 +1,105 @@
+"""A claim that a cold tier could not take is made before the first copy there, or the trainers are fenced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.format import layout, wire
+from tierd.format.claim import Claim
+from tierd.format.ids import Generation, Rank, Run, checkpoint_id
+from tierd.format.manifest import encode_marker
+from tierd.tiers.tier import Tier
+
+FIRST = Generation(1)
+HERE, ELSEWHERE = Claim.new("here"), Claim.new("elsewhere")
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    """A run that was claimed in hot while cold could not be reached, and two of its checkpoints."""
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.hot.claim_generation(Run(RUN), FIRST, HERE)
+        for step in (100, 200):
+            await rooms.commit("hot", step=step)
+        await rooms.look()
+        yield rooms
+
+
+async def test_the_claim_is_made_in_cold_before_the_first_copy(rooms: Rooms) -> None:
+    assert await rooms.replicator().run_once()
+    assert await rooms.cold["cold"].claim(Run(RUN), FIRST) == HERE
+    assert rooms.steps("cold") == [200, 100]
+
+
+async def test_a_claim_whose_answer_was_lost_is_confirmed(rooms: Rooms) -> None:
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, HERE)
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [200, 100]
+
+
+async def test_nothing_is_copied_into_a_generation_of_another_start(rooms: Rooms) -> None:
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, ELSEWHERE)
+    rooms.memory.enter(Run(RUN), FIRST, Rank(0), 1)
+    assert not await rooms.replicator().run_once()
+    assert await rooms.cold["cold"].claim(Run(RUN), FIRST) == ELSEWHERE
+    assert (rooms.steps("hot"), rooms.steps("cold")) == ([200, 100], [])
+    assert {(incident["stage"], incident["kind"]) for incident in rooms.incidents.recent()} == {("replicate", "stale")}
+    assert wire.Fenced(generation=2) in rooms.sent
+    assert rooms.catalog.generation_max(Run(RUN)) == 2, "a trainer of generation 1 that reconnects is refused"
+
+
+async def test_trainers_of_a_later_generation_are_not_fenced(rooms: Rooms) -> None:
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, ELSEWHERE)
+    rooms.memory.enter(Run(RUN), Generation(2), Rank(0), 1)
+    assert not await rooms.replicator().run_once()
+    assert rooms.sent == []
+
+
+async def test_what_was_restored_from_another_nodes_start_is_copied(rooms: Rooms) -> None:
+    """Its generation was not claimed through this hot tier."""
+    await rooms.commit("hot", step=300, generation=2)
+    await rooms.look()
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), Generation(2), ELSEWHERE)
+    assert await rooms.replicator().run_once()
+    assert checkpoint_id(RUN, 300, 2) in {manifest.id for manifest in rooms.catalog.manifests_in("cold")}
+
+
+async def test_a_claim_that_another_start_has_overwritten_is_noticed(rooms: Rooms) -> None:
+    """Both claimed at once, and the server ignores If-None-Match."""
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, HERE)
+    await rooms.cold["cold"].store.put_bytes(layout.generation_key(Run(RUN), FIRST), encode_marker(ELSEWHERE))
+    assert not await rooms.replicator().run_once()
+    assert rooms.steps("cold") == []
+
+
+async def test_a_file_that_is_no_claim_fences_nobody(rooms: Rooms) -> None:
+    await rooms.cold["cold"].store.put_bytes(layout.generation_key(Run(RUN), FIRST), b"damaged")
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [200, 100]
+
+
+async def test_requests_are_made_once_per_generation(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims: list[Generation] = []
+    claim_generation = Tier.claim_generation
+
+    async def count(tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
+        claims.append(generation)
+        return await claim_generation(tier, run, generation, claim)
+
+    monkeypatch.setattr(Tier, "claim_generation", count)
+    assert await rooms.replicator().run_once()
+    assert (rooms.steps("cold"), claims) == ([200, 100], [1])
+
+
+async def test_markers_of_older_versions_are_not_compared(rooms: Rooms) -> None:
+    older = Claim(node="here", claimed_by="0.1")
+    assert await rooms.hot.claim_generation(Run(RUN), Generation(2), older)
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), Generation(2), Claim(node="here", claimed_by="0.1"))
+    await rooms.commit("hot", step=300, generation=2)
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [300, 200, 100]

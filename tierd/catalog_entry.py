@@ -1,0 +1,64 @@
+"""What the catalog holds: an entry for each checkpoint, and the last listing of each tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
+from tierd.lifecycle.policy import CheckpointView
+
+NOT_LISTED_YET = "not listed yet"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers."""
+
+    id: CheckpointId
+    manifest: Manifest
+    tiers: set[str] = field(default_factory=set)
+    milestones: dict[str, frozenset[str]] = field(default_factory=dict)
+    diagnoses: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool | None:
+        """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts."""
+        return all(self.diagnoses.values()) if self.diagnoses else None
+
+    @property
+    def all_milestones(self) -> frozenset[str]:
+        return frozenset().union(*self.milestones.values())
+
+
+@dataclass(slots=True)
+class TierKnowledge:
+    """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
+    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
+    ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later
+    tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key. `missing`: replicas that were
+    there and that a listing did not show any more, as they were."""
+
+    is_known: bool = False
+    error: str = NOT_LISTED_YET
+    unreadable: dict[CheckpointId, str] = field(default_factory=dict)
+    fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
+    partial: frozenset[CheckpointId] = frozenset()
+    damaged: dict[CheckpointId, str] = field(default_factory=dict)
+    newer_format: frozenset[CheckpointId] = frozenset()
+    missing: dict[CheckpointId, CheckpointView] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
+
+
+def view_of(entry: Entry, doubt: str = "") -> CheckpointView:
+    """One checkpoint as the lifecycle sees it. `doubt`: why it is foreign; empty if it is not."""
+    return CheckpointView(
+        id=entry.id,
+        sequence=entry.manifest.sequence,
+        milestones=entry.all_milestones,
+        healthy=entry.healthy,
+        tiers=frozenset(entry.tiers),
+        created_at=entry.manifest.created,
+        metrics=entry.manifest.metrics,
+        foreign=doubt,
+    )

@@ -1,0 +1,113 @@
+"""`tierd key`: makes the key file that signs manifests and markers, shows its ids, and signs what exists already.
+
+Signing needs the lock of the hot directory, because it replaces manifests: stop the daemon first. It shows the files,
+asks, and signs those. Every byte is compared with its manifest before it is signed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.cli import options
+from tierd.cli.console import print_note, print_result
+from tierd.cli.log import record
+from tierd.cli.opened_tiers import exit_code, open_tiers
+from tierd.cli.options import settings_of
+from tierd.config import Config
+from tierd.errors import BadConfig
+from tierd.format import audit
+from tierd.format.ids import Run, check_run
+from tierd.format.signature import ED25519, HMAC, Keyring
+from tierd.key_file import keyring_of, make_key_file, read_key_file
+from tierd.tiers.lock import Lock
+from tierd.transfer.signing import Signing, UnsignedFile
+
+
+class Action(StrEnum):
+    NEW = "new"
+    SHOW = "show"
+    PUBLIC = "public"
+    SIGN = "sign"
+
+
+async def key(
+    context: typer.Context,
+    action: Annotated[
+        Action, typer.Argument(help="new, show and public take the path of a key file, sign takes a run.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="PATH|RUN", help="A key file, or the run whose checkpoints to sign.")],
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="sign: only this step.")] = None,
+    ed25519: Annotated[bool, typer.Option("--ed25519", help="new: a key with a public part.")] = False,
+    dry_run: options.DryRun = False,
+    yes: Annotated[bool, typer.Option("--yes", help="sign: sign what is shown, and do not ask.")] = False,
+) -> int:
+    """Make a key file, show its ids, print the public keys for nodes that only restore, or sign the checkpoints of a
+    run that you trust."""
+    if action is Action.SIGN:
+        return await _sign_run(context, check_run(name), step, is_dry_run=dry_run, is_confirmed=yes)
+    path = Path(name)
+    keys = (make_key_file(path, ED25519 if ed25519 else HMAC) if action is Action.NEW else read_key_file(path)).keys
+    if action is Action.PUBLIC and not all(each.public_line for each in keys):
+        raise BadConfig(
+            f"print the public keys of {name}: it has a key of {HMAC}, which has none",
+            hint="`tierd key new PATH --ed25519` makes a key with a public part",
+        )
+    for each in keys:
+        print_result(each.public_line.rstrip() if action is Action.PUBLIC else each.id)
+    return 0
+
+
+async def _sign_run(context: typer.Context, run: Run, step: int | None, *, is_dry_run: bool, is_confirmed: bool) -> int:
+    settings = settings_of(context)
+    config = settings.config()
+    keyring = keyring_of(config.security.key_file, to_sign=True)
+    if keyring is None:
+        raise BadConfig(
+            f"sign {run}: the config names no key file", hint="set [security] key_file; `tierd key new PATH`"
+        )
+    with Lock(config.hot_path, {"node": config.daemon.node}):
+        async with open_tiers(settings, allow_unsigned=True) as tiers:
+            code = tiers.check_reachable()
+            known = {name: tier for name, tier in tiers.by_name.items() if tiers.catalog.tiers[name].is_known}
+            refused = {(name, key): why for name in known for key, why in tiers.catalog.tiers[name].foreign.items()}
+            signing = Signing(known, keyring, refused)
+            planned = await signing.plan(run, step)
+            for file in planned:
+                print_result(f"{'would sign' if is_dry_run else 'unsigned:'} {file}")
+            count = 0
+            if planned and not is_dry_run:
+                _confirm(run, len(planned), keyring, is_confirmed=is_confirmed)
+                for file in planned:
+                    count += await _sign(signing, file, config, keyring)
+    for error in signing.errors.values():
+        print_note(f"tierd: not signed: {error.message}")
+    if is_dry_run:
+        print_result(f"{len(planned)} files to sign with the key {keyring.signing_key.id}")
+    else:
+        print_result(f"{count} files signed with the key {keyring.signing_key.id}")
+    return exit_code([*signing.errors.values()], of=len(signing.errors) + 1) or code
+
+
+def _confirm(run: Run, count: int, keyring: Keyring, *, is_confirmed: bool) -> None:
+    """Raises BadConfig unless a person, or `--yes`, says so."""
+    question = f"Sign these {count} files with the key {keyring.signing_key.id}?"
+    try:
+        if is_confirmed or typer.confirm(question, err=True):
+            return
+    except typer.Abort:
+        pass
+    raise BadConfig(f"sign {run}: nobody has confirmed it, so nothing was signed", hint="--yes confirms what is shown")
+
+
+async def _sign(signing: Signing, file: UnsignedFile, config: Config, keyring: Keyring) -> bool:
+    if not await signing.sign(file):
+        return False
+    if file.checkpoint is not None:
+        reason = f"{file.key.rpartition('/')[2]} by the key {keyring.signing_key.id}"
+        await record(config, audit.Action.SIGNED, file.checkpoint, file.tier, reason=reason)
+    print_result(f"signed {file}")
+    return True

@@ -1,0 +1,36 @@
+"""The marker of a generation: which start of a run has claimed it, so that no other start uses the same number.
+
+Spec: docs/FORMAT.md#markers.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+import tierd
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """`node`: of the daemon that claimed; `claimed_by`: its version. `claim`: 128 random bits in hex, which tell one
+    start from another; empty in the markers of older versions."""
+
+    node: str = ""
+    claimed_by: str = ""
+    claim: str = ""
+
+    @classmethod
+    def new(cls, node: str) -> Claim:
+        return cls(node=node, claimed_by=tierd.__version__, claim=secrets.token_hex(16))
+
+    def is_of_same_start(self, other: Claim) -> bool:
+        return bool(self.claim) and self.claim == other.claim
+
+
+def decode_claim(content: bytes) -> Claim | None:
+    """None when these bytes are not the marker of a claim."""
+    try:
+        return msgspec.json.decode(content, type=Claim)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

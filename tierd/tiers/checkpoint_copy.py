@@ -1,0 +1,63 @@
+"""Copies a committed checkpoint, or one file of it, from one tier to another.
+
+commit_last: the files first, then the markers, then the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+from tierd.format import layout
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import FileEntry, Manifest
+from tierd.tiers.pool import for_each
+from tierd.tiers.store import Progress
+from tierd.tiers.tier import ReadableTier, Tier
+
+
+async def copy_checkpoint(
+    manifest: Manifest,
+    source: ReadableTier,
+    target: Tier,
+    *,
+    milestones: Collection[str] = (),
+    is_healthy: bool | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Copies a committed checkpoint: its files, several at once, then the markers, then the manifest's exact bytes.
+
+    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
+    """
+    raw = await source.manifest_bytes(manifest)
+    if not await target.is_committed(manifest, raw=raw):
+        options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
+        copy = partial(copy_file, manifest.id, source=source, target=target, **options)
+        await for_each(target.store.puts_at_once, manifest.files, copy)
+    diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
+    await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
+
+
+async def copy_file(
+    checkpoint: CheckpointId,
+    entry: FileEntry,
+    source: ReadableTier,
+    target: Tier,
+    *,
+    progress: Progress | None = None,
+    is_lasting: bool = False,
+    replace: bool = False,
+) -> None:
+    """Copies one file of a checkpoint. Options and errors as of `Store.put`."""
+    key = layout.file_key(checkpoint, entry.name)
+    await target.store.put(
+        key,
+        source.store.source(key),
+        size_bytes=entry.size_bytes,
+        chunk_bytes=entry.chunk_bytes,
+        expect=entry,
+        progress=progress,
+        is_lasting=is_lasting,
+        replace=replace,
+    )

@@ -1,0 +1,60 @@
+"""Before the first copy of a generation to a cold tier: claims it there, or confirms that the claim is still there.
+
+fenced: two starts on two nodes can hold one generation when one of them could not reach the tier, or when both claimed
+at once and the server ignores If-None-Match. Whose claim is in the tier writes there; the trainers of the other are
+fenced.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NoReturn
+
+from tierd.context import DaemonContext
+from tierd.errors import Stale, TierdError, TierUnreachable
+from tierd.format import wire
+from tierd.format.claim import Claim
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.tiers.tier import Tier
+
+
+async def confirm_claim(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> None:
+    """Returns when the start that claimed the checkpoint's generation in hot has claimed it in `cold`, too. A
+    generation that was not claimed in this hot tier gets the claim that another tier has: without one, other daemons
+    would take the checkpoint for forged. Requests are made once per generation.
+
+    Raises Stale when another start has claimed it there, and fences the trainers here; hot keeps what it has."""
+    run, generation = checkpoint.run, checkpoint.generation
+    if cold.claimed.get(run) == generation:
+        return
+    claim = None
+    with suppress(TierUnreachable):  # a broken hot disk must not stop what is written from memory
+        claim = await context.hot.claim(run, generation)
+    if claim is None or not claim.claim:  # claimed by another node, by an older version, or while hot was full
+        if context.catalog.claims.lacks(cold.name, checkpoint):
+            await context.claim(cold, run, generation, claim or await _claim_elsewhere(context, run, generation))
+    elif not await context.claim(cold, run, generation, claim):
+        other = await cold.claim(run, generation)
+        if other is not None and not other.is_of_same_start(claim):
+            _fence(context, cold, checkpoint)
+    cold.claimed[run] = generation  # also where something that is no claim has its name: it fences nobody
+
+
+async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generation) -> Claim:
+    for tier in context.cold.values():
+        with suppress(TierdError):
+            if (claim := await tier.claim(run, generation)) is not None:
+                return claim
+    return Claim.new(context.config.daemon.node)
+
+
+def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:
+    run, generation = checkpoint.run, checkpoint.generation
+    context.catalog.saw_generation(run, generation + 1)
+    if context.memory.generation(run) == generation:
+        context.notify.send(run, wire.Fenced(generation=generation + 1))
+    raise Stale(
+        f"copy {checkpoint} to {cold.name}: another start has claimed generation {generation} of {run} there, "
+        "at the same time or while this node could not reach it",
+        hint="two trainers use one run name; those of this node are told to end; docs/RUNBOOK.md#fenced",
+    )
