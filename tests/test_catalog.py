@@ -11,6 +11,7 @@ import pytest
 from tests.support.cli import make_manifest
 from tierd.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.layout import manifest_key
 from tierd.format.manifest import FileEntry, Manifest, file_entry
 
 NONE: frozenset[str] = frozenset()
@@ -66,6 +67,21 @@ def test_checkpoint_half_deleted_during_a_listing_is_not_damaged(catalog: Catalo
     catalog.drop(A.id, "hot")
     saw(catalog, "hot", since=since, unreadable={A.id: "its shard is missing"})
     assert catalog.unreadable() == {}
+
+
+def test_what_a_listing_of_one_run_found_is_not_forgotten_by_an_older_listing(catalog: Catalog) -> None:
+    since = catalog.changes
+    key, why = manifest_key(B.id), "its signature is wrong"
+    catalog.enter_run("cold", {}, {A.id: "of a newer format"}, diagnoses={}, newer_format=[A.id], foreign={key: why})
+    saw(catalog, "cold", since=since)
+    assert catalog.foreign() == {("cold", key): why}
+    assert catalog.tiers["cold"].newer_format == {A.id}
+    before = catalog.changes
+    catalog.enter_run("cold", {}, {}, diagnoses={}, newer_format=[], foreign={key: why})
+    assert catalog.changes == before, "it was known"
+    saw(catalog, "cold", since=catalog.changes)
+    assert catalog.foreign() == {}
+    assert catalog.tiers["cold"].newer_format == set()
 
 
 def test_change_in_one_tier_does_not_affect_the_listing_of_another(catalog: Catalog) -> None:

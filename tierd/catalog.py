@@ -160,6 +160,7 @@ class Catalog:
             | damaged
         )
         uncommitted = frozenset(partial) - changed
+        found_since = {key: why for key, why in former.foreign.items() if parse_key(key) in changed}
         self.tiers[tier] = TierKnowledge(
             is_known=True,
             error="",
@@ -167,9 +168,9 @@ class Catalog:
             fingerprints=dict(fingerprints),
             partial=uncommitted,
             damaged=damaged,
-            newer_format=frozenset(newer_format),
+            newer_format=frozenset(newer_format) | (former.newer_format & changed),
             missing=former.missing,
-            foreign=dict(foreign),
+            foreign=found_since | dict(foreign),
         )
         if has_changed or not former.is_known or (former.unreadable, former.partial) != (unreadable, uncommitted):
             self.changes += 1
@@ -201,6 +202,9 @@ class Catalog:
             self._touch(checkpoint, tier)
             self.tiers[tier].unreadable[checkpoint] = why
         self.tiers[tier].newer_format |= frozenset(newer_format)
+        for key in foreign.keys() - self.tiers[tier].foreign.keys():
+            if checkpoint := parse_key(key):
+                self._touch(checkpoint, tier)
         self.tiers[tier].foreign |= foreign
 
     def listing_failed(self, tier: str, error: str) -> None:

@@ -145,7 +145,8 @@ def _evict_early() -> None:
 
     async def evict(reaper: Any) -> bool:
         held = sorted(reaper._catalog.manifests_in("hot"), key=lambda manifest: manifest.id.recency)
-        for manifest in held[:-1]:
+        # The second newest first: when the reaper is late, the policy allows to delete the oldest.
+        for manifest in reversed(held[:-1]):
             await Tier.delete(reaper._context.hot, manifest.id)
             reaper._catalog.drop(manifest.id, "hot")
         return True
