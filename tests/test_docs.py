@@ -21,6 +21,7 @@ from tierd.cli.app import make_app
 from tierd.config import Config
 from tierd.format import checksum, layout, manifest, shard, wire
 from tierd.format.ids import Rank
+from tierd.format.node_file import NodeFile
 from tierd.memory.slot import TRANSITIONS
 from tierd.metrics import Metrics
 
@@ -385,6 +386,11 @@ def test_checksum_is_the_one_that_the_parameters_describe() -> None:
 def test_fields_of_the_manifest_are_those_of_the_code_in_their_order() -> None:
     told = [row[0].strip("`") for row in rows(FORMAT, "field", "type", "meaning", "limits")]
     assert told == [*manifest.Manifest.__struct_fields__, *manifest.FileEntry.__struct_fields__]
+
+
+def test_fields_of_a_node_file_are_those_of_the_code_in_their_order() -> None:
+    told = [row[0].strip("`") for row in rows(FORMAT, "field of a node file", "type", "meaning")]
+    assert told == list(NodeFile.__struct_encode_fields__[len(manifest.Head.__struct_fields__) :])
 
 
 def test_every_message_is_there_with_its_fields() -> None:

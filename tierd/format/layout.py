@@ -1,6 +1,7 @@
 """All paths and object keys. Keys use '/', are relative to a tier's root, and are never overwritten.
 
 <run>/<step:012d>-g<generation:04d>/rank-00003-of-00008.safetensors   a shard
+<run>/<step:012d>-g<generation:04d>/node-00000-of-00016.json          the part of the node whose lowest rank is 0
 <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
@@ -29,6 +30,7 @@ _DAMAGED_SUFFIX = ".damaged"
 NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
 
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
+_NODE_FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})\.json")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _TIER_MARKER = re.compile(r"\.tierd-tier-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 _AUDIT_FILE = re.compile(r"([0-9]{12})\.jsonl")
@@ -39,6 +41,18 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 def shard_name(rank: Rank, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def node_file_name(lowest_rank: int, world_size: int) -> str:
+    """Of the file that lists the shards of one node of several."""
+    return f"node-{lowest_rank:05d}-of-{world_size:05d}.json"
+
+
+def parse_node_file(name: str) -> tuple[int, int] | None:
+    """(lowest rank, world size) of the name of a node file, or None if it is not one."""
+    match = _NODE_FILE.fullmatch(name)
+    parsed = (int(match[1]), int(match[2])) if match else None
+    return parsed if parsed and node_file_name(*parsed) == name else None
 
 
 def checkpoint_prefix(checkpoint: CheckpointId) -> str:
@@ -84,9 +98,14 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
     return file_key(checkpoint, HEALTHY if is_healthy else UNHEALTHY)
 
 
+def is_marker(file_name: str) -> bool:
+    """Whether a file in a checkpoint's folder is a marker of it."""
+    return file_name in (HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
+
+
 def is_ours(file_name: str) -> bool:
-    """Whether a file in a checkpoint's folder is the manifest or a marker."""
-    return file_name in (MANIFEST, HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
+    """Whether a file in a checkpoint's folder is the manifest, a node file or a marker, so not a shard."""
+    return file_name == MANIFEST or is_marker(file_name) or parse_node_file(file_name) is not None
 
 
 def partial_name(file_name: str, token: str) -> str:

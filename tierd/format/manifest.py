@@ -8,9 +8,9 @@ is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -46,9 +46,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.digests[index] if isinstance(self.digests, list) else ""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted. `parent`: the
-    checkpoint that it continues, of the same run or of the run that it was forked from."""
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What describes a whole checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted.
+    `parent`: the checkpoint that it continues, of the same run or of the run that it was forked from."""
 
     format_version: int
     run: str
@@ -62,8 +62,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | str]
     architecture_hash: str
     versions: dict[str, str]
-    files: list[FileEntry]
-    signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
 
     @property
     def id(self) -> CheckpointId:
@@ -78,13 +76,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except (ValueError, OverflowError):
             return None
 
+    def encode(self) -> bytes:
+        """The exact bytes of the file: indented JSON, in field order, ending in a newline."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+class Manifest(Head, frozen=True, kw_only=True):
+    """One checkpoint with its files."""
+
+    files: list[FileEntry]
+    signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
+
     @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files)
-
-    def encode(self) -> bytes:
-        """The exact bytes of manifest.json: indented JSON, in field order, ending in a newline."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
 def file_entry(
@@ -121,6 +126,21 @@ def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Man
     Raises NewerFormat for a later version, Corrupt for any other violation of the format.
     """
     action = f"decode the manifest {where if expect is None else f'{expect} in {where}'}"
+    return decode_file(raw, Manifest, _check, action=action, expect=expect)
+
+
+ManifestFile = TypeVar("ManifestFile", bound=Head)
+
+
+def decode_file(
+    raw: bytes,
+    kind: type[ManifestFile],
+    check: Callable[[ManifestFile], None],
+    *,
+    action: str,
+    expect: CheckpointId | None,
+) -> ManifestFile:
+    """Decode a manifest or a node file. `check` raises ValueError for a violation. Errors as of `decode`."""
     hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
     if len(raw) > MANIFEST_BYTES_MAX:
         raise Corrupt(f"{action}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
@@ -131,35 +151,44 @@ def decode(raw: bytes, *, where: str, expect: CheckpointId | None = None) -> Man
                 f"{action}: format version {version}, this tierd reads up to {FORMAT_VERSION}",
                 hint="upgrade tierd",
             )
-        manifest = msgspec.json.decode(raw, type=Manifest)
-        _check(manifest, expect)
+        decoded = msgspec.json.decode(raw, type=kind)
+        check_head(decoded, expect)
+        check(decoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Corrupt(f"{action}: {error}", hint=hint) from error
-    return manifest
+    return decoded
 
 
-def _check(manifest: Manifest, expect: CheckpointId | None) -> None:
+def check_head(head: Head, expect: CheckpointId | None) -> None:
     """Raises ValueError for the first violation."""
-    if manifest.format_version < 1:
-        raise ValueError(f"format version {manifest.format_version}")
+    if head.format_version < 1:
+        raise ValueError(f"format version {head.format_version}")
     try:
-        checkpoint = manifest.id
+        checkpoint = head.id
     except TierdError as error:
         raise ValueError(error.message) from error
     if expect is not None and checkpoint != expect:
         raise ValueError(f"it is of {checkpoint}, but in the folder of {expect}")
-    if manifest.sequence < 1:
-        raise ValueError(f"sequence {manifest.sequence}, expected 1 or more")
-    if not 1 <= manifest.world_size <= WORLD_SIZE_MAX:
-        raise ValueError(f"world size {manifest.world_size}")
-    if not manifest.files or len(manifest.files) > FILES_MAX:
-        raise ValueError(f"{len(manifest.files)} files")
-    for name, value in manifest.metrics.items():
+    if head.sequence < 1:
+        raise ValueError(f"sequence {head.sequence}, expected 1 or more")
+    if not 1 <= head.world_size <= WORLD_SIZE_MAX:
+        raise ValueError(f"world size {head.world_size}")
+    for name, value in head.metrics.items():
         if isinstance(value, str) and value not in NOT_FINITE:
             raise ValueError(f"metric {name!r} is {value[:40]!r}, not a number")
-    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+
+
+def _check(manifest: Manifest) -> None:
+    check_files(manifest.files)
+
+
+def check_files(files: Sequence[FileEntry]) -> None:
+    """Raises ValueError for the first violation."""
+    if not files or len(files) > FILES_MAX:
+        raise ValueError(f"{len(files)} files")
+    if len({entry.name for entry in files}) != len(files):
         raise ValueError("two files have the same name")
-    for entry in manifest.files:
+    for entry in files:
         if not layout.is_safe_file_name(entry.name) or layout.is_ours(entry.name):
             raise ValueError(f"file name {entry.name!r}")
         if entry.size_bytes < 0 or not 4096 <= entry.chunk_bytes <= 5 << 30:

@@ -186,7 +186,7 @@ class Tier(ReadableTier):
                 folders[folder] = parsed
                 listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
-            if name != layout.MANIFEST and layout.is_ours(name):
+            if layout.is_marker(name):
                 listing.markers[stored.key] = (stored.size_bytes, stored.etag, stored.written_at_s)
             if name == layout.MANIFEST:
                 listing.add_number(folders[folder].run, folders[folder].generation)

@@ -1,0 +1,123 @@
+"""Node files: where the ranks of a run span several nodes, each node lists its own part of a checkpoint.
+
+A node uploads its shards, then its node file. When the node files of a checkpoint cover every rank, any node can
+assemble the manifest: all of them make the same bytes, so it does not matter who commits.
+
+Spec: docs/FORMAT.md#node-files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from tierd.errors import Corrupt
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Rank
+from tierd.format.manifest import FileEntry, Head, Manifest, check_files, decode_file
+
+CLAIM_DIGITS = 32  # hexadecimal: 128 bits
+_HINT = "the checkpoint is not committed, nothing is overwritten; docs/RUNBOOK.md#unreadable-manifest"
+
+
+class NodeFile(Head, frozen=True, kw_only=True):
+    """One node's part of a checkpoint. The fields of Head are the same on every node. `claim`: the random bits of the
+    start that claimed the generation. `ranks`: of this node, ascending; `files`: their shards, in this order.
+    `is_healthy`: None if they were not examined. `milestone`: empty if the snapshot is none."""
+
+    claim: str
+    ranks: list[int]
+    is_healthy: bool | None = msgspec.field(name="healthy")
+    milestone: str
+    files: list[FileEntry]
+    signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
+
+    @property
+    def name(self) -> str:
+        return layout.node_file_name(self.ranks[0], self.world_size)
+
+    @property
+    def head(self) -> Head:
+        return Head(**{name: getattr(self, name) for name in Head.__struct_fields__})
+
+
+def decode_node_file(raw: bytes, *, name: str, where: str, expect: CheckpointId) -> NodeFile:
+    """Decode and check the node file `name` in the folder of the checkpoint `expect`. `where`: its tier, for messages.
+
+    Raises NewerFormat for a later version, Corrupt for any other violation of the format.
+    """
+
+    def check(node_file: NodeFile) -> None:
+        _check(node_file)
+        if node_file.name != name:
+            raise ValueError(f"its name should be {node_file.name}")
+
+    return decode_file(raw, NodeFile, check, action=f"decode {name} of {expect} in {where}", expect=expect)
+
+
+def missing_ranks(node_files: Collection[NodeFile]) -> list[int]:
+    """The ranks of the checkpoint that none of its node files has, ascending. At least one node file."""
+    world_size = next(iter(node_files)).world_size
+    found = {rank for node_file in node_files for rank in node_file.ranks}
+    return [rank for rank in range(world_size) if rank not in found]
+
+
+def assemble(node_files: Collection[NodeFile]) -> Manifest:
+    """The manifest, unsigned, of a checkpoint whose node files cover every rank. It depends on them alone, in any
+    order.
+
+    Raises Corrupt when they are not parts of one checkpoint, when a rank has two, or when one has none.
+    """
+    parts = sorted(node_files, key=lambda node_file: node_file.ranks)
+    action = f"assemble the manifest of {parts[0].id}"
+    for one, other in pairwise(parts):
+        if one.claim != other.claim:
+            reason = "two starts of the run hold this generation"
+            raise Corrupt(f"{action}: {one.name} and {other.name} have different claims: {reason}", hint=_HINT)
+        if one.head != other.head:
+            differing = [name for name in Head.__struct_fields__ if getattr(one, name) != getattr(other, name)]
+            raise Corrupt(f"{action}: {one.name} and {other.name} differ in {', '.join(differing)}", hint=_HINT)
+    files: dict[int, FileEntry] = {}
+    for part in parts:
+        for rank, entry in zip(part.ranks, part.files, strict=True):
+            if rank in files:
+                raise Corrupt(f"{action}: rank {rank} is in {part.name} and in another node file", hint=_HINT)
+            files[rank] = entry
+    if missing := missing_ranks(parts):
+        shown = ", ".join(map(str, missing[:8]))
+        raise Corrupt(f"{action}: {len(missing)} ranks have no node file: {shown}", hint=_HINT)
+    head = {name: getattr(parts[0], name) for name in Head.__struct_fields__}
+    return Manifest(**head, files=[files[rank] for rank in sorted(files)])
+
+
+def verdict(node_files: Collection[NodeFile]) -> bool | None:
+    """Whether the whole checkpoint is healthy: False as soon as one part is unhealthy, True when all are healthy."""
+    verdicts = {node_file.is_healthy for node_file in node_files}
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def milestones(node_files: Collection[NodeFile]) -> list[str]:
+    return sorted({node_file.milestone for node_file in node_files} - {""})
+
+
+def _check(node_file: NodeFile) -> None:
+    """Raises ValueError for the first violation."""
+    ranks, world_size = node_file.ranks, node_file.world_size
+    if not ranks or any(later <= earlier for earlier, later in pairwise(ranks)):
+        raise ValueError("its ranks are not ascending")
+    if ranks[0] < 0 or ranks[-1] >= world_size:
+        raise ValueError(f"ranks {ranks[0]} to {ranks[-1]} of world size {world_size}")
+    if len(node_file.claim) != CLAIM_DIGITS or not set(node_file.claim) <= set("0123456789abcdef"):
+        raise ValueError(f"claim {node_file.claim[:40]!r}")
+    if node_file.milestone and layout.milestone_of(f"milestone-{node_file.milestone}.json") is None:
+        raise ValueError(f"milestone {node_file.milestone[:80]!r}")
+    _check_names(ranks, world_size, node_file.files)
+    check_files(node_file.files)
+
+
+def _check_names(ranks: Sequence[int], world_size: int, files: Sequence[FileEntry]) -> None:
+    expected = [layout.shard_name(Rank(rank), world_size) for rank in ranks]
+    if [entry.name for entry in files] != expected:
+        raise ValueError("its files are not the shards of its ranks")
