@@ -57,6 +57,12 @@ class Identities:
         self._unmarked: set[str] = set()  # tiers of which was logged that they cannot be marked
         self._unsaved: set[str] = set()  # tiers that could not be written down, as on a full hot disk
 
+    @property
+    def hot(self) -> str:
+        """The identity of the hot tier; empty before it was seen."""
+        _, identities = self._seen.get(HOT, ("", frozenset[str]()))
+        return min(identities, default="")
+
     async def begin(self, tiers: Mapping[str, Tier]) -> None:
         """Before the daemon starts: mark every tier that answers in time. Another problem of a cold tier is met by its
         first listing.

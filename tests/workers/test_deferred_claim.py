@@ -52,6 +52,32 @@ async def test_nothing_is_copied_into_a_generation_of_another_start(rooms: Rooms
     assert rooms.catalog.generation_max(Run(RUN)) == 2, "a trainer of generation 1 that reconnects is refused"
 
 
+async def test_a_start_of_this_hot_tier_that_was_killed_while_it_claimed_fences_nobody(rooms: Rooms) -> None:
+    """It claimed in cold, not yet in hot. After it, cold could not be reached, and the next start got its number."""
+    ours, killed = Claim.new("here", "identity of hot"), Claim.new("here", "identity of hot")
+    assert await rooms.hot.claim_generation(Run(RUN), Generation(2), ours)
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), Generation(2), killed)
+    await rooms.commit("hot", step=300, generation=2)
+    await rooms.look()
+    rooms.memory.enter(Run(RUN), Generation(2), Rank(0), 1)
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [300, 200, 100]
+    assert not any(isinstance(message, wire.Fenced) for message in rooms.sent)
+
+
+@pytest.mark.parametrize(("node", "hot"), [("here", "another disk"), ("elsewhere", "identity of hot"), ("here", "")])
+async def test_a_start_of_another_hot_tier_fences(rooms: Rooms, node: str, hot: str) -> None:
+    """The node's former disk, a copy of its disk, and a daemon of an older version."""
+    ours = Claim.new("here", "identity of hot" if hot else "")
+    assert await rooms.hot.claim_generation(Run(RUN), Generation(2), ours)
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), Generation(2), Claim.new(node, hot))
+    await rooms.commit("hot", step=300, generation=2)
+    await rooms.look()
+    rooms.memory.enter(Run(RUN), Generation(2), Rank(0), 1)
+    assert not await rooms.replicator().run_once()
+    assert wire.Fenced(generation=3) in rooms.sent
+
+
 async def test_trainers_of_a_later_generation_are_not_fenced(rooms: Rooms) -> None:
     assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, ELSEWHERE)
     rooms.memory.enter(Run(RUN), Generation(2), Rank(0), 1)

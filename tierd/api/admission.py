@@ -263,7 +263,7 @@ class Admission:
 
         Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it."""
         failpoint("run.claim")
-        claim = Claim.new(self._context.config.daemon.node)
+        claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
         is_claimed = False
         for tier in cold:
             try:

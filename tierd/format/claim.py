@@ -14,18 +14,23 @@ import tierd
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """`node`: of the daemon that claimed; `claimed_by`: its version. `claim`: 128 random bits in hex, which tell one
-    start from another; empty in the markers of older versions."""
+    start from another. `hot`: the identity of the daemon's hot tier. Empty in the markers of older versions."""
 
     node: str = ""
     claimed_by: str = ""
     claim: str = ""
+    hot: str = ""
 
     @classmethod
-    def new(cls, node: str) -> Claim:
-        return cls(node=node, claimed_by=tierd.__version__, claim=secrets.token_hex(16))
+    def new(cls, node: str, hot: str = "") -> Claim:
+        return cls(node=node, claimed_by=tierd.__version__, claim=secrets.token_hex(16), hot=hot)
 
     def is_of_same_start(self, other: Claim) -> bool:
         return bool(self.claim) and self.claim == other.claim
+
+    def is_of_same_hot(self, other: Claim) -> bool:
+        """Also compares the nodes: a copy of a disk has the identity of the original."""
+        return bool(self.hot) and (self.node, self.hot) == (other.node, other.hot)
 
 
 def decode_claim(content: bytes) -> Claim | None:

@@ -35,7 +35,8 @@ async def confirm_claim(context: DaemonContext, cold: Tier, checkpoint: Checkpoi
             await context.claim(cold, run, generation, claim or await _claim_elsewhere(context, run, generation))
     elif not await context.claim(cold, run, generation, claim):
         other = await cold.claim(run, generation)
-        if other is not None and not other.is_of_same_start(claim):
+        # A start of this hot tier that claimed it in cold alone was killed before any trainer had the generation.
+        if other is not None and not other.is_of_same_start(claim) and not other.is_of_same_hot(claim):
             _fence(context, cold, checkpoint)
     cold.claimed[run] = generation  # also where something that is no claim has its name: it fences nobody
 
@@ -45,7 +46,7 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
         with suppress(TierdError):
             if (claim := await tier.claim(run, generation)) is not None:
                 return claim
-    return Claim.new(context.config.daemon.node)
+    return Claim.new(context.config.daemon.node, context.identities.hot)
 
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:

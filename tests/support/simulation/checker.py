@@ -303,12 +303,20 @@ class Checker:
             for checkpoint, committed in hot.items():
                 if checkpoint.run in shared_runs:
                     continue  # cold has a checkpoint of the other trainer, so deletions of the run are halted
+                if checkpoint not in self.committed[COLD] and self._is_claimed_elsewhere(checkpoint, node):
+                    continue  # the trainers that wrote it here are fenced
                 newer = [each for each in hot if each.run == checkpoint.run and each > checkpoint]
                 if self.is_kept_in_cold(checkpoint, committed.sequence) and not self.is_whole_in_cold(checkpoint):
                     self.violate("cold lacks what it keeps", f"{checkpoint} of {node} after a long quiet time")
                 is_passed = any(each.step >= checkpoint.step for each in newer)
                 if len(newer) >= self.policy.hot_last and is_passed:
                     self.violate("hot keeps too much", f"{checkpoint} in {node} after a long quiet time")
+
+    def _is_claimed_elsewhere(self, checkpoint: Id, node: str) -> bool:
+        """Whether cold has the claim of another node for its generation. The node could not reach cold meanwhile, or
+        cold ignores conditions; the other one's trainer may have died before it had the generation."""
+        marker = self.places[COLD].read(f"{checkpoint.run}/generation-{checkpoint.generation:04d}.json")
+        return marker is not None and json.loads(marker)["node"] != node
 
 
 def _names(folder: str) -> list[str]:
