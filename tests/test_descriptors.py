@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_leaks
 from tierd.descriptors import close_all, open_all, receive_packet, send_packet
 from tierd.format.wire import MESSAGE_BYTES_MAX
 
@@ -16,12 +17,11 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    before = len(os.listdir("/proc/self/fd"))
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    yield ends
-    for end in ends:
-        end.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_leaks():
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        yield ends
+        for end in ends:
+            end.close()
 
 
 def test_an_error_closes_the_descriptors_that_were_opened_before_it(pair: Pair) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_leaks
 from tierd.api.packets import PacketConnection, open_listener
 from tierd.errors import BadConfig, BadRequest, LockHeld
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
@@ -24,13 +25,12 @@ Pair = tuple[PacketConnection, socket.socket]
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """A connection, and the peer's socket."""
-    before = len(os.listdir("/proc/self/fd"))
-    ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = PacketConnection(ours)
-    yield connection, peer
-    connection.close()
-    peer.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptor_leaks():
+        ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = PacketConnection(ours)
+        yield connection, peer
+        connection.close()
+        peer.close()
 
 
 async def test_a_packet_is_received_with_its_descriptors(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_leaks
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api import restore_requests
 from tierd.api.packets import PacketConnection, receive_packet
@@ -88,13 +89,12 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
 
 @pytest.fixture
 async def requester(rooms: Rooms) -> AsyncIterator[Requester]:
-    before = len(os.listdir("/proc/self/fd"))
-    requester = Requester(rooms)
-    yield requester
-    requester.session.close()
-    requester.session.connection.close()
-    requester.peer.close()
-    assert len(os.listdir("/proc/self/fd")) == before, "descriptors leak"
+    with no_descriptor_leaks():
+        requester = Requester(rooms)
+        yield requester
+        requester.session.close()
+        requester.session.connection.close()
+        requester.peer.close()
 
 
 async def test_a_peer_receives_progress_until_the_answer(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:

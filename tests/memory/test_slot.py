@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import itertools
 import os
 import threading
@@ -14,6 +13,7 @@ from types import FrameType
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_leaks
 from tests.support.slots import PAGE_BYTES, make_memfd, make_slot
 from tests.support.waiting import DEADLINE_S, wait_until
 from tierd import metrics
@@ -25,10 +25,8 @@ from tierd.transitions import next_state
 
 @pytest.fixture(autouse=True)
 def _no_descriptor_leaks() -> Iterator[None]:
-    gc.collect()  # an earlier test file's garbage, which would close descriptors in between
-    before = set(os.listdir("/proc/self/fd"))
-    yield
-    assert set(os.listdir("/proc/self/fd")) - before == set()
+    with no_descriptor_leaks():
+        yield
 
 
 def test_slot_reads_what_its_trainer_writes() -> None:
