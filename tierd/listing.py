@@ -261,10 +261,10 @@ async def _manifests(
         others = known.tiers - {tier.name} if known else None
         if known and others and known.manifest is not manifest and known.manifest != manifest:
             why = f"its manifest differs from the one in {', '.join(sorted(others))}"
-        if missing_file(manifest, listing.files[checkpoint]):
+        if manifest.missing_file(listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
-            why = why or missing_file(manifest, listing.files[checkpoint])
+            why = why or manifest.missing_file(listing.files[checkpoint])
         if layout.MANIFEST not in listing.files[checkpoint]:
             del found[checkpoint]
         elif why:
@@ -333,18 +333,10 @@ def _batches(checkpoints: list[CheckpointId], listing: Listing) -> Iterator[list
         yield batch
 
 
-def missing_file(manifest: Manifest, files: dict[str, int]) -> str:
-    """Which file of the manifest is missing or has another size; empty if none."""
-    for entry in manifest.files:
-        if files.get(entry.name) != entry.size_bytes:
-            return f"{entry.name} is missing or has another size"
-    return ""
-
-
 async def check_sizes(manifest: Manifest, tier: Tier) -> None:
     """Raises Corrupt unless the tier has every file in the size that the manifest says, before space is reserved for
     them: a forged manifest must not fill a disk."""
-    if problem := missing_file(manifest, await files_of(tier, manifest.id)):
+    if problem := manifest.missing_file(await files_of(tier, manifest.id)):
         raise Corrupt(f"read {manifest.id} in {tier.name}: {problem}", hint="docs/RUNBOOK.md#unreadable-manifest")
 
 

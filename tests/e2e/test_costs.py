@@ -128,7 +128,7 @@ def test_first_snapshot_allocates_its_two_slots_and_nothing_else(tmp_path: Path)
 
 async def test_upload_sends_only_the_necessary_requests(tmp_path: Path) -> None:
     """Two shards of two parts: one request before each shard, and none afterwards, because the last answer has the
-    checksum of the whole object."""
+    checksum of the whole object. Before the commit one listing."""
     with bucket_server(part_bytes_min=MIB) as served:
         async with rooms_at(tmp_path) as rooms:
             store = s3_store(f"s3://{BUCKET}/deep", endpoint_url=served.url)
@@ -143,6 +143,7 @@ async def test_upload_sends_only_the_necessary_requests(tmp_path: Path) -> None:
             "create_multipart_upload": 2,
             "upload_part": 4,
             "complete_multipart_upload": 2,
+            "list_objects_v2": 1,
             "put_object": 1,
         }
         assert size_bytes <= served.received_bytes() <= 1.001 * size_bytes

@@ -336,6 +336,37 @@ async def test_copy_writes_shards_concurrently_then_markers_then_the_manifest(ho
     await store.close()
 
 
+class Deleting(DirectoryStore):
+    """Another daemon deletes a shard after the copy has found all of them."""
+
+    async def put(self, key: str, *args: Any, **kwargs: Any) -> FileEntry:
+        if "rank-00001" in key:
+            first = key.replace("rank-00001", "rank-00000")
+            async with asyncio.timeout(60):
+                while not self.found_first:
+                    await asyncio.sleep(0.001)
+            await self.delete([first])
+        entry = await super().put(key, *args, **kwargs)
+        self.found_first = True
+        return entry
+
+    found_first = False
+
+
+async def test_copy_commits_nothing_when_a_file_is_deleted_meanwhile(hot: Tier, tmp_path: Path) -> None:
+    made = manifest()
+    await persist(hot, made)
+    async with Deleting(tmp_path / "target") as deleting, DirectoryStore(tmp_path / "target") as plain:
+        target = Tier("cold", plain)
+        await copy_checkpoint(made, hot, target)
+        await plain.delete([layout.manifest_key(ID)])
+        with pytest.raises(TierUnreachable, match="is missing or has another size, and was there before"):
+            await copy_checkpoint(made, hot, Tier("cold", deleting), milestones=["best"])
+        assert ID not in (await target.listing()).committed
+        await copy_checkpoint(made, hot, target)
+        assert (await verify_files(target, made)).sentences == []
+
+
 async def test_copy_never_replaces_another_checkpoint(hot: Tier, cold: Tier) -> None:
     await persist(hot, manifest())
     foreign = manifest(created_at="2025-01-01T00:00:00Z")

@@ -91,6 +91,13 @@ class Manifest(Head, frozen=True, kw_only=True):
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files)
 
+    def missing_file(self, sizes: Mapping[str, int]) -> str:
+        """Which of its files is not among these, or has another size; empty if none. `sizes`: in bytes, by name."""
+        for entry in self.files:
+            if sizes.get(entry.name) != entry.size_bytes:
+                return f"{entry.name} is missing or has another size"
+        return ""
+
 
 def file_entry(
     name: str, size_bytes: int, chunk_bytes: int, chunks: list[int], *, algorithm: str = "", digests: Sequence[str] = ()

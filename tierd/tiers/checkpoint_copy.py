@@ -9,6 +9,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
@@ -28,15 +29,28 @@ async def copy_checkpoint(
 ) -> None:
     """Copies a committed checkpoint: its files, several at once, then the markers, then the manifest's exact bytes.
 
-    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest.
+    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest, and
+    TierUnreachable when a file was deleted meanwhile.
     """
     raw = await source.manifest_bytes(manifest)
     if not await target.is_committed(manifest, raw=raw):
         options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
         copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
+        await _check_whole(manifest, target)
     diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
     await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
+
+
+async def _check_whole(manifest: Manifest, target: Tier) -> None:
+    """Raises TierUnreachable unless every file is there now. A daemon that expires the checkpoint deletes its manifest
+    first; files that this copy found, and did not send, may be deleted minutes later."""
+    objects = await target.store.list(layout.checkpoint_prefix(manifest.id))
+    if missing := manifest.missing_file({stored.key.rpartition("/")[2]: stored.size_bytes for stored in objects}):
+        raise TierUnreachable(
+            f"copy {manifest.id} to {target.name}: {missing}, and was there before",
+            hint="another daemon is deleting it; the copy is tried again",
+        )
 
 
 async def copy_file(

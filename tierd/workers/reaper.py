@@ -23,7 +23,7 @@ from tierd.failpoints import failpoint
 from tierd.format import audit, layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.listing import files_of, missing_file, refresh_run
+from tierd.listing import files_of, refresh_run
 
 log = logging.getLogger("tierd")
 
@@ -287,7 +287,7 @@ class Reaper:
                 self._catalog.disappeared(action.checkpoint, name)
                 self._context.notify.relist(name)  # then its loss is reported
                 return False
-            if why := missing_file(entry.manifest, files) or await self._forged(entry, name):
+            if why := entry.manifest.missing_file(files) or await self._forged(entry, name):
                 error = Corrupt(f"evict {action.checkpoint} from {action.tier}: in {name}, {why}", hint=_HINT)
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
