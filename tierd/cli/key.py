@@ -1,5 +1,4 @@
-"""`tierd key`: makes the key file with which manifests and markers are signed, shows the ids of its keys, and signs
-checkpoints that exist already.
+"""`tierd key`: makes a key file, shows the ids of its keys, and signs the manifests and markers that exist already.
 
 Signing takes the lock of the hot directory, because it replaces manifests: stop the daemon first. It lists the files,
 asks, and signs exactly these. Every byte of a checkpoint is compared with its manifest before that is signed.
