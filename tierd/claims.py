@@ -19,39 +19,39 @@ class Claims:
         self.written_here: set[CheckpointId] = set()
         self.are_signed = False
         self._highest: dict[Run, dict[str, int]] = {}  # by tier
-        self._here: dict[Run, set[int]] = {}  # made through this hot tier
-        self._names: dict[Run, dict[str, frozenset[int]]] = {}  # by tier
+        self._claimed_here: dict[Run, set[int]] = {}  # in this hot tier
+        self._named_generations: dict[Run, dict[str, frozenset[int]]] = {}  # by tier
 
     def saw(self, run: Run, generations: Iterable[int], tier: str, *, is_here: bool) -> None:
         """Claims of the run in a tier. `is_here`: it is this hot tier."""
         highest = self._highest.setdefault(run, {})
         highest[tier] = max([highest.get(tier, 0), *generations])
         if is_here:
-            self._here.setdefault(run, set()).update(generations)
+            self._claimed_here.setdefault(run, set()).update(generations)
 
     def saw_names(self, run: Run, generations: Iterable[int], tier: str) -> None:
         """The generations in names of claims and manifests of the run, signed or not, as the tier lists them now."""
-        self._names.setdefault(run, {})[tier] = frozenset(generations)
+        self._named_generations.setdefault(run, {})[tier] = frozenset(generations)
 
     def count_everywhere(self) -> None:
         """For a program without a hot tier: the highest claim in any tier counts like one that was made here."""
         for run in self._highest:
             if generation := self._highest_anywhere(run):
-                self._here.setdefault(run, set()).add(generation)
+                self._claimed_here.setdefault(run, set()).add(generation)
 
     def generation_limit(self, run: Run, now_s: float) -> int:
-        """The highest generation of a run that is believed of a cold tier or a trainer. `now_s`: Unix time."""
-        return generation_limit(max(self._here.get(run, ()), default=0), now_s)
+        """The highest generation of a run that is accepted from a cold tier or a trainer. `now_s`: Unix time."""
+        return generation_limit(max(self._claimed_here.get(run, ()), default=0), now_s)
 
     def forget(self, run: Run) -> None:
         """The claims of a run without checkpoints were deleted."""
-        for known in (self._highest, self._here, self._names):
+        for known in (self._highest, self._claimed_here, self._named_generations):
             known.pop(run, None)
 
     def next_free(self, run: Run, least: int, now_s: float) -> int:
-        """The number to try for a new generation: at least `least`, above every name up to the limit, and not the name
-        of an existing file. A name proves nothing else: a forged one does not count as a generation."""
-        names = frozenset[int]().union(*self._names.get(run, {}).values())
+        """The number to try for a new generation: at least `least`, above the generations in the names of all files up
+        to the limit, and not in the name of an existing file. A name proves nothing else: a file may be forged."""
+        names = frozenset[int]().union(*self._named_generations.get(run, {}).values())
         limit = self.generation_limit(run, now_s)
         number = max([least, *(name + 1 for name in names if name < limit)])
         while number in names:
@@ -59,44 +59,47 @@ class Claims:
         return number
 
     def lacks(self, tier: str, checkpoint: CheckpointId) -> bool:
-        """Whether the tier was seen without a claim of the checkpoint's generation or of a later one."""
+        """Whether the tier, as far as it was listed, has no claim of the checkpoint's generation or of a later one."""
         return checkpoint.generation > self._highest.get(checkpoint.run, {}).get(tier, 0)
 
     def doubts(self, is_in_hot: Mapping[CheckpointId, bool]) -> dict[CheckpointId, str]:
-        """Why no daemon on the run's claims seems to have committed a checkpoint, of those where that is so. Runs that
-        were never claimed here are not judged, and nothing is where it is signed."""
+        """The checkpoints that no daemon with a claim of the run seems to have committed, each with the reason. Empty
+        where the tiers are read with a key. Checkpoints of runs that were never claimed here are not judged."""
         if self.are_signed:
             return {}
         doubts = self._not_written_here(is_in_hot)
         for checkpoint, is_hot in is_in_hot.items():
-            is_judged = bool(self._here.get(checkpoint.run)) and not is_hot and checkpoint not in self.written_here
+            is_judged = (
+                bool(self._claimed_here.get(checkpoint.run)) and not is_hot and checkpoint not in self.written_here
+            )
             if is_judged and checkpoint.generation > self._highest_anywhere(checkpoint.run):
                 doubts[checkpoint] = f"{checkpoint}: no tier has a claim of generation {checkpoint.generation}"
         return doubts
 
     def shared_generations(self, is_in_hot: Mapping[CheckpointId, bool]) -> dict[CheckpointId, str]:
-        """Checkpoints of the newest generation that was claimed here, and why they are not of this node, signed or not:
-        another daemon may hold the same generation."""
+        """The checkpoints of the newest generation claimed here that this daemon has not written, each with the reason,
+        signed or not: another daemon may hold the same generation."""
         not_written = self._not_written_here(is_in_hot)
-        return {c: why for c, why in not_written.items() if c.generation == max(self._here[c.run])}
+        return {c: why for c, why in not_written.items() if c.generation == max(self._claimed_here[c.run])}
 
     def _not_written_here(self, is_in_hot: Mapping[CheckpointId, bool]) -> dict[CheckpointId, str]:
-        """Of the generations that were claimed here, what is newer than their newest checkpoint in hot."""
+        """The checkpoints of generations claimed here that are newer than the newest in hot of their generation and
+        that this daemon has not written, each with the reason."""
         newest_in_hot: dict[tuple[Run, int], int] = {}
         for checkpoint in filter(is_in_hot.__getitem__, is_in_hot):
             timeline = (checkpoint.run, checkpoint.generation)
             newest_in_hot[timeline] = max(checkpoint.step, newest_in_hot.get(timeline, -1))
-        found: dict[CheckpointId, str] = {}
+        reasons: dict[CheckpointId, str] = {}
         for checkpoint, is_hot in is_in_hot.items():
             run, generation = checkpoint.run, checkpoint.generation
-            if is_hot or checkpoint in self.written_here or generation not in self._here.get(run, ()):
+            if is_hot or checkpoint in self.written_here or generation not in self._claimed_here.get(run, ()):
                 continue
             if checkpoint.step > newest_in_hot.get((run, generation), checkpoint.step):
-                found[checkpoint] = (
+                reasons[checkpoint] = (
                     f"{checkpoint}: this node runs generation {generation} and has not written it: another node may "
                     "hold the same generation, or it is forged"
                 )
-        return found
+        return reasons
 
     def _highest_anywhere(self, run: Run) -> int:
         return max(self._highest.get(run, {}).values(), default=0)

@@ -322,6 +322,11 @@ def _greet(
         except OSError as error:
             is_late = isinstance(error, TimeoutError)
             why = f"no answer within {timeout_s:g} s" if is_late else error.strerror or error
+            if isinstance(error, PermissionError):
+                hint = (
+                    "run the trainer as the daemon's user, or put its user into the group security.trainer_group; "
+                    "docs/guides/security.md#trainers-of-another-user"
+                )
             raise DaemonUnreachable(f"greet the daemon at {path}: {why}", hint=hint) from error
         message = wire.decode_to_client(raw)
         if isinstance(message, wire.Refused):

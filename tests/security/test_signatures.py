@@ -211,6 +211,11 @@ def test_key_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         read_key_file(path)
 
 
+def test_folder_in_place_of_a_key_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="it is not a file"):
+        read_key_file(tmp_path)
+
+
 def test_public_key_checks_signatures_and_cannot_sign(tmp_path: Path) -> None:
     private = make_key_file(tmp_path / "key", ED25519)
     public_file = tmp_path / "public"

@@ -16,6 +16,7 @@ from tests.support.processes import run_tierd
 from tests.support.trainer import Training
 from tests.support.waiting import DEADLINE_S
 from tests.support.wire_peer import Peer
+from tierd.errors import DaemonUnreachable
 from tierd.format import wire
 
 DAEMON_UID, TRAINER_UID, OUTSIDER_UID, TRAINERS = 65521, 65522, 65523, 65524
@@ -114,6 +115,7 @@ def test_a_user_outside_the_group_cannot_connect(root: Path) -> None:
         assert stat.S_IMODE(os.stat(daemon.socket).st_mode) == 0o660
         with pytest.raises(PermissionError):
             outsider.call(greet, daemon.socket)
+        assert "security.trainer_group" in outsider.call(hint_of_refused_connect, daemon.socket)
         # Where an administrator has opened the socket to everyone, the daemon itself refuses.
         os.chmod(os.path.dirname(daemon.socket), 0o755)
         os.chmod(daemon.socket, 0o666)
@@ -125,6 +127,12 @@ def test_a_user_outside_the_group_cannot_connect(root: Path) -> None:
 
 
 # ── in the process of the other user ──
+
+
+def hint_of_refused_connect(path: str) -> str:
+    with pytest.raises(DaemonUnreachable) as refused:
+        Training().connect(path, daemon_uid=DAEMON_UID, rank=0, world_size=1)
+    return refused.value.hint or ""
 
 
 def train(path: str, has_cold: bool = False) -> str:

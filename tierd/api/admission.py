@@ -37,7 +37,7 @@ from tierd.workers.restorer import Restorer
 log = logging.getLogger("tierd")
 
 UNSEEN_MAX, UNSEEN_CHARS = 8, 1000  # bounds of the tiers named in one Welcome
-CLAIM_ATTEMPTS_MAX = 64  # numbers that others take meanwhile, one after the other
+CLAIM_ATTEMPTS_MAX = 64  # tried in turn when other daemons take each number first
 COLD_CLAIM_TIMEOUT_S = 20.0  # a tier that takes longer is left out, as one that cannot be listed
 
 
@@ -211,8 +211,8 @@ class Admission:
         return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=protocol, proof=proof)
 
     async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str]]:
-        """(a new generation, durably claimed: no daemon on this directory or on these cold tiers issues it again; why a
-        tier could not be listed, by tier)."""
+        """(a new generation, durably claimed: no daemon with this hot directory or these cold tiers issues it again;
+        why a tier could not be listed, by tier)."""
         if rank != 0:
             raise BadRequest(
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
@@ -228,8 +228,8 @@ class Admission:
                     hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
                     "with TIERD_RESUME=scratch in the trainer's environment",
                 )
-            # Minutes since 1970, more than any count of starts: generations in the tiers that could not be listed stay
-            # older than this one.
+            # Minutes since 1970 are more than any count of starts. So this generation is newer than those in the tiers
+            # that could not be listed.
             least = int(self._context.now().timestamp() / 60)
         async with self._claiming.setdefault(run, asyncio.Lock()):
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one

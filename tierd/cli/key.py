@@ -1,7 +1,7 @@
-"""`tierd key`: makes the key file that signs manifests and markers, shows its ids, and signs what exists already.
+"""`tierd key`: makes a key file, shows the ids of its keys, and signs the manifests and markers that exist already.
 
-Signing needs the lock of the hot directory, because it replaces manifests: stop the daemon first. It shows the files,
-asks, and signs those. Every byte is compared with its manifest before it is signed.
+Signing takes the lock of the hot directory, because it replaces manifests: stop the daemon first. It lists the files,
+asks, and signs exactly these. Every byte of a checkpoint is compared with its manifest before that is signed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli import options
 from tierd.cli.console import print_note, print_result
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import exit_code, open_tiers
@@ -41,20 +40,24 @@ async def key(
     ],
     name: Annotated[str, typer.Argument(metavar="PATH|RUN", help="A key file, or the run whose checkpoints to sign.")],
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="sign: only this step.")] = None,
-    ed25519: Annotated[bool, typer.Option("--ed25519", help="new: a key with a public part.")] = False,
-    dry_run: options.DryRun = False,
+    ed25519: Annotated[
+        bool, typer.Option("--ed25519", help="new: a key whose public part is for nodes that only restore.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="sign: print the files that would be signed, and sign nothing.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="sign: sign what is shown, and do not ask.")] = False,
 ) -> int:
-    """Make a key file, show its ids, print the public keys for nodes that only restore, or sign the checkpoints of a
-    run that you trust."""
+    """Make a key file, show the ids of its keys, print the public keys for nodes that only restore, or sign the
+    checkpoints of a run that you trust. Stop the daemon before you sign."""
     if action is Action.SIGN:
         return await _sign_run(context, check_run(name), step, is_dry_run=dry_run, is_confirmed=yes)
     path = Path(name)
     keys = (make_key_file(path, ED25519 if ed25519 else HMAC) if action is Action.NEW else read_key_file(path)).keys
     if action is Action.PUBLIC and not all(each.public_line for each in keys):
         raise BadConfig(
-            f"print the public keys of {name}: it has a key of {HMAC}, which has none",
-            hint="`tierd key new PATH --ed25519` makes a key with a public part",
+            f"print the public keys of {name}: a key in it is of {HMAC}, which has no public part",
+            hint="`tierd key new --ed25519 PATH` makes a key with a public part",
         )
     for each in keys:
         print_result(each.public_line.rstrip() if action is Action.PUBLIC else each.id)
@@ -67,7 +70,8 @@ async def _sign_run(context: typer.Context, run: Run, step: int | None, *, is_dr
     keyring = keyring_of(config.security.key_file, to_sign=True)
     if keyring is None:
         raise BadConfig(
-            f"sign {run}: the config names no key file", hint="set [security] key_file; `tierd key new PATH`"
+            f"sign {run}: the config names no key file",
+            hint="`tierd key new PATH` makes one; set [security] key_file or $TIERD_KEY_FILE to it",
         )
     with Lock(config.hot_path, {"node": config.daemon.node}):
         async with open_tiers(settings, allow_unsigned=True) as tiers:
@@ -100,7 +104,10 @@ def _confirm(run: Run, count: int, keyring: Keyring, *, is_confirmed: bool) -> N
             return
     except typer.Abort:
         pass
-    raise BadConfig(f"sign {run}: nobody has confirmed it, so nothing was signed", hint="--yes confirms what is shown")
+    raise BadConfig(
+        f"sign {run}: nobody has confirmed it, so nothing was signed",
+        hint="answer y, or give --yes, to sign the files above",
+    )
 
 
 async def _sign(signing: Signing, file: UnsignedFile, config: Config, keyring: Keyring) -> bool:

@@ -1,6 +1,6 @@
 """`tierd log --audit`: prints the audit trail of this config's hot directory, and checks its chain. Needs no daemon.
 
-Also the part of other commands: they append what they have done to a trail.
+Also has the functions with which other commands append events of their own to a trail.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trail(msgspec.Struct, kw_only=True):
 
 def log(
     context: typer.Context,
-    is_audit: Annotated[bool, typer.Option("--audit", help="The audit trail; required.")] = False,
+    is_audit: Annotated[bool, typer.Option("--audit", help="Print the audit trail; required.")] = False,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.")] = None,
     since: Annotated[
         str | None, typer.Option("--since", metavar="TIME", help="ISO 8601, or an age such as 30m, 24h or 7d.")
@@ -56,7 +56,8 @@ def log(
     """Print who committed, marked, deleted and restored what, and check that the trail is whole."""
     if not is_audit:
         raise BadConfig(
-            "print a log: --audit names the only one", hint="the daemon logs to stderr: `journalctl -u tierd`"
+            "print a log: --audit is missing, and the audit trail is the only log that this command prints",
+            hint="`tierd log --audit`; the daemon's own log goes to stderr: `journalctl -u tierd`",
         )
     run = None if run is None else check_run(run)
     least = None if since is None else _parse_time(since)

@@ -63,8 +63,8 @@ class Deletion(msgspec.Struct, kw_only=True):
 
 
 class ReapReport(msgspec.Struct, kw_only=True):
-    """`halted`: where nothing is deleted, and why. `is_dry_run`: nothing was deleted at all. `errors`: why others are
-    still there. `retained`: the same, of those that Object Lock keeps for now, which is no failure."""
+    """`halted`: where nothing is deleted, and why. `is_dry_run`: nothing was deleted at all. `errors`: what could not
+    be deleted or written, and why. `retained`: what Object Lock keeps for now, which is not a failure."""
 
     is_dry_run: bool
     halted: list[str]
@@ -179,7 +179,7 @@ async def _open(config: Config, stack: AsyncExitStack, trail: AuditTrail, has_ev
 async def _list(context: DaemonContext, tier: Tier) -> None:
     try:
         if not await tier.store.exists():  # it may be a disk that is not mounted
-            context.catalog.listing_failed(tier.name, f"list {tier.name}: {tier.store.url} does not exist")
+            context.catalog.listing_failed(tier.name, f"{tier.store.url} does not exist")
             return
     except TierdError as error:
         context.catalog.listing_failed(tier.name, str(error))
@@ -195,7 +195,7 @@ class _Errors(Incidents):
         self.recorded: list[TierdError] = []
 
     def record(self, stage: str, error: Exception, checkpoint: CheckpointId | None = None) -> None:
-        """Raises what is no TierdError: a bug."""
+        """Raises an error that is not a TierdError: it is a bug."""
         if not isinstance(error, TierdError):
             raise error
         self.recorded.append(error)
@@ -265,15 +265,15 @@ class _Reaping:
             knowledge = self.context.catalog.tiers[name]
             if not tier.deletes or not knowledge.is_known:
                 continue
-            replaced: dict[Run, int] = {}
+            newest_claimed: dict[Run, int] = {}
             for checkpoint in sorted(knowledge.partial, key=str):
                 if only_run not in (None, checkpoint.run):
                     continue
                 before_s = self.context.now().timestamp() - LEFTOVER_GRACE_S
                 try:
-                    if checkpoint.run not in replaced:
-                        replaced[checkpoint.run] = await self._newest_claimed(tier, checkpoint.run, before_s)
-                    if checkpoint.generation >= replaced[checkpoint.run]:
+                    if checkpoint.run not in newest_claimed:
+                        newest_claimed[checkpoint.run] = await self._newest_claimed(tier, checkpoint.run, before_s)
+                    if checkpoint.generation >= newest_claimed[checkpoint.run]:
                         continue
                     # A daemon may have continued the copy since the tier was listed.
                     if checkpoint in map(layout.parse_key, await tier.store.unfinished()):

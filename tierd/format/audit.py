@@ -49,7 +49,11 @@ class Action(StrEnum):
     TRAIL_CUT = "trail_cut"
 
 
-LEAVING = {Action.EVICTED, Action.EXPIRED, Action.RESTORED}  # from a tier, the others in a tier
+LEAVING = {
+    Action.EVICTED,
+    Action.EXPIRED,
+    Action.RESTORED,
+}  # they happen `from` a tier in a sentence, the others `in` a tier
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,8 +114,9 @@ class Tail:
 
 
 def tail_of(content: bytes, *, first: int) -> Tail:
-    """The tail of a trail. `content`: of its last files. `first`: the sequence number of the first line there. A last
-    line that is no event gets the number that it should have: the check reports it, and the chain goes on after it."""
+    """The tail of a trail. `content`: of its last files. `first`: the sequence number of the first line there. If the
+    last line is not an event, it counts with the number that it should have: `check` reports it, and the chain goes on
+    after it."""
     *lines, torn = content.split(b"\n")
     if not lines:
         return Tail(sequence=first - 1, torn_bytes=len(torn))
@@ -175,7 +180,9 @@ def check(files: Sequence[tuple[int, bytes]], keyring: Keyring | None) -> Chain:
     if keyring is None and signed:
         chain.notes.append(f"{signed} events are signed, and no key is configured here to check them")
     if keyring is not None and unsigned and signed:
-        chain.notes.append(f"{unsigned} events are older than the key: without it, anyone with access could write them")
+        chain.notes.append(
+            f"{unsigned} events were written before there was a key: anyone who can write here could have written them"
+        )
     if keyring is not None and unsigned and not signed:
         chain.problem = chain.problem or "no event is signed, and a key is configured"
     return chain

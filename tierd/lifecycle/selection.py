@@ -185,7 +185,9 @@ def _newer_format(replica: UnreadableReplica) -> NewerFormat:
 
 
 def _foreign(message: str, replica: UnreadableReplica, more: str) -> Foreign:
-    hint = f"`tierd key sign {replica.id.run}` signs what you trust; `tierd restore --allow-unsigned` reads it; "
+    run, step = replica.id.run, replica.id.step
+    hint = f"`tierd key sign {run}` signs what you trust; `tierd restore --allow-unsigned --run {run} --step {step}` "
+    hint += "copies it unchecked; "
     return Foreign(message, hint=f"{hint}{more}docs/RUNBOOK.md#foreign-checkpoints")
 
 

@@ -51,7 +51,8 @@ class Lock(AbstractContextManager["Lock"]):
         except BlockingIOError as error:
             other = _describe(self._fd)
             self.release()
-            raise LockHeld(f"lock {path}: held by {other}", hint="is a tierd daemon running there already?") from error
+            hint = "stop that process first, or use another directory; docs/RUNBOOK.md#lock-held"
+            raise LockHeld(f"lock {path}: held by {other}", hint=hint) from error
         except OSError as error:
             self.release()
             raise TierUnreachable(

@@ -78,7 +78,7 @@ class Signing:
         for checkpoint, tiers in replicas.items():
             files += await self._unsigned_manifests(checkpoint, tiers)
         if not is_there and not self.errors:
-            raise NotFound(f"sign {run}: there is no such checkpoint", hint="`tierd ls` shows what there is")
+            raise NotFound(f"sign {run}: no tier has such a checkpoint", hint="`tierd ls` shows what there is")
         return sorted(
             files, key=lambda file: (file.checkpoint.recency if file.checkpoint else (0, 0), file.is_manifest)
         )

@@ -1,8 +1,8 @@
 """Before the first copy of a generation to a cold tier: claims it there, or confirms that the claim is still there.
 
 fenced: two starts on two nodes can hold one generation when one of them could not reach the tier, or when both claimed
-at once and the server ignores If-None-Match. Whose claim is in the tier writes there; the trainers of the other are
-fenced.
+at once and the server ignores If-None-Match. The start whose claim is in the tier writes there; the trainers of the
+other start are fenced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def confirm_claim(context: DaemonContext, cold: Tier, checkpoint: Checkpoi
         # A start of this hot tier that claimed it in cold alone was killed before any trainer had the generation.
         if other is not None and not other.is_of_same_start(claim) and not other.is_of_same_hot(claim):
             _fence(context, cold, checkpoint)
-    cold.claimed[run] = generation  # also where something that is no claim has its name: it fences nobody
+    cold.claimed[run] = generation  # also if the file of that name is not a claim: it fences nobody
 
 
 async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generation) -> Claim:
