@@ -1,7 +1,7 @@
 """The key file of [security] key_file: makes one, and reads the keys that sign manifests and markers.
 
-Only its owner may read it, unless it has public keys only. One key per line: the first one that can sign signs, and
-signatures of all are accepted.
+Only its owner may read it, or the group that root gave it, unless it has public keys only. One key per line: the first
+one that can sign signs, and signatures of all are accepted.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ def read_key_file(path: Path) -> Keyring:
     with os.fdopen(fd, "rb") as file:
         keyring = parse_keys(file.read(KEY_FILE_BYTES_MAX).decode("utf-8", "replace"), where=str(path))
     not_allowed = 0o077 if any(key.can_sign for key in keyring.keys) else 0o022
+    if status.st_uid == 0 and os.geteuid() != 0:
+        not_allowed &= ~0o040  # root chose the group: a Secret of Kubernetes, with fsGroup, is mounted so
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & not_allowed:
         owners = " or ".join(map(str, sorted({0, os.geteuid()})))
         raise BadConfig(
             f"read the key file {path}: it belongs to uid {status.st_uid} and has mode "
-            f"{stat.S_IMODE(status.st_mode):o}; expected uid {owners}, and mode 600, or 644 with public keys only",
+            f"{stat.S_IMODE(status.st_mode):o}; expected uid {owners}, and mode 600 (440 or 640 if it is root's and "
+            "this user is not root), or 644 with public keys only",
             hint="chmod 600, and run this command as the file's owner, such as the daemon's user (sudo -u); "
             "docs/guides/security.md#sign-checkpoints",
         )

@@ -70,7 +70,8 @@ def test_every_file_is_shown_before_the_question_and_signed_after_yes(house: Hou
     assert len(unsigned) == 7
     dry = house.tierd("key", "sign", RUN, "--dry-run")
     assert dry.exit_code == 0
-    assert [line.removeprefix("would sign ") for line in dry.stdout.splitlines()[:-1] if line] == _shown(unsigned)
+    shown = [line.removeprefix("would sign ") for line in dry.stdout.splitlines()[:-1] if line]
+    assert shown == [f"{file}: it is not signed" for file in _shown(unsigned)]
     no = house.tierd("key", "sign", RUN)
     assert (no.exit_code, "nobody has confirmed" in no.stderr) == (2, True)
     assert unsigned_files(house) == unsigned
@@ -196,6 +197,57 @@ def test_manifest_of_another_checkpoint_under_the_same_name_is_not_signed(house:
     result = house.tierd("key", "sign", RUN, "--yes")
     assert (result.exit_code, "differs from the signed one in cold" in result.stderr) == (12, True)
     assert unsigned_files(house) == [f"{layout.manifest_key(made.id)} in hot"]
+
+
+def test_manifest_that_was_changed_after_it_was_signed_is_not_signed_again(house: House) -> None:
+    made = make_checkpoint(house.hot, milestones=("best",))
+    assert house.tierd("key", "sign", RUN, "--yes").exit_code == 0
+    path = folder_of(house.hot, made) / layout.MANIFEST
+    altered = path.read_bytes().replace(b'"loss": 2.5', b'"loss": 0.5')
+    path.write_bytes(altered)
+    result = house.tierd("key", "sign", RUN, "--yes")
+    assert (result.exit_code, "changed after it was signed" in result.stderr) == (12, True)
+    assert "0 files signed" in result.stdout
+    assert path.read_bytes() == altered
+
+
+def test_marker_that_was_changed_after_it_was_signed_is_not_signed_again(house: House) -> None:
+    made = make_checkpoint(house.hot, milestones=("best",))
+    assert house.tierd("key", "sign", RUN, "--yes").exit_code == 0
+    path = folder_of(house.hot, made) / "milestone-best.json"
+    path.write_bytes(path.read_bytes().replace(b"best", b"last"))
+    result = house.tierd("key", "sign", RUN, "--yes")
+    assert (result.exit_code, "changed after it was signed" in result.stderr) == (12, True)
+    assert "0 files signed" in result.stdout
+
+
+def test_file_that_another_key_signed_is_shown_so_and_signed(house: House) -> None:
+    make_checkpoint(house.hot)
+    assert house.tierd("key", "sign", RUN, "--yes").exit_code == 0
+    former = keyring_of(house).keys[0].id
+    (house.root / "key").unlink()
+    make_key_file(house.root / "key")
+    result = house.tierd("key", "sign", RUN, "--yes")
+    assert result.exit_code == 0
+    assert f"it is signed by the key {former}, which is not in the key file" in " ".join(result.stdout.split())
+    assert unsigned_files(house) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [("new", "--dry-run"), ("new", "--step", "1"), ("show", "--yes"), ("show", "--ed25519")]
+)
+def test_option_that_an_action_does_not_have_is_refused(house: House, arguments: tuple[str, ...]) -> None:
+    action, *options = arguments
+    result = house.tierd("key", action, house.root / "other", *options)
+    assert (result.exit_code, "option" in result.stderr) == (2, True)
+    assert not (house.root / "other").exists()
+
+
+def test_foreign_replica_is_verified_once(house: House) -> None:
+    make_checkpoint(house.hot, milestones=("best",))
+    result = house.tierd("verify")
+    assert result.exit_code == 12
+    assert "0 of 1 replicas are whole" in result.stdout
 
 
 # ── interrupted ──

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests.support.forgery import changed_with_the_same_crc
+from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import BadConfig, Corrupt, Foreign, TierdError
@@ -209,6 +210,25 @@ def test_key_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(BadConfig, match="mode 640"):
         read_key_file(path)
+
+
+@needs_root
+@pytest.mark.parametrize(("mode", "is_read"), [(0o440, True), (0o640, True), (0o444, False), (0o460, False)])
+def test_group_that_root_gave_a_key_file_may_read_it(mode: int, is_read: bool) -> None:
+    """As Kubernetes mounts a Secret for a pod with fsGroup."""
+    with open_folder() as folder, OtherUser() as other:
+        make_key_file(folder / "key")
+        os.chown(folder / "key", 0, OTHER_UID)
+        (folder / "key").chmod(mode)
+        assert other.call(_can_read, folder / "key") is is_read
+
+
+def _can_read(path: Path) -> bool:
+    try:
+        read_key_file(path)
+    except BadConfig:
+        return False
+    return True
 
 
 def test_folder_in_place_of_a_key_file_is_refused_by_name(tmp_path: Path) -> None:

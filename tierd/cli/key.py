@@ -50,6 +50,7 @@ async def key(
 ) -> int:
     """Make a key file, show the ids of its keys, print the public keys for nodes that only restore, or sign the
     checkpoints of a run that you trust. Stop the daemon before you sign."""
+    _check_options(action, is_for_signing=dry_run or yes or step is not None, is_for_new=ed25519)
     if action is Action.SIGN:
         return await _sign_run(context, check_run(name), step, is_dry_run=dry_run, is_confirmed=yes)
     path = Path(name)
@@ -62,6 +63,14 @@ async def key(
     for each in keys:
         print_result(each.public_line.rstrip() if action is Action.PUBLIC else each.id)
     return 0
+
+
+def _check_options(action: Action, *, is_for_signing: bool, is_for_new: bool) -> None:
+    """Raises BadConfig for an option that the action does not have: it would be ignored."""
+    if is_for_signing and action is not Action.SIGN:
+        raise BadConfig(f"tierd key {action.value}: --step, --dry-run and --yes are options of `tierd key sign`")
+    if is_for_new and action is not Action.NEW:
+        raise BadConfig(f"tierd key {action.value}: --ed25519 is an option of `tierd key new`")
 
 
 async def _sign_run(context: typer.Context, run: Run, step: int | None, *, is_dry_run: bool, is_confirmed: bool) -> int:
@@ -81,7 +90,7 @@ async def _sign_run(context: typer.Context, run: Run, step: int | None, *, is_dr
             signing = Signing(known, keyring, refused)
             planned = await signing.plan(run, step)
             for file in planned:
-                print_result(f"{'would sign' if is_dry_run else 'unsigned:'} {file}")
+                print_result(f"{'would sign' if is_dry_run else 'to sign:'} {file}: {file.reason}")
             count = 0
             if planned and not is_dry_run:
                 _confirm(run, len(planned), keyring, is_confirmed=is_confirmed)

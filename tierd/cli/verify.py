@@ -166,12 +166,14 @@ def _matching(
         for (name, checkpoint), why in tiers.catalog.unreadable().items()
         if name in checked and query.matches(checkpoint)
     ]
-    found += [
-        (name, checkpoint, 0, why)
+    known = {(name, checkpoint) for name, checkpoint, _, _ in found}
+    foreign = {
+        (name, checkpoint): why  # one for a checkpoint, whose manifest and markers may all be foreign
         for (name, key), why in tiers.catalog.foreign().items()
         if name in checked and (checkpoint := layout.parse_key(key)) and query.matches(checkpoint)
-        if (name, checkpoint) not in {(name, checkpoint) for name, checkpoint, _, _ in found}
-    ]
+        if (name, checkpoint) not in known
+    }
+    found += [(name, checkpoint, 0, why) for (name, checkpoint), why in foreign.items()]
     found += [(name, checkpoint, 0, "") for name, checkpoint in lost if name in checked and query.matches(checkpoint)]
     if is_newest_only and found:
         with_run(query, (checkpoint.run for _, checkpoint, _, _ in found))

@@ -149,34 +149,47 @@ class Keyring:
         """The same manifest, signed by the first key."""
         unsigned = msgspec.structs.replace(manifest, signature=msgspec.UNSET)
         signed = self.sign(manifest_key(manifest.id), unsigned.encode())
-        match = _SIGNATURE.search(signed, max(0, len(signed) - _SIGNATURE_BYTES_MAX))
+        match = _find_signature(signed)
         assert match is not None  # `sign` has just written it
         signature = b":".join((match["algorithm"], match["key"], match["value"])).decode()
         return msgspec.structs.replace(unsigned, signature=signature)
 
     def check(self, name: str, content: bytes, *, where: str) -> None:
         """Raises Foreign unless `content`, the file `name`, is signed by one of the keys."""
-        reason = self._problem(name, content)
-        if reason:
+        if reason := self.problem(name, content):
             raise Foreign(
                 f"check the signature of {name} in {where}: {reason}",
                 hint="it is not used, not counted and not deleted; docs/RUNBOOK.md#foreign-checkpoints",
             )
 
-    def _problem(self, name: str, content: bytes) -> str:
-        match = _SIGNATURE.search(content, max(0, len(content) - _SIGNATURE_BYTES_MAX))
+    def problem(self, name: str, content: bytes) -> str:
+        """Why `content`, the file `name`, is not signed by one of the keys; empty if it is."""
+        match = _find_signature(content)
         if match is None:
             return "it is not signed"
-        algorithm, key_id, value = (match[group].decode("ascii") for group in ("algorithm", "key", "value"))
+        algorithm, key_id = match["algorithm"].decode(), match["key"].decode()
         if algorithm not in (HMAC, ED25519):
             return f"its signature is {algorithm}, which this tierd does not know"
-        key = self._by_id.get(key_id)
-        if key is None or key.algorithm != algorithm:
+        if self._key_of(match) is None:
             return f"it is signed by the key {key_id}, which is not in the key file"
+        return f"its signature by the key {key_id} is wrong" if self.is_altered(name, content) else ""
+
+    def is_altered(self, name: str, content: bytes) -> bool:
+        """Whether the file has a signature by one of the keys that does not fit: it was changed after it was signed."""
+        match = _find_signature(content)
+        key = None if match is None else self._key_of(match)
+        if match is None or key is None:
+            return False
         unsigned = content[: match.start()] + match["close"] + b"}\n"
-        if not key.is_right(_message(name, unsigned), value):
-            return f"its signature by the key {key_id} is wrong"
-        return ""
+        return not key.is_right(_message(name, unsigned), match["value"].decode())
+
+    def _key_of(self, match: re.Match[bytes]) -> Key | None:
+        key = self._by_id.get(match["key"].decode())
+        return key if key is not None and key.algorithm == match["algorithm"].decode() else None
+
+
+def _find_signature(content: bytes) -> re.Match[bytes] | None:
+    return _SIGNATURE.search(content, max(0, len(content) - _SIGNATURE_BYTES_MAX))
 
 
 def _message(name: str, content: bytes) -> bytes:
@@ -185,7 +198,7 @@ def _message(name: str, content: bytes) -> bytes:
 
 def without_signature(content: bytes) -> bytes:
     """A signed file as it was before; another one as it is, or an empty object where that is not a line of JSON."""
-    match = _SIGNATURE.search(content, max(0, len(content) - _SIGNATURE_BYTES_MAX))
+    match = _find_signature(content)
     if match is not None:
         return content[: match.start()] + match["close"] + b"}\n"
     return content if content.endswith(b"}\n") and len(content) > len(b"{}\n") else b'{"content":null}\n'

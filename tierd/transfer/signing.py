@@ -28,12 +28,14 @@ from tierd.tiers.tier import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsignedFile:
-    """A manifest or marker to sign. `sha256`: of its bytes in the plan. `checkpoint`: None for a claim."""
+    """A manifest or marker to sign. `sha256`: of its bytes in the plan. `checkpoint`: None for a claim. `reason`: why
+    it does not count as signed."""
 
     tier: str
     key: str
     sha256: bytes
     checkpoint: CheckpointId | None
+    reason: str
 
     @property
     def is_manifest(self) -> bool:
@@ -72,7 +74,7 @@ class Signing:
                     elif checkpoint is not None and key == layout.manifest_key(checkpoint):
                         replicas.setdefault(checkpoint, []).append(name)
                     elif (raw := await self._read(name, key)) is not None and not self._is_signed(key, raw):
-                        files.append(_unsigned(name, key, raw))
+                        files += self._to_sign(name, key, raw)
             except TierUnreachable as error:
                 self.errors[name, f"{run}/"] = error
         for checkpoint, tiers in replicas.items():
@@ -117,14 +119,29 @@ class Signing:
             try:
                 if source is None:
                     decode(raw, where=name, expect=checkpoint)
+                    unsigned += self._to_sign(name, key, raw)
                 elif raw != raws[source]:
                     self._check_equal(checkpoint, name, raw, source, raws[source])
-                else:
-                    continue
-                unsigned.append(_unsigned(name, key, raw))
+                    unsigned.append(self._unsigned(name, key, raw))
             except (Corrupt, NewerFormat) as error:
                 self.errors[name, key] = error
         return unsigned
+
+    def _to_sign(self, tier: str, key: str, raw: bytes) -> list[UnsignedFile]:
+        """The file, unless it was signed and then altered: to sign that again would hide it. The reason is in
+        `errors`."""
+        if not self.keyring.is_altered(key, raw):
+            return [self._unsigned(tier, key, raw)]
+        self.errors[tier, key] = Corrupt(
+            f"sign {key} in {tier}: {self.keyring.problem(key, raw)}: it was changed after it was signed",
+            hint="delete it, if another tier has it; docs/RUNBOOK.md#foreign-checkpoints",
+        )
+        return []
+
+    def _unsigned(self, tier: str, key: str, raw: bytes) -> UnsignedFile:
+        reason = self.keyring.problem(key, raw) or "its digests or signature differ from those of another replica"
+        sha256 = hashlib.sha256(raw).digest()
+        return UnsignedFile(tier=tier, key=key, sha256=sha256, checkpoint=layout.parse_key(key), reason=reason)
 
     async def _signed_manifest(self, file: UnsignedFile, checkpoint: CheckpointId, raw: bytes) -> bytes:
         """The bytes to write: those of a replica that is signed, or these with a signature. Raises Corrupt when a file
@@ -190,15 +207,7 @@ class Signing:
         return raw
 
     def _is_signed(self, key: str, raw: bytes) -> bool:
-        try:
-            self.keyring.check(key, raw, where="")
-        except Foreign:
-            return False
-        return True
-
-
-def _unsigned(tier: str, key: str, raw: bytes) -> UnsignedFile:
-    return UnsignedFile(tier=tier, key=key, sha256=hashlib.sha256(raw).digest(), checkpoint=layout.parse_key(key))
+        return not self.keyring.problem(key, raw)
 
 
 def _unsigned_content(manifest: Manifest) -> Manifest:
