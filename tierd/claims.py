@@ -40,8 +40,14 @@ class Claims:
                 self._claimed_here.setdefault(run, set()).add(generation)
 
     def generation_limit(self, run: Run, now_s: float) -> int:
-        """The highest generation of a run that is accepted from a cold tier or a trainer. `now_s`: Unix time."""
+        """The highest generation of a run that is accepted from a cold tier. `now_s`: Unix time."""
         return generation_limit(max(self._claimed_here.get(run, ()), default=0), now_s)
+
+    def joined_limit(self, run: Run, newest: int, now_s: float) -> int:
+        """The highest generation that a trainer may name. `newest`: the highest one seen. Trainers got theirs from a
+        daemon here, so above the claims in hot there is at most one, of a time when hot was full. After the loss of hot
+        it may be any: else trainers that live on could not come back."""
+        return newest + 1 if self._claimed_here.get(run) else max(newest, self.generation_limit(run, now_s))
 
     def forget(self, run: Run) -> None:
         """The claims of a run without checkpoints were deleted."""

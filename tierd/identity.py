@@ -24,7 +24,8 @@ from tierd.errors import BadConfig, Lost, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Listing, Tier
+from tierd.tiers.tier import Tier
+from tierd.tiers.tier_listing import Listing
 
 log = logging.getLogger("tierd")
 
@@ -166,7 +167,7 @@ class Identities:
             remembered = msgspec.json.decode(raw, type=_Remembered)
         except NotFound:
             return None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             path = self._folder / f"{tier}.json"
             remove = f"If {self._places[tier]} is the right one: rm {shlex.quote(str(path))}"
             hint = f"it says which place {tier} is. {remove}; docs/RUNBOOK.md#another-place"

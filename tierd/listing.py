@@ -20,7 +20,8 @@ from tierd.format.manifest import Manifest
 from tierd.identity import Identities
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import for_each
-from tierd.tiers.tier import Listing, Tier
+from tierd.tiers.tier import Tier
+from tierd.tiers.tier_listing import Listing
 
 log = logging.getLogger("tierd")
 

@@ -19,6 +19,7 @@ from tests.support.small_disk import small_disk
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
+from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.key_file import make_key_file
 
@@ -108,26 +109,18 @@ def test_a_peer_that_names_a_generation_that_nobody_claimed_is_refused(tmp_path:
         assert generation <= 20
 
 
-def test_a_run_whose_generations_are_used_up_keeps_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_whose_generations_are_used_up_does_not_start_and_keeps_its_checkpoints(tmp_path: Path) -> None:
     """The end of that attack. The claim of its last round is made here, as the daemon would sign it."""
     with serving(tmp_path) as daemon:
         with Trainer() as trainer:
             snapshot_of(trainer, daemon.socket, "run")
         daemon.stop()
-        (daemon.hot / "run" / "generation-89999999.json").write_bytes(b'{"node":"here"}\n')
+        (daemon.hot / "run" / "generation-90000000.json").write_bytes(b'{"node":"here"}\n')
         with daemon:
-            with Trainer() as trainer:
-                for _ in range(2):
-                    trainer.connect(daemon.socket)
-                trainer.restore()
-                trainer.train(1)
-                trainer.durable()
-            daemon.stop()
-        with daemon, Trainer() as trainer:
-            trainer.connect(daemon.socket)
-            found = trainer.restore()
-            assert found is not None
-            assert found.step == 2
+            with Trainer() as trainer, pytest.raises(TierUnreachable, match="every number up to 90000000 is taken"):
+                trainer.connect(daemon.socket)
+            assert daemon.tierd("restore", "--run", "run", "--to", tmp_path / "out").returncode == 0
+            assert daemon.steps("hot") == [1]
 
 
 # ── two starts of one hot tier in one generation ──

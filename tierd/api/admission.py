@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from weakref import WeakSet, WeakValueDictionary
 
+import msgspec
+
 import tierd
 from tierd.access import access_of
 from tierd.api.packets import PacketConnection
@@ -27,7 +29,7 @@ from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.audit import Action
 from tierd.format.claim import Claim
-from tierd.format.ids import GENERATION_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.text import printable
 from tierd.lifecycle.policy import HOT
 from tierd.memory.slot import MappedSlot, SlotState
@@ -155,7 +157,7 @@ class Admission:
         else:
             generation, unlisted = Generation(hello.generation), self._catalog.unlisted()
         newest = max(self._catalog.generation_max(run), self._memory.generation(run))
-        limit = max(newest, self._catalog.claims.generation_limit(run, self._context.now().timestamp()))
+        limit = self._catalog.claims.joined_limit(run, newest, self._context.now().timestamp())
         if not 1 <= generation <= limit:
             raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {limit}")
         if generation < newest:
@@ -247,7 +249,7 @@ class Admission:
         now_s = self._context.now().timestamp()
         for _ in range(CLAIM_ATTEMPTS_MAX):
             number = self._catalog.claims.next_free(run, least, now_s)
-            if number > GENERATION_MAX:
+            if number > GENERATION_SEEN_MAX:  # no listing would believe it
                 break
             if await self._claim_in(cold, run, Generation(number)):
                 return Generation(number)
@@ -280,7 +282,15 @@ class Admission:
             if not is_claimed:
                 raise
             log.warning("claim generation %d of %s in hot: %s", generation, run, error)
+            await self._disown(cold, run, generation, claim)
             return True
+
+    async def _disown(self, cold: Sequence[Tier], run: Run, generation: Generation, claim: Claim) -> None:
+        """Take the hot tier out of claims that it could not take. A later start of this hot tier does not know of them,
+        and must not count them as those of a start that was killed before a trainer had the generation."""
+        for tier in cold:
+            if (there := await tier.claim(run, generation)) is not None and there.is_of_same_start(claim):
+                await tier.replace_claim(run, generation, msgspec.structs.replace(claim, hot=""))
 
     def _fence(self, run: Run, generation: Generation) -> None:
         for key, session in list(self._sessions.items()):

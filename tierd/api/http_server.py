@@ -1,9 +1,10 @@
 """The daemon's HTTP listener: whom it answers, and how much any client can cost.
 
 bounded: the number of connections, with a share of the open files that leaves the rest to the trainers; the time and
-the bytes until a request is complete. When all connections are taken, the oldest one without a request in progress
-gives way. A request must name this machine in its Host header: a web page can point a name of its own at this address,
-but not make a browser send another name. With `listen.token_file` it must also have the token.
+the bytes until a request is complete. Those in a TLS handshake count. When all connections are taken, the oldest one
+without a request in progress gives way. A request must name this machine in its Host header: a web page can point a
+name of its own at this address, but not make a browser send another name. With `listen.token_file` it must also have
+the token.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class HttpServer:
         self._config = config
         self._hosts = {"localhost", config.daemon.node.lower(), config.listen_address[0].lower(), *config.listen.hosts}
         self._token = ""
-        self._connections: dict[int, _Connection] = {}  # by the id of the transport, oldest first
+        self._connections: dict[int, _Bounded] = {}  # by the id of the transport, oldest first
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections_max = min(config.limits.http_connections_max, max(4, descriptors // DESCRIPTORS_SHARE))
         app.middlewares.append(self._admit)
@@ -62,13 +63,14 @@ class HttpServer:
         await self._runner.setup()
         serve = self._runner.server
         assert serve is not None
+        tls = await asyncio.to_thread(_tls, config.listen.cert_file, config.listen.key_file)
+
+        def accept() -> asyncio.Protocol:
+            connection = _Connection(serve(), self._connections, self._connections_max)
+            return connection if tls is None else _Handshake(connection, tls)
+
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(serve(), self._connections, self._connections_max),
-                host,
-                port,
-                ssl=await asyncio.to_thread(_tls, config.listen.cert_file, config.listen.key_file),
-            )
+            self._listener = await asyncio.get_running_loop().create_server(accept, host, port)
         except OSError as error:
             raise BadConfig(
                 f"listen on {config.daemon.listen}: {error.strerror}",
@@ -85,7 +87,7 @@ class HttpServer:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = self._connections.get(id(request.transport))
-        if connection is not None:
+        if isinstance(connection, _Connection):
             connection.begin_request()
         try:
             if not is_named(request.headers.get("Host", ""), self._hosts):
@@ -96,7 +98,7 @@ class HttpServer:
                 return web.Response(status=401, headers=headers, text="a token is needed: listen.token_file\n")
             return await handler(request)
         finally:
-            if connection is not None:
+            if isinstance(connection, _Connection):
                 connection.wait_for_request()
 
     def _has_token(self, request: web.Request) -> bool:
@@ -104,27 +106,78 @@ class HttpServer:
         return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
 
 
-class _Connection(asyncio.Protocol):
-    """Passes everything on to aiohttp's protocol, and ends a connection that goes over a bound."""
+class _Bounded(asyncio.Protocol):
+    """A connection that counts. `others`: all of the listener."""
 
-    def __init__(self, inner: Any, others: dict[int, _Connection], count_max: int) -> None:
-        self._inner = inner
-        self._others = others
-        self._count_max = count_max
-        self._received_bytes = 0
-        self._unsent_bytes = math.inf  # of a response, when it was last looked at
-        self._is_busy = False
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, others: dict[int, _Bounded], count_max: int) -> None:
+        self.others = others
+        self.count_max = count_max
+        self.is_busy = False
         self.transport: asyncio.Transport | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def count(self, transport: asyncio.BaseTransport) -> None:
+        """Counts it from now on. If there are too many, one without a request in progress is ended."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        if len(self._others) >= self._count_max:
-            idle = next((other for other in self._others.values() if not other._is_busy), self)
-            log.warning("HTTP: %d connections are open: one without a request is ended", self._count_max)
+        if len(self.others) >= self.count_max:
+            idle = next((other for other in self.others.values() if not other.is_busy), self)
+            log.warning("HTTP: %d connections are open: one without a request is ended", self.count_max)
             idle.end()
-        self._others[id(transport)] = self
+        self.others[id(transport)] = self
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.others.pop(id(self.transport), None)
+
+    def end(self) -> None:
+        if self.transport is not None:
+            self.others.pop(id(self.transport), None)
+            self.transport.abort()
+
+
+class _Handshake(_Bounded):
+    """A connection until its TLS handshake is complete. asyncio's own server would tell of it only afterwards."""
+
+    def __init__(self, connection: _Connection, tls: ssl.SSLContext) -> None:
+        super().__init__(connection.others, connection.count_max)
+        self._connection = connection
+        self._tls = tls
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.count(transport)
+        self._task = asyncio.get_running_loop().create_task(self._shake_hands())
+
+    async def _shake_hands(self) -> None:
+        assert self.transport is not None
+        try:
+            encrypted = await asyncio.get_running_loop().start_tls(
+                self.transport,
+                self._connection,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=REQUEST_TIMEOUT_S,
+                ssl_shutdown_timeout=REQUEST_TIMEOUT_S,
+            )
+        except (OSError, asyncio.CancelledError):  # the client has gone, sent something else, or took too long
+            self.end()
+            return
+        self.others.pop(id(self.transport), None)
+        if encrypted is not None:
+            self._connection.connection_made(encrypted)
+
+
+class _Connection(_Bounded):
+    """Passes everything on to aiohttp's protocol, and ends a connection that goes over a bound."""
+
+    def __init__(self, inner: Any, others: dict[int, _Bounded], count_max: int) -> None:
+        super().__init__(others, count_max)
+        self._inner = inner
+        self._received_bytes = 0
+        self._unsent_bytes = math.inf  # of a response, when it was last looked at
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.count(transport)
         self._inner.connection_made(transport)
         self.wait_for_request()
 
@@ -139,10 +192,11 @@ class _Connection(asyncio.Protocol):
         return self._inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._others.pop(id(self.transport), None)
+        super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
-        self._inner.connection_lost(exc)
+        if self.transport is not None:  # else it ended during the handshake, and aiohttp does not know of it
+            self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
@@ -151,13 +205,13 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def begin_request(self) -> None:
-        self._is_busy = True
+        self.is_busy = True
         if self._timer is not None:
             self._timer.cancel()
 
     def wait_for_request(self) -> None:
         """The time for the next request begins. A client that still reads a response gets more."""
-        self._is_busy, self._received_bytes, self._unsent_bytes = False, 0, math.inf
+        self.is_busy, self._received_bytes, self._unsent_bytes = False, 0, math.inf
         self._start_timer()
 
     def _start_timer(self) -> None:
@@ -172,11 +226,6 @@ class _Connection(asyncio.Protocol):
             self._start_timer()
         else:
             self.end()
-
-    def end(self) -> None:
-        if self.transport is not None:
-            self._others.pop(id(self.transport), None)
-            self.transport.abort()
 
 
 def is_named(host: str, names: Collection[str]) -> bool:

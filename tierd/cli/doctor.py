@@ -31,7 +31,7 @@ from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of
-from tierd.tiers.tier import Listing
+from tierd.tiers.tier_listing import Listing
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 DESCRIPTORS_MIN = 4096  # two for each slot and each connection

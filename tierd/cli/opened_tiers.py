@@ -27,7 +27,8 @@ from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import while_answered
-from tierd.tiers.tier import Listing, Tier
+from tierd.tiers.tier import Tier
+from tierd.tiers.tier_listing import Listing
 
 PARTIAL = 3  # the exit code of an answer that lacks a part
 SILENCE_S = 10.0  # a listing in which a tier answers nothing for so long is given up

@@ -49,11 +49,8 @@ class Action(StrEnum):
     TRAIL_CUT = "trail_cut"
 
 
-LEAVING = {
-    Action.EVICTED,
-    Action.EXPIRED,
-    Action.RESTORED,
-}  # they happen `from` a tier in a sentence, the others `in` a tier
+LEAVING = {Action.EVICTED, Action.EXPIRED, Action.RESTORED}  # in a sentence: `from` a tier; the others: `in` a tier
+_NOT_AN_EVENT = (msgspec.DecodeError, ValueError, RecursionError)  # ValueError: not UTF-8
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,7 +120,7 @@ def tail_of(content: bytes, *, first: int) -> Tail:
     line = lines[-1] + b"\n"
     try:
         sequence = msgspec.json.decode(line, type=Event).sequence
-    except msgspec.DecodeError:
+    except _NOT_AN_EVENT:
         sequence = first - 1 + len(lines)
     return Tail(sequence=sequence, previous=digest(line), torn_bytes=len(torn), is_signed=_has_signature(line))
 
@@ -194,7 +191,7 @@ def _problem(line: bytes, *, expected: int, previous: str | None) -> tuple[str, 
         return f"{len(line)} bytes, more than {LINE_BYTES_MAX}", None
     try:
         event = msgspec.json.decode(line, type=Event)
-    except msgspec.DecodeError as error:
+    except _NOT_AN_EVENT as error:
         return f"it is no event: {error}", None
     if event.sequence != expected:
         return f"event {event.sequence}, expected {expected}", event

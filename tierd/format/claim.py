@@ -37,5 +37,5 @@ def decode_claim(content: bytes) -> Claim | None:
     """None when these bytes are not the marker of a claim."""
     try:
         return msgspec.json.decode(content, type=Claim)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None

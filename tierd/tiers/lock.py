@@ -109,6 +109,6 @@ def _describe(fd: int) -> str:
     try:
         raw = os.pread(fd, _DESCRIPTION_BYTES_MAX, 0)
         description = msgspec.json.decode(raw, type=dict[str, str | int | float])
-    except (msgspec.DecodeError, OSError):
+    except (msgspec.DecodeError, ValueError, RecursionError, OSError):
         return "another process"
     return ", ".join(f"{name} {value}" for name, value in description.items()) or "another process"

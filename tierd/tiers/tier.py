@@ -1,7 +1,6 @@
 """A tier: a store and the commit protocol on top of it. The manifest is written last and deleted first.
 
-So a checkpoint is listed in a tier if and only if it is whole there, whenever a writer was killed. Copies between
-tiers are here too; every byte is checked against the manifest.
+So a checkpoint is listed in a tier if and only if it is whole there, whenever a writer was killed.
 """
 
 from __future__ import annotations
@@ -20,54 +19,16 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
-from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
+from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest, decode, encode_marker
 from tierd.format.signature import Keyring
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.store import ReadableStore, Store, StoredObject, conflict
+from tierd.tiers.tier_listing import Listing
 
 DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints` and
-    `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run; `claims`: those with a claim.
-    `numbers`: all generations in the names of claims and manifests, of each run, trusted or not.
-    `markers`: what tells whether one has changed, by key. `foreign`: why a marker does not count, by key. `identities`:
-    those that the markers at the root give it."""
-
-    committed: set[CheckpointId] = field(default_factory=set)
-    partial: set[CheckpointId] = field(default_factory=set)
-    files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
-    generations: dict[Run, Generation] = field(default_factory=dict)
-    fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
-    identities: set[str] = field(default_factory=set)
-    written_at_s: dict[CheckpointId, float] = field(default_factory=dict)
-    claims: dict[Run, set[Generation]] = field(default_factory=dict)
-    numbers: dict[Run, set[Generation]] = field(default_factory=dict)
-    markers: dict[str, tuple[int, str, float]] = field(default_factory=dict)
-    foreign: dict[str, str] = field(default_factory=dict)
-
-    def add_generation(self, run: Run, generation: Generation) -> None:
-        """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
-        if generation <= GENERATION_SEEN_MAX:
-            self.generations[run] = max(generation, self.generations.get(run, generation))
-
-    def add_number(self, run: Run, generation: Generation) -> None:
-        self.numbers.setdefault(run, set()).add(generation)
-
-    def add_claim(self, run: Run, generation: Generation) -> None:
-        self.add_generation(run, generation)
-        self.claims.setdefault(run, set()).add(generation)
-
-    def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        return layout.milestones_of(self.files.get(checkpoint, ()))
-
-    def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
-        return layout.diagnosis_of(self.files.get(checkpoint, ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,12 +323,20 @@ class Tier(ReadableTier):
         await self._put_marker(key, encode_marker(diagnosis))
 
     async def _put_marker(self, key: str, content: bytes) -> bool:
-        """Whether it was absent. Raises Foreign when there is one that the keyring has not signed: it is not
-        overwritten."""
+        """Whether it was absent. Raises as `_marker` for one that exists, which is not overwritten."""
         is_new = await self.store.put_bytes(key, self._signed(key, content), if_absent=True)
         if self.keyring is not None and not is_new:
-            self.keyring.check(key, await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX), where=self.name)
+            await self._marker(key)
         return is_new
+
+    async def _marker(self, key: str) -> bytes:
+        """Raises Foreign when it is not there, cannot be read, or is not signed by the keyring."""
+        raw = (await self.store.get_many([key], size_max=MARKER_BYTES_MAX))[0]
+        if isinstance(raw, TierdError):
+            raise Foreign(raw.message, hint=raw.hint)
+        if self.keyring is not None:
+            self.keyring.check(key, raw, where=self.name)
+        return raw
 
     def _signed(self, key: str, content: bytes) -> bytes:
         return content if self.keyring is None else self.keyring.sign(key, content)
@@ -385,13 +354,14 @@ class Tier(ReadableTier):
                 await self.store.delete([layout.generation_key(run, Generation(generation - CLAIMS_KEPT))])
         return True
 
-    async def claim(self, run: Run, generation: Generation) -> Claim | None:
-        """None: nobody has claimed the generation here, or the marker is damaged or not signed by the keyring."""
+    async def replace_claim(self, run: Run, generation: Generation, claim: Claim) -> None:
+        """Write again what this start has claimed here, before a trainer has it."""
         key = layout.generation_key(run, generation)
+        await self.store.put_bytes(key, self._signed(key, encode_marker(claim)))
+
+    async def claim(self, run: Run, generation: Generation) -> Claim | None:
+        """None: nobody has claimed the generation here, or the marker is archived, damaged, or foreign."""
         try:
-            raw = await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX)
-            if self.keyring is not None:
-                self.keyring.check(key, raw, where=self.name)
-        except (NotFound, Corrupt, Foreign):
+            return decode_claim(await self._marker(layout.generation_key(run, generation)))
+        except Foreign:
             return None
-        return decode_claim(raw)

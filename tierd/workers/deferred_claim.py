@@ -46,7 +46,7 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
         with suppress(TierdError):
             if (claim := await tier.claim(run, generation)) is not None:
                 return claim
-    return Claim.new(context.config.daemon.node, context.identities.hot)
+    return Claim.new(context.config.daemon.node)
 
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:

@@ -262,6 +262,9 @@ class Reaper:
         others = (entry.tiers | self._catalog.copied_to(action.checkpoint)) - {action.tier}
         if entry.healthy is False:
             others |= self._catalog.unlisted().keys()
+        else:  # a foreign marker has the place of the verdict there: whoever can write there must not fill hot
+            key = layout.diagnosis_key(action.checkpoint, is_healthy=True)
+            others = {name for name in others if key not in self._catalog.tiers[name].foreign}
         return bool(others) and not others & entry.diagnoses.keys()
 
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:

@@ -16,7 +16,7 @@ from itertools import count
 from tierd.catalog_entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import pending
-from tierd.errors import Corrupt, Full, NotFound, Retained, TierdError, Transient
+from tierd.errors import Corrupt, Foreign, Full, NotFound, Retained, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
@@ -77,6 +77,7 @@ class Replicator:
         self._failures: Counter[CheckpointId] = Counter()
         self._copied_since_failure = 0
         self._copy: Copy | None = None
+        self._unmarked: set[CheckpointId] = set()  # whose markers could not be written
         self._went_back: set[Run] = set()  # runs whose last copy was older than what the tier had already
         self._turns: dict[Run, int] = {}  # the number of the last copy of each run
         self._turn = count(1)
@@ -267,13 +268,22 @@ class Replicator:
         return is_newest and checkpoint.generation != here
 
     async def _mark(self) -> None:
-        """Copy the markers that this tier's replicas lack: a marker in one tier holds in all."""
+        """Copy the markers that this tier's replicas lack: a marker in one tier holds in all. One that cannot be
+        written, because a foreign one has its name, is reported once and does not delay the others."""
         for entry in self._catalog.entries():
             if not self._lacks_marker(entry):
                 continue
             async with self._context.lock(entry.id):  # no marker is written after a deletion
-                if self._lacks_marker(entry):
+                if not self._lacks_marker(entry):
+                    continue
+                try:
                     await self._copy_markers(entry)
+                    self._unmarked.discard(entry.id)
+                except (Foreign, Corrupt) as error:
+                    if entry.id not in self._unmarked:
+                        self._unmarked.add(entry.id)
+                        self._context.incidents.record(self.name, error, entry.id)
+        self._unmarked &= {entry.id for entry in self._catalog.entries()}
 
     def _lacks_marker(self, entry: Entry) -> bool:
         name = self._cold.name

@@ -1,0 +1,48 @@
+"""What one listing of a tier shows: checkpoints with their files, claims, markers and identities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierd.format import layout
+from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
+from tierd.tiers.cache import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One listing of a tier. `files`: sizes by file name, of every checkpoint, committed or not. `fingerprints` and
+    `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run; `claims`: those with a claim.
+    `numbers`: all generations in the names of claims and manifests, of each run, trusted or not.
+    `markers`: what tells whether one has changed, by key. `foreign`: why a marker does not count, by key. `identities`:
+    those that the markers at the root give it."""
+
+    committed: set[CheckpointId] = field(default_factory=set)
+    partial: set[CheckpointId] = field(default_factory=set)
+    files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
+    generations: dict[Run, Generation] = field(default_factory=dict)
+    fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
+    identities: set[str] = field(default_factory=set)
+    written_at_s: dict[CheckpointId, float] = field(default_factory=dict)
+    claims: dict[Run, set[Generation]] = field(default_factory=dict)
+    numbers: dict[Run, set[Generation]] = field(default_factory=dict)
+    markers: dict[str, tuple[int, str, float]] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
+
+    def add_generation(self, run: Run, generation: Generation) -> None:
+        """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""
+        if generation <= GENERATION_SEEN_MAX:
+            self.generations[run] = max(generation, self.generations.get(run, generation))
+
+    def add_number(self, run: Run, generation: Generation) -> None:
+        self.numbers.setdefault(run, set()).add(generation)
+
+    def add_claim(self, run: Run, generation: Generation) -> None:
+        self.add_generation(run, generation)
+        self.claims.setdefault(run, set()).add(generation)
+
+    def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
+        return layout.milestones_of(self.files.get(checkpoint, ()))
+
+    def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
+        return layout.diagnosis_of(self.files.get(checkpoint, ()))
