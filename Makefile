@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom prometheus ceph peers clean
+.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom image prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -79,6 +79,14 @@ sbom: ## write dist/sbom.json: the components of the daemon's image as CycloneDX
 	build/sbom/bin/python -m pip install --quiet --no-input --disable-pip-version-check cyclonedx-bom
 	mkdir -p dist
 	build/sbom/bin/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml deploy/requirements.txt --output-file dist/sbom.json
+
+# To build on a base image that was used before: make image BASE_IMAGE=python:3.12-slim@sha256:...
+BASE_TAG = $(shell sed -n 's/^ARG BASE_IMAGE=//p' deploy/Dockerfile)
+image: ## build the daemon's image on the digest of its base image, and print it; needs docker and the network
+	@base='$(BASE_IMAGE)'; [ -n "$$base" ] || { digest=$$(docker buildx imagetools inspect --format '{{.Manifest.Digest}}' \
+		'$(BASE_TAG)') && base='$(BASE_TAG)'@$$digest; } || exit 1; \
+	case $$base in *@sha256:*) ;; *) echo "make image: $$base has no digest"; exit 1;; esac; \
+	echo "BASE_IMAGE=$$base"; docker build --build-arg BASE_IMAGE="$$base" -f deploy/Dockerfile -t tierd .
 
 format: $(STAMP) ## put the code in order
 	$(VENV)/bin/ruff check --fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -68,6 +69,46 @@ def test_image_installs_nothing_without_a_hash() -> None:
     assert len(commands) == 4
     for command in commands:
         assert "--require-hashes" in command or "--no-deps" in command or "--no-index" in command, command
+
+
+def test_every_stage_of_the_image_is_built_on_the_base_image_of_the_argument() -> None:
+    lines = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert bases == ["${BASE_IMAGE}"] * 2
+    assert any(re.fullmatch(r"ARG BASE_IMAGE=python:3\.\d+-slim(@sha256:[0-9a-f]{64})?", line) for line in lines)
+    assert "make image" in (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
+
+
+DOCKER = """#!/bin/sh
+echo "$@" >> {log}
+[ "$1" != buildx ] || {answer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer", "base"),
+    [
+        ([], f"echo sha256:{'a' * 64}", f"python:3.12-slim@sha256:{'a' * 64}"),
+        ([f"BASE_IMAGE=other@sha256:{'b' * 64}"], "exit 1", f"other@sha256:{'b' * 64}"),
+        (["BASE_IMAGE=other:1"], "exit 1", None),
+        ([], "exit 1", None),
+    ],
+)
+def test_image_is_built_on_a_digest_or_not_at_all(
+    arguments: list[str], answer: str, base: str | None, tmp_path: Path
+) -> None:
+    """With a script in place of docker."""
+    log = tmp_path / "log"
+    log.touch()
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER.format(log=log, answer=answer), encoding="utf-8")
+    docker.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["make", "image", *arguments], cwd=ROOT, env=environ, capture_output=True, check=False)
+    builds = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("build ")]
+    expected = [] if base is None else [f"build --build-arg BASE_IMAGE={base} -f deploy/Dockerfile -t tierd ."]
+    assert builds == expected
+    assert (done.returncode == 0) == (base is not None)
 
 
 @pytest.mark.skipif(CYCLONEDX is None, reason="cyclonedx-bom makes it")

@@ -37,3 +37,11 @@ def test_a_digest_is_of_one_proof_one_run_and_one_salt() -> None:
     assert not is_proof("other", proof, salt, digest)
     assert not is_proof("run", proof, b"other", digest)
     assert not is_proof("run", "", salt, digest)
+
+
+def test_every_character_of_the_proof_counts() -> None:
+    proof = "a" * 64
+    digest = digest_of("run", proof, b"salt")
+    assert is_proof("run", proof, b"salt", digest)
+    for at in range(64):
+        assert not is_proof("run", f"{proof[:at]}b{proof[at + 1 :]}", b"salt", digest)

@@ -7,6 +7,7 @@ their inode, because names change. Calls on files outside of the folder are neit
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -319,6 +320,7 @@ class FileCalls:
 
     def close_all(self) -> None:
         """Closes the descriptors of files below the folder: those of a process that was killed."""
+        gc.collect()  # before: an object of that process must not close a number that has a new owner
         for fd in os.listdir("/proc/self/fd"):
             try:
                 if self._of_fd(int(fd)) is not None:
