@@ -164,8 +164,9 @@ async def with_tierd(direction: str, url: str, prefix: str, size: str, root: Pat
     from tierd.config import ColdConfig, LimitsConfig
     from tierd.format.ids import checkpoint_id
     from tierd.s3.store import S3Store
+    from tierd.tiers.checkpoint_copy import copy_checkpoint
     from tierd.tiers.directory import DirectoryStore
-    from tierd.tiers.tier import Tier, copy_checkpoint
+    from tierd.tiers.tier import Tier
     from tierd.transfer.fetch import Fetch
 
     store = DirectoryStore(root)

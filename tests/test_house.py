@@ -150,6 +150,7 @@ DOORS = {
         files={
             "tierd/daemon.py": "the daemon's TaskGroup",
             "tierd/api/trainer.py": "the tasks of one connection",
+            "tierd/api/http_server.py": "the TLS handshake of one connection",
             "tierd/tiers/pool.py": "the pieces of one copy",
             "tierd/workers/write_through.py": "the copies of one snapshot to the cold tiers",
         },
@@ -411,6 +412,7 @@ TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/state/entry_selection.py": "client/state/test_partial_restore.py",
     "client/tierd_client/state/torchdata.py": "client/state/test_full_state.py",
     "tierd/claims.py": "security/test_signatures.py",
+    "tierd/tiers/tier_listing.py": "tiers/test_tier.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",

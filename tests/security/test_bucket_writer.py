@@ -43,10 +43,10 @@ def train(daemon: Daemon, snapshots: int) -> None:
 
 
 def forge(daemon: Daemon, *, step: int, generation: int = 1, tier: str = "cold") -> Path:
-    """Copies a genuine checkpoint to another step, with a manifest that fits it."""
+    """Copies a genuine checkpoint without its markers to another step, with a manifest that fits it."""
     genuine = daemon.folder(1, tier=tier)
     folder = genuine.parent / f"{step:012d}-g{generation:04d}"
-    shutil.copytree(genuine, folder)
+    shutil.copytree(genuine, folder, ignore=shutil.ignore_patterns("healthy.json", "*.partial"))
     manifest = json.loads((folder / "manifest.json").read_bytes()) | {"step": step, "generation": generation}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return folder

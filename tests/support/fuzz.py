@@ -27,12 +27,15 @@ from tests.support.cli import make_manifest
 from tests.support.slots import make_sealed
 from tierd import config_file
 from tierd.errors import TierdError
-from tierd.format import layout, tagged, wire
+from tierd.format import audit, layout, tagged, wire
 from tierd.format.boxes import cover_problem
+from tierd.format.claim import Claim, decode_claim
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.manifest import Head, encode_marker, file_entry
 from tierd.format.manifest import decode as decode_manifest
-from tierd.format.manifest import file_entry
+from tierd.format.node_file import NodeFile, decode_node_file
 from tierd.format.shard import FORMAT_VERSION, TensorSpec, parse_header, plan_layout
+from tierd.format.signature import Keyring, parse_keys
 from tierd.format.text import printable, printable_json
 from tierd.format.whole import whole_tensors
 from tierd.tiers.cache import _decode as decode_cache  # pyright: ignore[reportPrivateUsage]
@@ -43,6 +46,7 @@ CORPUS = Path(__file__).parents[1] / "security" / "corpus"
 MEMORY_BYTES = 512 << 20  # of address space beyond what the process has at its start
 INPUT_S_MAX = 1.0  # of processor time
 ID = checkpoint_id("run", 5, 1)
+KEYRING = parse_keys(f"hmac-sha256:{'0' * 64}\n", where="fuzz")
 
 
 # ── the targets ──
@@ -95,6 +99,23 @@ class _OneObject:
 def _marker(raw: bytes) -> object:
     tier = ReadableTier("fuzz", cast(ReadableStore, _OneObject(raw)))
     return str(asyncio.run(tier.diagnosis(ID, is_healthy=True)))
+
+
+def _claim(raw: bytes) -> object:
+    return decode_claim(raw)
+
+
+def _audit(raw: bytes) -> object:
+    """Lines of an audit trail, of which the first may be valid."""
+    audit.tail_of(raw, first=1)
+    for keyring in (None, KEYRING):
+        for event in audit.check([(1, raw)], keyring).events:
+            assert event.sentence().isprintable()
+    return None
+
+
+def _node_file(raw: bytes) -> object:
+    return decode_node_file(raw, name="node-00000-of-00002.json", where="fuzz", expect=ID)
 
 
 def _listing(raw: bytes) -> object:
@@ -161,6 +182,9 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "tagged": _tagged,
     "wire": _wire,
     "marker": _marker,
+    "claim": _claim,
+    "audit": _audit,
+    "node_file": _node_file,
     "listing": _listing,
     "names": _names,
     "cache": _cache,
@@ -211,6 +235,15 @@ def _valid(target: str) -> list[bytes]:
             return [wire.encode(message) for message in (hello, find, report, make_sealed(1))]
         case "marker":
             return [b'{"healthy": true, "tensors": 1, "not_finite": [{"tensor": "w", "nan": 1, "inf": 0}]}']
+        case "claim":
+            return [encode_marker(Claim.new("node", "0" * 36))]
+        case "audit":
+            return [_audit_line(None), _audit_line(KEYRING)]
+        case "node_file":
+            head = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
+            part = file_entry("rank-00000-of-00002.safetensors", 9000, 4096, [1, 2, 3])
+            more: dict[str, Any] = {"claim": "0" * 32, "ranks": [0], "is_healthy": None, "milestone": "best"}
+            return [NodeFile(**(head | {"world_size": 2} | more), files=[part]).encode()]
         case "listing":
             names = ("manifest.json", "milestone-best.json", "unhealthy.json", entry.name)
             keys = [layout.file_key(ID, name) for name in names]
@@ -226,6 +259,13 @@ def _valid(target: str) -> list[bytes]:
             return [b"TIERD_LIMITS_SLOTS_MAX=7\n" + small, b"\n" + shown]
         case _:
             return [bytes([4, 4, 0, 0, 3, 4, 3, 0, 1, 4]), bytes(range(60))]
+
+
+def _audit_line(keyring: Keyring | None) -> bytes:
+    event = audit.Event(
+        sequence=1, at="2026-01-02T03:04:05+00:00", action="joined", by="trainer", uid=0, pid=1, node="n", previous=""
+    )
+    return audit.encode(event, keyring)
 
 
 TOKENS = [

@@ -266,31 +266,27 @@ class Admission:
         Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it."""
         failpoint("run.claim")
         claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
-        is_claimed = False
+        claimed: list[Tier] = []
         for tier in cold:
             try:
                 async with asyncio.timeout(COLD_CLAIM_TIMEOUT_S):
                     if not await self._context.claim(tier, run, generation, claim):
                         return False
-                is_claimed = True
+                claimed.append(tier)
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first checkpoint of the generation is copied there.
                 log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
         try:
             return await self._context.claim(self._context.hot, run, generation, claim)
         except (Full, TierUnreachable) as error:
-            if not is_claimed:
+            if not claimed:
                 raise
             log.warning("claim generation %d of %s in hot: %s", generation, run, error)
-            await self._disown(cold, run, generation, claim)
-            return True
-
-    async def _disown(self, cold: Sequence[Tier], run: Run, generation: Generation, claim: Claim) -> None:
-        """Take the hot tier out of claims that it could not take. A later start of this hot tier does not know of them,
-        and must not count them as those of a start that was killed before a trainer had the generation."""
-        for tier in cold:
-            if (there := await tier.claim(run, generation)) is not None and there.is_of_same_start(claim):
+            # A later start of this hot tier does not find the claim in hot. It must not take it for one of a start that
+            # was killed before a trainer had the generation.
+            for tier in claimed:
                 await tier.replace_claim(run, generation, msgspec.structs.replace(claim, hot=""))
+            return True
 
     def _fence(self, run: Run, generation: Generation) -> None:
         for key, session in list(self._sessions.items()):

@@ -1,4 +1,4 @@
-"""Defects found by an attack on the merged result. Each test fails where its defect is present."""
+"""Attacks by which a review disturbed a daemon: through claims, markers, generations, TLS and the audit trail."""
 
 from __future__ import annotations
 
