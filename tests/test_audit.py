@@ -75,6 +75,16 @@ async def test_an_incomplete_last_line_is_cut_off_and_noted(tmp_path: Path) -> N
     assert "incomplete last line" in chain.events[1].reason
 
 
+async def test_an_incomplete_last_line_is_noted_by_a_daemon_that_ends_before_its_first_write(tmp_path: Path) -> None:
+    trail = make_trail(tmp_path)
+    await trail.close()
+    path = tmp_path / layout.AUDIT / layout.audit_file(1)
+    path.write_bytes(path.read_bytes() + b'{"sequence":')
+    await make_trail(tmp_path).close()
+    chain = await check(tmp_path)
+    assert (chain.problem, [event.action for event in chain.events]) == ("", ["ended", "ended", "trail_cut"])
+
+
 async def test_the_oldest_files_are_deleted_and_the_chain_goes_on(tmp_path: Path) -> None:
     trail = make_trail(tmp_path, file_bytes_max=1000)
     for number in range(40):
@@ -97,7 +107,7 @@ async def test_a_new_file_whose_first_line_was_not_written_continues_the_chain(t
     trail.begin()
     await trail.close()
     chain = await check(tmp_path)
-    assert (chain.problem, [event.sequence for event in chain.events]) == ("", [1, 2, 3])
+    assert (chain.problem, [event.action for event in chain.events]) == ("", ["ended", "started", "ended", "trail_cut"])
 
 
 async def test_a_full_disk_is_reported_once_and_the_events_are_written_later(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ class AuditTrail:
         if self._files is not None:
             try:
                 tail = await self._write(timeout_s=timeout_s)
+                if self._queued:  # that an incomplete line was cut off
+                    tail = await self._write(timeout_s=timeout_s)
             except TierdError as error:
                 log.warning("%s: %d events of the audit trail are lost", error, len(self._queued) + self._lost)
             else:

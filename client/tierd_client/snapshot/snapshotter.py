@@ -50,7 +50,7 @@ class Snapshotter:
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
-        self._owned_sizes: list[tuple[str, int]] | None = None
+        self._owned_sizes: tuple[list[str], list[int]] | None = None
         self._has_stages = False
         self._comparison = ReplicaComparison([[]], 0)
         self._checked_tensors = -1
@@ -149,7 +149,8 @@ class Snapshotter:
     def _own_part(self, captured: Captured) -> Captured:
         """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
         # While these stay the same, so do the owner of each key and the size of the slots.
-        sizes = [(tensor.key, tensor.tensor.nbytes) for tensor in captured.tensors]
+        # Two lists, not one of tuples: the garbage collector would visit 100,000 of them during the stall.
+        sizes = [tensor.key for tensor in captured.tensors], [tensor.tensor.nbytes for tensor in captured.tensors]
         has_changed = sizes != self._owned_sizes
         if self._ranks.world_size == 1:
             if has_changed:
