@@ -139,7 +139,7 @@ def test_a_generation_that_was_claimed_while_hot_was_full_is_not_given_out_again
             trainer.train(5)
             trainer.snapshot()
             trainer.wait_replicated()
-        assert "wrote run/000000000005-g0002 from memory to cold" in daemon.log
+        daemon.wait_log("wrote run/000000000005-g0002 from memory to cold")
         daemon.kill()
         filler.unlink()
         away = daemon.cold.rename(tmp_path / "away")
