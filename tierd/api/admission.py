@@ -17,6 +17,7 @@ import msgspec
 
 import tierd
 from tierd.access import access_of
+from tierd.api.node_ranks import check_node_ranks, confirm_node_claim, needs_cold_tier
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.api.run_secrets import RunSecrets
@@ -32,6 +33,7 @@ from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.text import printable
 from tierd.lifecycle.policy import HOT
+from tierd.listing import next_sequence
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer
@@ -92,7 +94,7 @@ class Admission:
     def welcome(self, session: TrainerSession, slots: dict[int, MappedSlot]) -> None:
         """Queue the answer to Hello, with the descriptors of the slots."""
         failpoint("slot.adopt")
-        config = self._context.config
+        config, node = self._context.config, self._memory.node(session.run)
         welcome = wire.Welcome(
             protocol=session.protocol,
             version=tierd.__version__,
@@ -114,8 +116,21 @@ class Admission:
             unseen=[f"{tier} ({why})"[:UNSEEN_CHARS] for tier, why in session.unlisted.items()][:UNSEEN_MAX],
             checks_secrets=True,
             report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+            seen=self._seen(session.run),
+            claim=node.claim if node is not None else "",
+            base=node.base if node is not None else 0,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
+
+    def _seen(self, run: Run) -> int:
+        """The highest generation of the run that is known here."""
+        return max(self._catalog.generation_max(run), self._memory.generation(run))
+
+    async def _base(self, run: Run) -> int:
+        """The sequence of the newest checkpoint of the run."""
+        context = self._context
+        cold, in_memory = context.cold.values(), context.memory.sequence_max
+        return await next_sequence(self._catalog, cold, run, context.identities, in_memory=in_memory) - 1
 
     def forget_writers(self, run: Run) -> None:
         """Closes the pidfds of a run's former trainers, after its slots were given back."""
@@ -150,13 +165,20 @@ class Admission:
             raise BadRequest(f"greet {run}: rank {rank} of world size {hello.world_size}")
         self._quotas.check_run(connection.peer_uid, run)
         self.secrets.check_proof(run, hello.proof)
+        node = hello.node
+        if node is not None:
+            check_node_ranks(node, rank, hello.world_size, f"join run {run}")
         if hello.generation is None:
-            generation, unlisted = await self._claim(run, rank, hello)
+            generation, unlisted, claim = await self._claim(run, rank, hello)
+            if node is not None:
+                node = msgspec.structs.replace(node, claim=claim.claim, base=await self._base(run))
             who = Who("trainer", connection.peer_uid, connection.peer_pid)
             self._context.audit.record(Action.CLAIMED, run=run, generation=generation, who=who)
         else:
             generation, unlisted = Generation(hello.generation), self._catalog.unlisted()
-        newest = max(self._catalog.generation_max(run), self._memory.generation(run))
+            if node is not None and self._memory.node(run) != node:
+                await confirm_node_claim(self._context, run, generation, node.claim)
+        newest = self._seen(run)
         limit = self._catalog.claims.joined_limit(run, newest, self._context.now().timestamp())
         if not 1 <= generation <= limit:
             raise BadRequest(f"join run {run} as generation {generation}: not between 1 and {limit}")
@@ -166,7 +188,7 @@ class Admission:
         # No await from here on: of two first trainers one binds, and a Hello that is refused binds nothing.
         self.secrets.check(session)  # again: another trainer may have bound one since
         previous = self._memory.generation(run)
-        self._memory.enter(run, generation, rank, hello.world_size)
+        self._memory.enter(run, generation, rank, hello.world_size, node)
         if self.secrets.bind(run, hello.proof, is_start=hello.generation is None):
             self._end_unproven(session)
         self._quotas.joined(connection.peer_uid, run)
@@ -212,16 +234,18 @@ class Admission:
         lines, protocol, proof = self._quotas.lines(), hello.protocol, hello.proof
         return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=protocol, proof=proof)
 
-    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str]]:
+    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str], Claim]:
         """(a new generation, durably claimed: no daemon with this hot directory or these cold tiers issues it again;
-        why a tier could not be listed, by tier)."""
+        why a tier could not be listed, by tier; the claim)."""
         if rank != 0:
             raise BadRequest(
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
                 hint="rank 0 connects first and gives its generation to the others",
             )
+        if hello.node is not None and not self._context.cold:
+            raise needs_cold_tier(run)
         unlisted = await self._restorer.list_run(run)
-        least = 1
+        least = 1 + min(hello.above, self._catalog.claims.generation_limit(run, self._context.now().timestamp()))
         if unlisted and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
                 reasons = "; ".join(f"{tier} ({why})" for tier, why in unlisted.items())
@@ -232,18 +256,21 @@ class Admission:
                 )
             # Minutes since 1970 are more than any count of starts. So this generation is newer than those in the tiers
             # that could not be listed.
-            least = int(self._context.now().timestamp() / 60)
+            least = max(least, int(self._context.now().timestamp() / 60))
         async with self._claiming.setdefault(run, asyncio.Lock()):
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
-            least = max(least, self._catalog.generation_max(run) + 1, self._memory.generation(run) + 1)
+            least = max(least, self._seen(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
-            generation = await self._claim_next(tiers, run, least)
+            claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
+            generation = await self._claim_next(tiers, run, least, claim, spans_nodes=hello.node is not None)
             self._catalog.saw_generation(run, generation)
             self._catalog.claims.saw(run, [generation], HOT, is_here=True)  # also if hot had no space for it
         failpoint("run.claimed")
-        return generation, unlisted
+        return generation, unlisted, claim
 
-    async def _claim_next(self, cold: Sequence[Tier], run: Run, least: int) -> Generation:
+    async def _claim_next(
+        self, cold: Sequence[Tier], run: Run, least: int, claim: Claim, *, spans_nodes: bool
+    ) -> Generation:
         """The first number from `least` on that could be claimed. Names of files that a tier lists are not tried: a
         file may be forged."""
         now_s = self._context.now().timestamp()
@@ -251,7 +278,7 @@ class Admission:
             number = self._catalog.claims.next_free(run, least, now_s)
             if number > GENERATION_SEEN_MAX:  # no listing would believe it
                 break
-            if await self._claim_in(cold, run, Generation(number)):
+            if await self._claim_in(cold, run, Generation(number), claim, spans_nodes=spans_nodes):
                 return Generation(number)
             least = number + 1
         raise TierUnreachable(
@@ -259,13 +286,15 @@ class Admission:
             hint="someone writes claims into a tier; docs/RUNBOOK.md#foreign-checkpoints; start the run again",
         )
 
-    async def _claim_in(self, cold: Sequence[Tier], run: Run, generation: Generation) -> bool:
+    async def _claim_in(
+        self, cold: Sequence[Tier], run: Run, generation: Generation, claim: Claim, *, spans_nodes: bool
+    ) -> bool:
         """Claim a generation in the cold tiers and in hot. False when another daemon has it in one of them. Hot comes
         last: a claim there says that the generation is of this node.
 
-        Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it."""
+        Raises Full or TierUnreachable when hot cannot take the claim and no cold tier has it, and TierUnreachable when
+        the other nodes of the run could not find it in any cold tier."""
         failpoint("run.claim")
-        claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
         claimed: list[Tier] = []
         for tier in cold:
             try:
@@ -276,6 +305,11 @@ class Admission:
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first checkpoint of the generation is copied there.
                 log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
+        if spans_nodes and not claimed:
+            raise TierUnreachable(
+                f"claim generation {generation} of {run}, whose ranks span several nodes: no cold tier could take it",
+                hint="the nodes share the run through a cold tier; start again when one can be reached",
+            )
         try:
             return await self._context.claim(self._context.hot, run, generation, claim)
         except (Full, TierUnreachable) as error:

@@ -35,11 +35,23 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # ── client to daemon ──────────────────────────────────────────────────────────────────────────────────────
 
 
+class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run whose ranks span several nodes. `ranks`: those of this node, ascending. `lowest`: the lowest rank of
+    each node, ascending. `claim`: the random bits of the claim of the generation. `base`: the sequence of the last
+    checkpoint before the generation. The daemon of rank 0 makes `claim` and `base`: empty and 0 until it has."""
+
+    ranks: list[int]
+    lowest: list[int]
+    claim: str = ""
+    base: int = 0
+
+
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
     `rank` None: not a trainer; only `Find` and `Request` may follow. `starts_anew`: start from scratch even if a tier
     that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see run_secret.py; empty:
-    the job has none."""
+    the job has none. `above`: a new generation must be higher, because another node knows this one. `node` None: all
+    ranks are on one node."""
 
     protocol: int
     version: str
@@ -49,6 +61,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     generation: int | None
     starts_anew: bool = False
     proof: str = ""
+    above: int = 0
+    node: NodeRanks | None = None
 
     def __repr__(self) -> str:
         # Without the proof, which opens the run: no log and no traceback shows it.
@@ -85,7 +99,8 @@ class Abandon(_Message, frozen=True, kw_only=True):
 
 
 class Sealed(_Message, frozen=True, kw_only=True):
-    """The first `size_bytes` bytes of the slot are this rank's complete shard of `step`."""
+    """The first `size_bytes` bytes of the slot are this rank's complete shard of `step`. `number`: of the snapshot
+    within its generation, where the run spans several nodes: they must give the checkpoint the same sequence."""
 
     slot: int
     step: int
@@ -98,6 +113,7 @@ class Sealed(_Message, frozen=True, kw_only=True):
     architecture_hash: str
     versions: dict[str, str]
     resent: bool
+    number: int = 0
 
 
 class Lost(_Message, frozen=True, kw_only=True):
@@ -203,7 +219,9 @@ class Welcome(_Message, frozen=True, kw_only=True):
     `protocol`: that of the client, which the daemon speaks with it.
     `boot` identifies this start of the daemon: a daemon with another `boot` has lost the memory tier. `newest`: the
     newest checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, with the
-    reason. `report_s`: how often to send Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`."""
+    reason. `report_s`: how often to send Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`.
+    `seen`: the highest generation of the run that the daemon knows; None from a daemon that does not know of several
+    nodes. `claim` and `base`: see NodeRanks; for rank 0 of a run over several nodes."""
 
     protocol: int
     version: str
@@ -222,6 +240,9 @@ class Welcome(_Message, frozen=True, kw_only=True):
     unseen: list[str] = []
     report_s: float = 0.0
     checks_secrets: bool = False
+    seen: int | None = None
+    claim: str = ""
+    base: int = 0
 
 
 class Accepted(_Message, frozen=True, kw_only=True):

@@ -1,14 +1,17 @@
-"""A snapshot set: what all ranks of a run have sealed of one step, and the manifest that it gets."""
+"""A snapshot set: what all ranks of a run on this node have sealed of one step, and the manifest that it gets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
-from tierd.format.wire import Sealed
+from tierd.format.node_file import NodeFile
+from tierd.format.wire import NodeRanks, Sealed
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 
@@ -29,16 +32,18 @@ class Snapshot:
 
 @dataclass(slots=True)
 class SnapshotSet:
-    """All ranks' snapshots of one step.
+    """The snapshots of one step of all ranks of this node.
 
-    `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed attempts to persist the set.
-    `refused_by`: the tiers that could not take it at the last attempt: hot, when it is full or has failed twice, and
-    cold tiers. `is_hot_full`: hot had no space for it at the last attempt; any other error may pass. `is_last`: the run
-    stops, and its trainers wait for this set. `manifest`: of the committed checkpoint.
+    `node`: of a run over several nodes. `sealed_at_s`: the monotonic time when the last rank sealed. `failures`: failed
+    attempts to persist the set. `refused_by`: the tiers that could not take it at the last attempt: hot, when it is
+    full or has failed twice, and cold tiers. `is_hot_full`: hot had no space for it at the last attempt; any other
+    error may pass. `is_last`: the run stops, and its trainers wait for this set. `manifest`: of the committed
+    checkpoint.
     """
 
     id: CheckpointId
     world_size: int
+    node: NodeRanks | None = None
     snapshots: dict[Rank, Snapshot] = field(default_factory=dict)
     sealed_at_s: float = 0.0
     failures: int = 0
@@ -49,8 +54,13 @@ class SnapshotSet:
     diagnosis: Diagnosis | None = None
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks whose snapshots make the set complete."""
+        return range(self.world_size) if self.node is None else self.node.ranks
+
+    @property
     def is_complete(self) -> bool:
-        return len(self.snapshots) == self.world_size
+        return len(self.snapshots) == len(self.ranks)
 
     @property
     def is_pending(self) -> bool:
@@ -58,29 +68,44 @@ class SnapshotSet:
 
     @property
     def head(self) -> Sealed:
-        """Rank 0's message. The manifest takes metrics, milestone and parent from it."""
-        return self.snapshots[Rank(0)].sealed
+        """The message of the lowest rank. The manifest takes metrics, milestone and parent from it; over several nodes
+        all ranks send the same ones."""
+        return self.snapshots[Rank(self.ranks[0])].sealed
 
     def make_manifest(self, *, sequence: int) -> Manifest:
-        """The manifest of a whole set, from rank 0's `Sealed` message. Files not checked yet have no checksums."""
+        """The manifest of a whole set, from the lowest rank's `Sealed` message. Files not checked yet have no
+        checksums."""
+        return Manifest(**self._manifest_fields(sequence))
+
+    def make_node_file(self) -> NodeFile:
+        """This node's part of a checkpoint over several nodes. All nodes number it alike."""
+        assert self.node is not None
+        return NodeFile(
+            **self._manifest_fields(self.node.base + self.head.number),
+            claim=self.node.claim,
+            ranks=self.node.ranks,
+            is_healthy=None,
+            milestone=self.head.milestone or "",
+        )
+
+    def _manifest_fields(self, sequence: int) -> dict[str, Any]:
         # By rank: the same set gives the same manifest.
         snapshots = [snapshot for _, snapshot in sorted(self.snapshots.items())]
-        files = [snapshot.entry or _unchecked(snapshot, self.world_size) for snapshot in snapshots]
-        return Manifest(
-            format_version=FORMAT_VERSION,
-            run=self.id.run,
-            step=self.id.step,
-            generation=self.id.generation,
-            sequence=sequence,
-            parent=self.head.parent,
-            world_size=self.world_size,
-            created_at=self.head.created_at,
-            kind="snapshot",
-            metrics=plain_metrics(self.head.metrics),
-            architecture_hash=self.head.architecture_hash,
-            versions=self.head.versions,
-            files=files,
-        )
+        return {
+            "format_version": FORMAT_VERSION,
+            "run": self.id.run,
+            "step": self.id.step,
+            "generation": self.id.generation,
+            "sequence": sequence,
+            "parent": self.head.parent,
+            "world_size": self.world_size,
+            "created_at": self.head.created_at,
+            "kind": "snapshot",
+            "metrics": plain_metrics(self.head.metrics),
+            "architecture_hash": self.head.architecture_hash,
+            "versions": self.head.versions,
+            "files": [snapshot.entry or _unchecked(snapshot, self.world_size) for snapshot in snapshots],
+        }
 
     def is_in(self, state: SlotState) -> bool:
         """Whether every slot of the set is in this state."""

@@ -1,22 +1,22 @@
 """The memory tier: the slots of every rank, and the snapshots in them.
 
-A snapshot set is one step of one generation; it is complete when all ranks have sealed. The newest complete set is
-retained until a newer one is complete, so a trainer that dies during a copy never destroys the last snapshot.
-`fenced`: nothing of a generation older than the run's current one is accepted. Bookkeeping only: no socket, no file,
-no clock.
+A snapshot set is one step of one generation; it is complete when all ranks of this node have sealed. The newest
+complete set is retained until a newer one is complete, so a trainer that dies during a copy never destroys the last
+snapshot. `fenced`: nothing of a generation older than the run's current one is accepted. Bookkeeping only: no socket,
+no file, no clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale, TierdError, Transient
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
-from tierd.format.wire import SLOTS_MAX, Sealed
+from tierd.format.wire import SLOTS_MAX, NodeRanks, Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState, snapshot_entry
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
@@ -26,11 +26,17 @@ from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 class _RunMemory:
     generation: Generation
     world_size: int
+    node: NodeRanks | None = None
     slots: dict[Rank, dict[int, MappedSlot]] = field(default_factory=dict)
     sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
     present: set[Rank] = field(default_factory=set)
     departed_s: float = 0.0  # monotonic time when a rank last left
     given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks of the run on this node."""
+        return range(self.world_size) if self.node is None else self.node.ranks
 
     @property
     def is_idle(self) -> bool:
@@ -45,7 +51,7 @@ class _RunMemory:
             attached = self.slots.get(snapshot.rank, {})
             if attached.get(snapshot.index) is not snapshot.slot:
                 snapshot.slot.close()  # the rank has detached or replaced it
-            elif snapshot.rank >= self.world_size:
+            elif snapshot.rank not in self.ranks:
                 attached.pop(snapshot.index).close()  # the run no longer has this rank
 
     def is_staging(self) -> bool:
@@ -55,7 +61,7 @@ class _RunMemory:
             each for each in self.sets.values() if each.id.generation == self.generation and not each.is_complete
         ]
         return any(slot.state is SlotState.FILLING for slot in slots) or any(
-            len(each.snapshots.keys() | self.present) == each.world_size for each in open_sets
+            set(each.ranks) <= each.snapshots.keys() | self.present for each in open_sets
         )
 
     def detach(self, rank: Rank) -> None:
@@ -77,25 +83,31 @@ class MemoryTier:
 
     # ── called for trainers ──
 
-    def enter(self, run: Run, generation: Generation, rank: Rank, world_size: int) -> None:
-        """A rank of this generation has connected. Raises Stale when the run has a newer generation."""
-        memory = self._runs.setdefault(run, _RunMemory(generation, world_size))
+    def enter(
+        self, run: Run, generation: Generation, rank: Rank, world_size: int, node: NodeRanks | None = None
+    ) -> None:
+        """A rank of this generation has connected. `node`: of a run over several nodes. Raises Stale when the run has
+        a newer generation, BadRequest when its other ranks say something else about the run."""
+        memory = self._runs.setdefault(run, _RunMemory(generation, world_size, node))
         if generation < memory.generation:
             raise Stale.by(memory.generation, f"join run {run}", generation)
         if generation > memory.generation:
             memory.generation = generation
             memory.world_size = world_size
+            memory.node = node
             memory.present.clear()
             memory.given_up.clear()
             for incomplete in [each for each in memory.sets.values() if not each.is_complete]:
                 memory.discard(incomplete, SlotEvent.SUPERSEDE)
-            for removed in [each for each in memory.slots if each >= world_size]:
+            for removed in [each for each in memory.slots if each not in memory.ranks]:
                 memory.detach(removed)
         elif world_size != memory.world_size:
             raise BadRequest(
                 f"join run {run} generation {generation}: world size {world_size}, but its other ranks have "
                 f"{memory.world_size}",
             )
+        elif node != memory.node:
+            raise BadRequest(f"join run {run} generation {generation}: its other ranks name other nodes")
         memory.present.add(rank)
         self.outcomes.rank_entered(run, generation, rank)
         for slot in memory.slots.get(rank, {}).values():
@@ -111,6 +123,14 @@ class MemoryTier:
 
     def world_size(self, run: Run) -> int:
         return self._runs[run].world_size
+
+    def ranks(self, run: Run) -> Collection[int]:
+        """The ranks of the run on this node."""
+        return self._get(run).ranks
+
+    def node(self, run: Run) -> NodeRanks | None:
+        """None: the run is on this node alone, or has no trainer here."""
+        return self._get(run).node
 
     def slots(self, run: Run, rank: Rank) -> dict[int, MappedSlot]:
         """A rank's slots by index; a restarted trainer may adopt them."""
@@ -190,7 +210,7 @@ class MemoryTier:
         if sealed.resent and slot.state is SlotState.FREE:
             slot.move(SlotEvent.FILL)  # it was filled before this daemon started
         slot.move(SlotEvent.SEAL)
-        snapshot_set = memory.sets.setdefault(checkpoint, SnapshotSet(checkpoint, memory.world_size))
+        snapshot_set = memory.sets.setdefault(checkpoint, SnapshotSet(checkpoint, memory.world_size, memory.node))
         snapshot_set.snapshots[rank] = Snapshot(rank, sealed.slot, slot, sealed)
         if snapshot_set.is_complete:
             snapshot_set.sealed_at_s = now_s
@@ -308,7 +328,7 @@ class MemoryTier:
         expected soon, and hot has all of it. Memory after a crash stays for the restart. False: nothing was freed.
         """
         memory = self._runs.get(run)
-        if memory is None or not memory.is_idle or not self.outcomes.is_in_good_order(run, memory.world_size):
+        if memory is None or not memory.is_idle or not self.outcomes.is_in_good_order(run, len(memory.ranks)):
             return False
         self._forget(run)
         return True

@@ -1,0 +1,76 @@
+"""Checks what the trainers of a run over several nodes tell their daemon: its ranks, and the claim of their generation.
+
+fenced: a node joins a generation only if it finds the same claim in a cold tier. So all nodes write to the same bucket,
+and parts of two starts of a run never become one checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import msgspec
+
+from tierd.context import DaemonContext
+from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable
+from tierd.format.claim import Claim
+from tierd.format.ids import Generation, Run
+from tierd.format.node_file import CLAIM_DIGITS
+from tierd.format.wire import NodeRanks
+
+log = logging.getLogger("tierd")
+
+
+def check_node_ranks(node: NodeRanks, rank: int, world_size: int, action: str) -> None:
+    """Raises BadRequest unless these are the ranks of one of several nodes of a run, and `rank` is among them."""
+    for name, ranks in (("ranks", node.ranks), ("lowest", node.lowest)):
+        if not ranks or ranks[0] < 0 or ranks[-1] >= world_size or any(b <= a for a, b in pairwise(ranks)):
+            raise BadRequest(f"{action}: `{name}` are not ascending ranks below {world_size}")
+    if rank not in node.ranks or node.ranks[0] not in node.lowest or node.lowest[0] != 0 or len(node.lowest) < 2:
+        raise BadRequest(f"{action}: rank {rank} is not on one of several nodes")
+    digits = set("0123456789abcdef")
+    if (node.claim and (len(node.claim) != CLAIM_DIGITS or not set(node.claim) <= digits)) or node.base < 0:
+        raise BadRequest(f"{action}: claim {node.claim[:40]!r}, base {node.base}")
+
+
+def needs_cold_tier(run: Run) -> BadConfig:
+    return BadConfig(
+        f"join run {run}: its ranks span several nodes, and this daemon has no cold tier",
+        hint="the nodes share checkpoints through a cold tier: add the same [[cold]] to the config of every node",
+    )
+
+
+async def confirm_node_claim(context: DaemonContext, run: Run, generation: Generation, bits: str) -> None:
+    """Returns when a cold tier has the claim with these random bits, or none can be reached. Notes it in hot, so that
+    copies to a tier without it begin with the same claim.
+
+    Raises BadConfig when the tiers that can be reached have no claim of the generation, Stale when they have another.
+    """
+    if not context.cold:
+        raise needs_cold_tier(run)
+    action = f"join run {run} generation {generation}, whose ranks span several nodes"
+    reached: list[str] = []
+    others: list[str] = []
+    for tier in context.cold.values():
+        try:
+            claim = await tier.claim(run, generation)
+        except TierdError as error:
+            log.warning("%s: look for its claim: %s", action, error)
+            continue
+        if claim is not None and claim.claim == bits:
+            break
+        (others if claim is not None else reached).append(tier.name)
+    else:
+        if others:
+            raise Stale(f"{action}: another start has claimed it in {', '.join(others)}")
+        if reached:
+            raise BadConfig(
+                f"{action}: {', '.join(reached)} of this node has no claim of it",
+                hint="is it another bucket or folder than that of the other nodes? A file:// tier must be shared",
+            )
+    own = msgspec.structs.replace(Claim.new(context.config.daemon.node, context.identities.hot), claim=bits)
+    try:
+        if not await context.claim(context.hot, run, generation, own):
+            raise Stale(f"{action}: another start has claimed it in hot")
+    except (Full, TierUnreachable) as error:
+        log.warning("%s: note its claim in hot: %s", action, error)
