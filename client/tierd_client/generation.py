@@ -1,6 +1,7 @@
 """The generation that this rank trains in, with what belongs to it: the session, the slots and the settings.
 
-Rank 0 claims a new generation, which fences the one before; the other ranks join it. A later restore begins another.
+Rank 0 claims a new generation, which fences the one before; the other ranks join it, each with the daemon of its node.
+A later restore begins another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 import tierd
 from tierd.errors import BadRequest, TierdError, Unsupported
 from tierd.format import wire
+from tierd_client.nodes import SHARED_SETTINGS, find_node, is_lowest_of_node, with_place
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession, Listener
 from tierd_client.snapshot.slot_pool import SILENCE_S, SlotPool
@@ -25,9 +27,10 @@ RENEW_TIMEOUT_S = 10.0
 
 class Generation:
     """`join` comes first: it sets the attributes below. `settings`: the daemon's config for snapshots with `overrides`
-    in place. `proof`: of the run's secret."""
+    in place. `node`: where the run spans several nodes. `proof`: of the run's secret."""
 
     number: int
+    node: wire.NodeRanks | None
     session: DaemonSession
     pool: SlotPool
     settings: wire.Welcome
@@ -58,18 +61,29 @@ class Generation:
     def join(self, *listeners: Listener) -> None:
         """All ranks. `listeners` receive every message of the daemon, in this order, after the slot pool."""
         self._listeners = listeners
-        first = self._ranks.run_on_all(lambda: self._open(None) if self._ranks.rank == 0 else None)
-        number = self._ranks.broadcast(msgspec.json.encode(first.welcome.generation) if first is not None else b"")
+        node, seen = find_node(self._ranks, self._look)
+        first = self._ranks.run_on_all(lambda: self._open(None, node, above=seen) if self._ranks.rank == 0 else None)
         with ExitStack() as on_error:
             if first is not None:
                 on_error.callback(first.close)
-            session = self._ranks.run_on_all(lambda: first or self._open(msgspec.json.decode(number, type=int)))
+            answer = self._first_answer(first)
+            if node is not None:
+                node = msgspec.structs.replace(node, claim=answer.claim, base=answer.base)
+            session = self._ranks.run_on_all(lambda: first or self._open(answer.generation, node))
             on_error.callback(session.close)
             pool = SlotPool(session)
             on_error.pop_all()
-        self.session, self.pool, self.number = session, pool, session.welcome.generation
-        self.settings = msgspec.structs.replace(session.welcome, **self._overrides)
+        self.session, self.pool, self.number, self.node = session, pool, session.welcome.generation, node
+        shared = {name: getattr(answer, name) for name in SHARED_SETTINGS} if node is not None else {}
+        self.settings = msgspec.structs.replace(session.welcome, **{**shared, **self._overrides})
         session.start(pool, *listeners)
+
+    def _first_answer(self, first: DaemonSession | None) -> wire.Welcome:
+        """What its daemon has answered to rank 0, without its slots."""
+        content = b"" if first is None else wire.encode(msgspec.structs.replace(first.welcome, slots=[]))
+        answer = wire.decode_to_client(self._ranks.broadcast(content))
+        assert isinstance(answer, wire.Welcome)
+        return answer
 
     def renew(self) -> None:
         """All ranks. Begin a new generation, which takes over from this one."""
@@ -113,18 +127,31 @@ class Generation:
         """False after the close, and in a forked child."""
         return os.getpid() == self._pid and not self.is_closed
 
-    def _open(self, number: int | None) -> DaemonSession:
-        hello = wire.Hello(
-            protocol=wire.PROTOCOL_VERSION,
-            version=tierd.__version__,
-            run=self.run,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            generation=number,
-            starts_anew=self._starts_anew,
-            proof=self._proof,
-        )
-        session = DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)
+    @property
+    def is_lowest_of_node(self) -> bool:
+        """Of the ranks of a node one speaks for all: on one node rank 0."""
+        return is_lowest_of_node(self.session.hello)
+
+    def _look(self) -> wire.Welcome:
+        """The daemon's answer to a peer that is no trainer."""
+        hello = self._hello(rank=None, number=None)
+        try:
+            session = DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)
+        except TierdError as error:
+            raise with_place(error, self._ranks, self.run) from error
+        session.close()
+        return session.welcome
+
+    def _open(self, number: int | None, node: wire.NodeRanks | None, *, above: int = 0) -> DaemonSession:
+        hello = self._hello(rank=self._ranks.rank, number=number)
+        if node is not None:
+            hello = msgspec.structs.replace(hello, node=node, above=above)
+        try:
+            session = DaemonSession(self._path, hello, timeout_s=CONNECT_TIMEOUT_S, daemon_uid=self._daemon_uid)
+        except TierdError as error:
+            if node is None:
+                raise
+            raise with_place(error, self._ranks, self.run) from error
         if self._proof and not session.welcome.checks_secrets:
             session.close()
             raise Unsupported(
@@ -132,3 +159,15 @@ class Generation:
                 hint="start the daemon again with this version of tierd, or unset TIERD_RUN_SECRET",
             )
         return session
+
+    def _hello(self, *, rank: int | None, number: int | None) -> wire.Hello:
+        return wire.Hello(
+            protocol=wire.PROTOCOL_VERSION,
+            version=tierd.__version__,
+            run=self.run,
+            rank=rank,
+            world_size=self._ranks.world_size,
+            generation=number,
+            starts_anew=self._starts_anew,
+            proof=self._proof,
+        )

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tierd.errors import BadConfig, TierdError, Transient, Unsupported, from_kind
+from tierd.errors import BadConfig, TierdError, Transient, from_kind
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def _exchanging() -> Generator[None]:
 def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Ranks:
     """Rank and world size from the arguments, else from torch.distributed, else from the launcher's environment.
 
-    Raises BadConfig when there are several ranks without torch.distributed, Unsupported when they span nodes.
+    Raises BadConfig when there are several ranks without torch.distributed.
     """
     is_initialized = dist.is_available() and dist.is_initialized()
     if rank is None:
@@ -195,11 +195,6 @@ def find_ranks(rank: int | None, world_size: int | None, environ: Mapping[str, s
             f"connect as rank {rank} of {world_size}: torch.distributed says rank {dist.get_rank()} of "
             f"{dist.get_world_size()}",
             hint="leave rank and world_size out",
-        )
-    if _number(environ, "LOCAL_WORLD_SIZE", world_size) < world_size:
-        raise Unsupported(
-            f"connect as rank {rank} of {world_size}: the ranks span several nodes",
-            hint="this version supports the ranks of one node; use one run name per node",
         )
     return Ranks(rank, world_size)
 

@@ -56,9 +56,9 @@ class _Question:
 class DaemonSession:
     """Connected when constructed; `start` starts the thread that reads.
 
-    `hello` is what was sent to the daemon, with the generation that it answered. `lock` guards the connection, and what
-    listeners keep in step with it. `daemon_uid`: as of `connect_to_daemon`. Raises DaemonUnreachable, WrongUser, or the
-    error that the daemon answers to `hello`.
+    `hello` is what was sent to the daemon, with the generation and the claim that it answered. `lock` guards the
+    connection, and what listeners keep in step with it. `daemon_uid`: as of `connect_to_daemon`. Raises
+    DaemonUnreachable, WrongUser, or the error that the daemon answers to `hello`.
     """
 
     def __init__(self, path: str, hello: wire.Hello, *, timeout_s: float, daemon_uid: int | None = None) -> None:
@@ -75,7 +75,10 @@ class DaemonSession:
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._socket, self.welcome, self.kept_descriptors = _greet(path, hello, timeout_s, daemon_uid)
-        self.hello = msgspec.structs.replace(hello, generation=self.welcome.generation)
+        node, welcome = hello.node, self.welcome
+        if node is not None and hello.generation is None:
+            node = msgspec.structs.replace(node, claim=welcome.claim, base=welcome.base)
+        self.hello = msgspec.structs.replace(hello, generation=welcome.generation, node=node)
         self.is_attached = True
         _connected.add(self)
         self._attached_s = self._detached_s = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tierd_client import BadConfig, Full, Transient, Unsupported
+from tierd_client import BadConfig, Full, Transient
 from tierd_client.ranks import find_ranks
 
 from tests.support.trainer import Training, joined, refusals, together
@@ -49,11 +49,6 @@ def test_impossible_rank_or_world_size_is_refused(
 
 def test_empty_environment_variable_counts_as_unset() -> None:
     assert find_ranks(None, None, {"RANK": "", "WORLD_SIZE": ""}).world_size == 1
-
-
-def test_ranks_of_several_nodes_are_refused_for_now() -> None:
-    with pytest.raises(Unsupported, match="span several nodes"):
-        find_ranks(0, 1, {"LOCAL_WORLD_SIZE": "0"})
 
 
 # ── several processes; functions with a leading underscore run in a trainer ──

@@ -118,7 +118,7 @@ def _restore_run(
         return restore_replica(session, ranks, own_request, read_own)
     except NotFound:
         pass
-    hello = msgspec.structs.replace(session.hello, run=run, rank=None, generation=None)
+    hello = msgspec.structs.replace(session.hello, run=run, rank=None, generation=None, node=None)
     with ExitStack() as stack:
 
         def open_reader() -> DaemonSession:
