@@ -47,6 +47,7 @@ class Snapshotter:
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
         self._last: tuple[int, int] | None = None  # (generation, step)
+        self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
@@ -119,11 +120,25 @@ class Snapshotter:
             versions=VERSIONS,
             resent=False,
         )
+        if self._generation.node is not None:
+            sealed = self._with_common_head(sealed)
         shot.stall_s = time.perf_counter() - began
         self.overlap.begin(shot, staging, sealed)
         if staging.deferred:
             shot.stall_s = time.perf_counter() - began
         return shot
+
+    def _with_common_head(self, own: wire.Sealed) -> wire.Sealed:
+        """All ranks, after the last thing that may fail on one of them. The message with all that rank 0's has about
+        the whole checkpoint, its number too: each node writes that into its part, and the parts must agree."""
+        if self._ranks.rank == 0:
+            generation, number = self._numbered
+            number = number + 1 if generation == self._generation.number else 1
+            self._numbered = self._generation.number, number
+            own = msgspec.structs.replace(own, number=number)
+        first = wire.decode_to_daemon(self._ranks.broadcast(wire.encode(own) if self._ranks.rank == 0 else b""))
+        assert isinstance(first, wire.Sealed)
+        return msgspec.structs.replace(first, slot=own.slot, size_bytes=own.size_bytes)
 
     def _capture(
         self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None
