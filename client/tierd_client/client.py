@@ -30,6 +30,7 @@ from tierd_client.state.restore_filter import Patterns, Rename, RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import Capturable, State
 from tierd_client.step_times import StepTimes
+from tierd_client.stopping.node_calls import open_store
 from tierd_client.stopping.outcome import Halted, outcome_of, wait_last_snapshot
 from tierd_client.stopping.requests import StopRequests
 
@@ -67,7 +68,8 @@ class Client:
         self._parent: CheckpointId | None = None
         self._start_is_chosen = False  # by a restore, which may have found nothing
         generation.join(requests, self._snapshotter)
-        requests.start(generation.settings.every_s)
+        store = open_store(generation.run, generation.number) if generation.node is not None else None
+        requests.start(generation.settings.every_s, generation.node, store)
         lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
         atexit.register(self._close, lost, CLOSE_TIMEOUT_S)  # also for a script that ends without close()
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.daemon import Daemon, serving
+from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.api.rank_requests import REQUESTS_MAX
 from tierd.format import wire
@@ -62,6 +63,30 @@ def test_a_request_is_forwarded_to_rank_0_and_its_answer_to_the_operator(peers: 
     repeated = first.hear(wire.Requested)
     first.send(wire.Answer(request=repeated.request, step=5, kind="slots_busy", message="no slot", hint="wait"))
     assert refusal(operator) == wire.Refused(request=7, kind="slots_busy", message="no slot", hint="wait")
+
+
+def test_a_forced_call_is_passed_to_every_rank_and_not_repeated_later(
+    daemon: Daemon, run: str, peers: tuple[Peer, Peer, Peer]
+) -> None:
+    first, second, _ = peers
+    second.send(wire.Convene(meeting=0))
+    assert first.hear(wire.Convened) == second.hear(wire.Convened) == wire.Convened(meeting=0)
+    second.send(wire.Convene(meeting=0, is_forced=True))
+    assert first.hear(wire.Convened) == second.hear(wire.Convened) == wire.Convened(meeting=0, is_forced=True)
+    with Peer(daemon.socket) as again:
+        again.greet(run, rank=1, world_size=2, generation=1)
+        assert again.hear(wire.Convened) == wire.Convened(meeting=0)
+
+
+def test_a_request_to_the_daemon_of_another_node_than_that_of_rank_0_says_so(
+    daemon: Daemon, run: str, peers: tuple[Peer, Peer, Peer]
+) -> None:
+    first, _, operator = peers
+    first.close()
+    wait_until(lambda: [each["ranks_attached"] for each in daemon.status()["runs"] if each["run"] == run] == [1])
+    request(operator, "stop")
+    refused = refusal(operator)
+    assert (refused.kind, refused.hint) == ("not_found", "ask the daemon of rank 0's node")
 
 
 def test_a_forced_stop_is_sent_to_every_rank(peers: tuple[Peer, Peer, Peer]) -> None:

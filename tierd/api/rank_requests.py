@@ -69,6 +69,11 @@ class RankRequests:
         if request.milestone is not None:
             layout.milestone_file(request.milestone)
         rank_0 = self._sessions.get((run, FIRST))
+        if rank_0 is None and any(session.run == run for session in self._sessions.values()):
+            raise NotFound(
+                f"{action}: its trainers span several nodes, and rank 0 is not connected to this daemon",
+                hint="ask the daemon of rank 0's node",
+            )
         if rank_0 is None:
             raise NotFound(
                 f"{action}: no trainer of this run is connected to this daemon",
@@ -98,6 +103,10 @@ class RankRequests:
 
     def convene(self, session: TrainerSession, convene: wire.Convene) -> None:
         """Call every rank of the session's generation, itself too; `rank_entered` calls those that connect later."""
+        if convene.is_forced:
+            for each in self._ranks(session):
+                each.post(wire.Convened(meeting=convene.meeting, is_forced=True))
+            return
         generation, highest = self._meetings.get(session.run, (session.generation, -1))
         if generation != session.generation or convene.meeting > highest:
             self._meetings[session.run] = (session.generation, convene.meeting)

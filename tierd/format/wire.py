@@ -172,9 +172,11 @@ class Stepped(_Message, frozen=True, kw_only=True):
 
 
 class Convene(_Message, frozen=True, kw_only=True):
-    """A rank has a request: call all ranks of its generation to the meeting with this number."""
+    """A rank has a request: call all ranks of its generation, those of this node, to the meeting with this number.
+    `is_forced`: there is no meeting; the ranks of another node are being interrupted, and these are to be, too."""
 
     meeting: int
+    is_forced: bool = False
 
 
 class Request(_Message, frozen=True, kw_only=True):
@@ -293,9 +295,11 @@ class Fenced(_Message, frozen=True, kw_only=True):
 
 
 class Convened(_Message, frozen=True, kw_only=True):
-    """All ranks are called to this meeting. Sent again to a rank that connects later."""
+    """All ranks are called to this meeting. Sent again to a rank that connects later, unless `is_forced`: see
+    Convene."""
 
     meeting: int
+    is_forced: bool = False
 
 
 class Requested(_Message, frozen=True, kw_only=True):

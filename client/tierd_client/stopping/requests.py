@@ -25,6 +25,7 @@ from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.stopping.agreement import Agreement, RequestKind
 from tierd_client.stopping.deadline import Deadline, Pace
+from tierd_client.stopping.node_calls import CallStore, NodeCalls
 
 Meaning = Literal["stop", "snapshot"]
 SIGNALS: dict[int, Meaning] = {signal.SIGTERM: "stop", signal.SIGINT: "stop", signal.SIGUSR1: "snapshot"}
@@ -62,6 +63,7 @@ class StopRequests:
         self._total_s = deadline.at_s - time.time() if deadline is not None else 0.0
         self._stop_file = stop_file
         self._agreement = Agreement(ranks, send)
+        self._node_calls = NodeCalls(self._repeat_call, self._repeat_force)
         self._former_handlers: dict[int, Any] = {}
         self._is_catching = False
         self._pid = os.getpid()
@@ -78,10 +80,12 @@ class StopRequests:
         self._snapshot_requests: deque[wire.Requested] = deque()
         self._agreed_requests: list[wire.Requested] = []  # answered by the next snapshot
 
-    def start(self, every_s: float) -> None:
-        """`every_s`: request a snapshot so often; 0: never."""
+    def start(self, every_s: float, node: wire.NodeRanks | None = None, store: CallStore | None = None) -> None:
+        """`every_s`: request a snapshot so often; 0: never. `node` and its `store`: of a run over several nodes."""
         self._every_s = every_s
         self._agreement.start(self._poll)
+        if node is not None and store is not None and self._ranks.rank == node.ranks[0]:
+            self._node_calls.start(store, self._ranks.rank, node.lowest)
         reserve_s = self.pace.reserve_s(self._total_s)
         if self._deadline is not None and self._ranks.rank == 0 and self._total_s <= reserve_s:
             text = "tierd: only %.0f s are left until %s, and a stop needs %.0f s: the run stops at its first step"
@@ -89,6 +93,7 @@ class StopRequests:
 
     def close(self) -> None:
         self._answer_stops()  # the run ends, as they asked
+        self._node_calls.close()
         self._agreement.close()
 
     # ── the training thread ──
@@ -217,8 +222,12 @@ class StopRequests:
 
     def on_message(self, message: wire.ToClient) -> None:
         match message:
+            case wire.Convened() if message.is_forced:
+                if not self._is_forced:  # once: a second interrupt would end what the first has begun
+                    self._interrupt()
             case wire.Convened():
                 self._agreement.join_round(message.meeting)
+                self._node_calls.called(message.meeting)
             case wire.Persisted() if message.seconds > 0:  # 0: it was committed before, and not timed
                 self.pace.persists_s.append(message.seconds)
             case wire.Requested():
@@ -228,15 +237,14 @@ class StopRequests:
 
     def on_attach(self) -> None:
         self._agreement.on_attach()
+        self._node_calls.on_attach()
 
     def _receive(self, request: wire.Requested) -> None:
         if request.kind == "force":
-            self._is_forced = True
             if self._ranks.rank == 0:
                 self._answer(request, self.last_step or 0)
-            # Sent to the main thread, so that a system call in which it sleeps ends.
-            with contextlib.suppress(ProcessLookupError):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._node_calls.forced()
+            self._interrupt()
         elif request.kind == "snapshot":
             self._snapshot_requests.append(request)
             self._agreement.request(RequestKind.SNAPSHOT)
@@ -245,6 +253,23 @@ class StopRequests:
         else:
             self._stop_requests.append(request)
             self._agreement.request(RequestKind.OPERATOR)
+
+    def _interrupt(self) -> None:
+        self._is_forced = True
+        # Sent to the main thread, so that a system call in which it sleeps ends.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    # ── calls of other nodes, on the thread of `NodeCalls`; after a reconnect on the session's ──
+
+    def _repeat_call(self, number: int) -> None:
+        self._agreement.join_round(number)  # even if the daemon is absent: when it is back, it is sent the call
+        self._send(wire.Convene(meeting=number))
+
+    def _repeat_force(self) -> None:
+        self._send(wire.Convene(meeting=0, is_forced=True))
+        if not self._is_forced:
+            self._interrupt()
 
     def catch_signals(self) -> None:
         """On the main thread only: Python allows it nowhere else."""
