@@ -55,5 +55,6 @@ async def test_a_generation_that_cold_refused_is_not_claimed_in_hot(tmp_path: Pa
         clock = rooms.context.monotonic_s
         quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
-        assert not await admission._claim_in([rooms.cold["cold"]], run, taken)  # pyright: ignore[reportPrivateUsage]
+        cold, claim = [rooms.cold["cold"]], Claim.new("here")
+        assert not await admission._claim_in(cold, run, taken, claim, spans_nodes=False)  # pyright: ignore[reportPrivateUsage]
         assert await rooms.hot.claim(run, taken) is None

@@ -6,7 +6,9 @@ and parts of two starts of a run never become one checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import suppress
 from itertools import pairwise
 
 import msgspec
@@ -19,6 +21,8 @@ from tierd.format.node_file import CLAIM_DIGITS
 from tierd.format.wire import NodeRanks
 
 log = logging.getLogger("tierd")
+
+COLD_TIMEOUT_S = 20.0  # a tier that takes longer counts as one that cannot be reached
 
 
 def check_node_ranks(node: NodeRanks, rank: int, world_size: int, action: str) -> None:
@@ -41,21 +45,26 @@ def needs_cold_tier(run: Run) -> BadConfig:
 
 
 async def confirm_node_claim(context: DaemonContext, run: Run, generation: Generation, bits: str) -> None:
-    """Returns when a cold tier has the claim with these random bits, or none can be reached. Notes it in hot, so that
-    copies to a tier without it begin with the same claim.
+    """Returns when hot or a cold tier has the claim with these random bits, or none can be reached. Notes it in hot, so
+    that copies to a tier without it begin with the same claim, and ranks that come back wait for no cold tier.
 
     Raises BadConfig when the tiers that can be reached have no claim of the generation, Stale when they have another.
     """
     if not context.cold:
         raise needs_cold_tier(run)
     action = f"join run {run} generation {generation}, whose ranks span several nodes"
+    with suppress(TierdError):  # then it is asked below, and answers by name
+        noted = await context.hot.claim(run, generation)
+        if noted is not None and noted.claim == bits:
+            return
     reached: list[str] = []
     others: list[str] = []
     for tier in context.cold.values():
         try:
-            claim = await tier.claim(run, generation)
-        except TierdError as error:
-            log.warning("%s: look for its claim: %s", action, error)
+            async with asyncio.timeout(COLD_TIMEOUT_S):
+                claim = await tier.claim(run, generation)
+        except (TierdError, TimeoutError) as error:
+            log.warning("%s: look for its claim in %s: %s", action, tier.name, error or "no answer")
             continue
         if claim is not None and claim.claim == bits:
             break
