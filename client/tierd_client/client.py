@@ -258,7 +258,7 @@ class Client:
         if milestone is None and self._last_shot is not None and step == self._snapshotter.last_step:
             return self._last_shot  # for example at the end of a loop whose last step was due
         if not self._start_is_chosen:
-            self._ranks.run_on_all(lambda: check_start(self._generation.session) if self._ranks.rank == 0 else None)
+            self._ranks.run_on_all(self._check_start)
             self._start_is_chosen = True
         with self._step_times.outside_steps(step):
             self._requests.at(step)
@@ -285,6 +285,10 @@ class Client:
             self._last_shot = shot
             self._requests.taken(step, shot.stall_s, milestone)
             return shot
+
+    def _check_start(self) -> None:
+        if self._generation.is_lowest_of_node:
+            check_start(self._generation.session)
 
     def wait_staged(self) -> None:
         """Returns when no copy of the last snapshot is in progress: the state may then be changed by any means."""

@@ -96,7 +96,7 @@ class Replica(AbstractContextManager["Replica"]):
     def _fetch(self, session: DaemonSession, chunks: Sequence[Sequence[int]]) -> None:
         try:
             request = RestoreRequest.exactly(self.manifest.id, self.tier)
-            fetched = _find(session, request, self.excluded, chunks)
+            fetched = find_replica(session, request, self.excluded, chunks)
         except TierdError as error:
             self.fetch_failed = True
             log.error("tierd: %s", error.message)
@@ -160,13 +160,13 @@ def restore_replica(
     """
     excluded: list[str] = []
     while True:
-        replica = ranks.run_on_all(lambda: _find(session, request, excluded) if ranks.rank == 0 else None)
+        replica = ranks.run_on_all(lambda: find_replica(session, request, excluded) if ranks.rank == 0 else None)
         choice = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else b""
         chosen, tier = msgspec.json.decode(ranks.broadcast(choice), type=tuple[CheckpointId, str])
         skip_error: TierdError | None = None
         final_error: Exception | None = None
         try:
-            replica = replica or _find(session, RestoreRequest.exactly(chosen, tier), excluded)
+            replica = replica or find_replica(session, RestoreRequest.exactly(chosen, tier), excluded)
             with replica:
                 read(replica)
         except Corrupt as error:
@@ -186,7 +186,7 @@ def restore_replica(
         excluded.append(f"{chosen.name}@{tier}")
 
 
-def _find(
+def find_replica(
     session: DaemonSession, request: RestoreRequest, excluded: Sequence[str], chunks: Sequence[Sequence[int]] = ()
 ) -> Replica:
     """Asks the daemon for a replica. `excluded`: bad replicas, as "<checkpoint name>@<tier>". `chunks`: for each file

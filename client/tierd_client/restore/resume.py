@@ -19,6 +19,7 @@ from tierd.format import layout, manifest
 from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
+from tierd_client.restore.other_nodes import check_nothing_elsewhere, check_scratch_elsewhere, report_newer_here
 from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
 from tierd_client.session import DaemonSession
 
@@ -95,16 +96,20 @@ def restore_by_policy(
             )
         if policy.path is not None:
             return _restore_directory(policy.path, ranks, read, allow_unhealthy=request.allow_unhealthy)
-        ranks.run_on_all(lambda: _check_scratch(session, force=force) if ranks.rank == 0 else None)
+        ranks.run_on_all(lambda: _check_scratch(session, ranks.rank, force=force))
         return None
     if policy.run is not None:
         return _restore_run(session, ranks, policy.run, request, read, read_own)
     try:
-        return restore_replica(session, ranks, request, read)
+        replica = restore_replica(session, ranks, request, read)
     except NotFound:
         if policy.mode == REQUIRE or not request.is_any:
             raise
+        check_nothing_elsewhere(session, ranks)
         return None
+    if request.is_any:
+        report_newer_here(session, replica.manifest.id)
+    return replica
 
 
 def _restore_run(
@@ -117,7 +122,7 @@ def _restore_run(
     try:
         return restore_replica(session, ranks, own_request, read_own)
     except NotFound:
-        pass
+        check_nothing_elsewhere(session, ranks)
     hello = msgspec.structs.replace(session.hello, run=run, rank=None, generation=None, node=None)
     with ExitStack() as stack:
 
@@ -132,9 +137,11 @@ def _restore_run(
     return replica
 
 
-def _check_scratch(session: DaemonSession, *, force: bool) -> None:
+def _check_scratch(session: DaemonSession, rank: int, *, force: bool) -> None:
     run, newest, unlisted = session.hello.run, session.welcome.newest, session.welcome.unseen
     existing = f"step {newest.step} of generation {newest.generation}" if newest is not None else ""
+    if rank != 0:
+        existing, unlisted = "" if force else check_scratch_elsewhere(session, rank), []
     if force:
         if existing:
             log.warning("tierd: %s starts from scratch; its older timeline up to %s stays restorable", run, existing)

@@ -34,12 +34,13 @@ class Shot:
 
     @property
     def is_persisted(self) -> bool:
-        """Whether the checkpoint is known to be durable: committed in the hot tier, or in a cold one."""
+        """Whether the checkpoint is known to be durable as `wait_persisted` says: in the hot tier, or a cold one."""
         return bool(self._tiers)
 
     def wait_persisted(self, timeout_s: float = 600.0) -> None:
         """Wait until the checkpoint is durable, even if every process dies: committed in the hot tier or, when that has
-        no space, in a cold tier.
+        no space, in a cold tier. Where the ranks span several nodes: this node's part of it; without that of every
+        node it is not restored.
 
         With staging="overlap", the thread that took the snapshot also seals it: in its wait, its next optimizer step,
         due() or snapshot(), or in client.wait_staged(). A wait on another thread includes the time until then.
@@ -49,7 +50,8 @@ class Shot:
         self._wait(None, timeout_s)
 
     def wait_replicated(self, tier: str = "cold", timeout_s: float = 3600.0) -> None:
-        """Wait until the checkpoint is committed in this tier. Raises as `wait_persisted` does."""
+        """Wait until the checkpoint is committed in this tier: in a cold tier, those of all nodes as a whole. Raises as
+        `wait_persisted` does."""
         self._wait(tier, timeout_s)
 
     def _wait(self, tier: str | None, timeout_s: float) -> None:
