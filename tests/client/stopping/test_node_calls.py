@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from tierd_client.stopping import node_calls as module
 from tierd_client.stopping.node_calls import NodeCalls
 
-from tests.support.nodes import connected, nodes
+from tests.support.nodes import connect_on, connected, nodes
 from tests.support.trainer import Trainer, Training, together
 from tests.support.waiting import wait_until
 
 FOREVER = 1_000_000
+INTERRUPTED = 42
 
 
 class Node:
@@ -142,7 +146,8 @@ def _loop(training: Training, seed: int) -> int | None:
     return None
 
 
-def _loop_until_interrupted(training: Training, began: Path) -> str:
+def _loop_until_interrupted(training: Training, began: Path) -> None:
+    """The process ends at once, as a script would."""
     try:
         with training.client as client:
             began.touch()
@@ -150,8 +155,7 @@ def _loop_until_interrupted(training: Training, began: Path) -> str:
                 client.due(step)
                 time.sleep(0.01)
     except KeyboardInterrupt:
-        return "interrupted"
-    return "ended"
+        raise SystemExit(INTERRUPTED) from None
 
 
 def begin(trainers: list[Trainer]) -> None:
@@ -209,11 +213,43 @@ def test_operator_at_rank_0_stops_all_nodes(tmp_path: Path) -> None:
 
 
 def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path) -> None:
-    with nodes(tmp_path) as daemons, connected(daemons, 4) as trainers:
+    """Also those that hear of it only when rank 0 has gone, whose process serves the store."""
+    with nodes(tmp_path) as daemons, ExitStack() as stack:
+        trainers = [stack.enter_context(Trainer()) for _ in range(4)]
+        together_by_rank(trainers, _join_tcp, free_port())
+        connect_on(daemons, trainers)
         together(trainers, "enter")
         marks = [tmp_path / f"began-{trainer.pid}" for trainer in trainers]
         for trainer, mark in zip(trainers, marks, strict=True):
             trainer.begin("apply", _loop_until_interrupted, mark)
         wait_until(lambda: all(mark.exists() for mark in marks), "all ranks to train")
         daemons[0].tierd("stop", "--run", "run", "--force", "--wait", "30")
-        assert [trainer.end() for trainer in trainers] == ["interrupted"] * 4
+        assert trainers[0].wait_exit() == INTERRUPTED
+        assert [trainer.wait_exit() for trainer in trainers[1:]] == [INTERRUPTED] * 3
+
+
+def test_signal_stops_all_ranks_over_a_tcp_store(tmp_path: Path) -> None:
+    with nodes(tmp_path) as daemons, ExitStack() as stack:
+        trainers = [stack.enter_context(Trainer()) for _ in range(4)]
+        together_by_rank(trainers, _join_tcp, free_port())
+        connect_on(daemons, trainers)
+        together(trainers, "enter")
+        begin(trainers)
+        trainers[2].signal(signal.SIGTERM)
+        assert stopped(trainers) >= 1
+
+
+def together_by_rank(trainers: list[Trainer], work: Any, *arguments: Any) -> None:
+    for rank, trainer in enumerate(trainers):
+        trainer.begin("apply", work, rank, len(trainers), *arguments)
+    for trainer in trainers:
+        trainer.end()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _join_tcp(training: Training, rank: int, world_size: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
