@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
 CPU = torch.device("cpu")  # named in every tensor, because a program can set another default device
+BROADCAST_BYTES = 1024  # of the first exchange of a broadcast
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
 
@@ -109,14 +110,22 @@ class Ranks:
         """Rank 0's `content`, on every rank. What the other ranks pass is ignored."""
         if not self._groups:
             return content
-        length = torch.tensor([len(content)], dtype=torch.int64, device=CPU)
+        # The length and what fits beside it first: short contents take one exchange.
+        frame = torch.zeros(BROADCAST_BYTES, dtype=torch.uint8, device=CPU)
+        if self.rank == 0:
+            first = len(content).to_bytes(8, "little") + content[: BROADCAST_BYTES - 8]
+            frame[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         with _exchanging():
-            dist.broadcast(length, 0, group=self._group)
-            buffer = torch.empty(int(length), dtype=torch.uint8, device=CPU)
-            if self.rank == 0 and content:
-                buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            dist.broadcast(buffer, 0, group=self._group)
-        return bytes(buffer.numpy())
+            dist.broadcast(frame, 0, group=self._group)
+            raw = bytes(frame.numpy())
+            length, raw = int.from_bytes(raw[:8], "little"), raw[8:]
+            if length <= len(raw):
+                return raw[:length]
+            rest = torch.empty(length - len(raw), dtype=torch.uint8, device=CPU)
+            if self.rank == 0:
+                rest.copy_(torch.frombuffer(bytearray(content[len(raw) :]), dtype=torch.uint8))
+            dist.broadcast(rest, 0, group=self._group)
+        return raw + bytes(rest.numpy())
 
     def gather(self, content: bytes) -> list[bytes]:
         """The `content` of every rank, in rank order."""

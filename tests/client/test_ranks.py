@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from tierd_client import BadConfig, Full, Transient
-from tierd_client.ranks import find_ranks
+from tierd_client.ranks import BROADCAST_BYTES, find_ranks
 
 from tests.support.trainer import Training, joined, refusals, together
 
@@ -65,6 +65,13 @@ def _exchange(training: Training) -> list[Any]:
     ]
 
 
+def _broadcast_sizes(training: Training) -> list[bool]:
+    """Whether contents around the size of one exchange arrive as they are."""
+    ranks, sizes = find_ranks(None, None, {}), [0, 1, *range(BROADCAST_BYTES - 10, BROADCAST_BYTES + 2), 50_000]
+    contents = [bytes(number % 251 for number in range(size)) for size in sizes]
+    return [ranks.broadcast(content if ranks.rank == 0 else b"ignored") == content for content in contents]
+
+
 def _fail_on_one(training: Training) -> None:
     def work() -> None:
         if dist.get_rank() == 1:
@@ -97,6 +104,7 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
             [[2, 0], b"from the first", b"", gathered, rank * 10] for rank in range(3)
         ]
 
+        assert all(map(all, together(trainers, "apply", _broadcast_sizes)))
         errors = refusals(trainers, "apply", _fail_on_one)
         assert [str(error) for error in errors] == [
             "rank 1: no room (hint: make some)",
