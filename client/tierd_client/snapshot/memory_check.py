@@ -13,20 +13,22 @@ from tierd_client.ranks import Ranks
 
 
 class _Demand(msgspec.Struct, frozen=True):
-    """What one rank will allocate. `cgroup`: the identity of its limit; None without one."""
+    """What one rank will allocate. `cgroup`: the identity of its limit on its node; None without one."""
 
     size_bytes: int
     cgroup: tuple[int, int] | None
+    node: int
 
 
-def check_memory(ranks: Ranks, size_bytes: int, limit: MemoryLimit | None) -> None:
-    """All ranks, before any of them allocates. `size_bytes`: what this rank will allocate; `limit`: its own.
+def check_memory(ranks: Ranks, size_bytes: int, limit: MemoryLimit | None, *, node: int = 0) -> None:
+    """All ranks, before any of them allocates. `size_bytes`: what this rank will allocate; `limit`: its own; `node`:
+    a number of its node, because cgroups of two nodes may have the same identity.
 
     Ranks of one cgroup share its limit. Raises Full on all ranks when one of the limits has too little free memory.
     """
-    own = _Demand(size_bytes, limit.identity if limit is not None else None)
+    own = _Demand(size_bytes, limit.identity if limit is not None else None, node)
     demands = [msgspec.json.decode(raw, type=_Demand) for raw in ranks.gather(msgspec.json.encode(own))]
-    ranks.raise_on_all(_why_full([each for each in demands if each.cgroup == own.cgroup], limit))
+    ranks.raise_on_all(_why_full([each for each in demands if (each.cgroup, each.node) == (own.cgroup, node)], limit))
 
 
 def _why_full(demands: list[_Demand], limit: MemoryLimit | None) -> Full | None:

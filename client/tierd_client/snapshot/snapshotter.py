@@ -194,7 +194,8 @@ class Snapshotter:
         count = generation.settings.slots_per_rank
         metadata = {"format_version": FORMAT_VERSION, "state": captured.tree}
         size_bytes = self._ranks.run_on_all(lambda: self._stager.plan(captured, metadata).size_bytes)
-        check_memory(self._ranks, generation.pool.missing_bytes(count, size_bytes), memory_limit())
+        node = generation.node.ranks[0] if generation.node is not None else 0
+        check_memory(self._ranks, generation.pool.missing_bytes(count, size_bytes), memory_limit(), node=node)
         self._ranks.run_on_all(lambda: generation.pool.make(count, size_bytes))
         self._has_slots = generation.number
 

@@ -40,6 +40,10 @@ def _check(training: Training, root: Path, size_bytes: int) -> None:
     check_memory(ranks, size_bytes, memory_limit(root))
 
 
+def _check_on_node_of_its_own(training: Training, root: Path, size_bytes: int) -> None:
+    check_memory(find_ranks(None, None, {}), size_bytes, memory_limit(root), node=dist.get_rank())
+
+
 def _check_own(training: Training, root: Path, size_bytes: int) -> None:
     _check(training, root / str(dist.get_rank()), size_bytes)
 
@@ -54,6 +58,9 @@ def test_ranks_of_one_cgroup_share_its_limit_and_all_ranks_raise(tmp_path: Path)
             assert "the slots of the 2 ranks of this cgroup: they need 0.502 GB more shared memory, and 0.5 GB" in str(
                 error
             )
+
+        # The cgroups of two nodes that were started alike have the same device and inode.
+        together(trainers, "apply", _check_on_node_of_its_own, tmp_path / "shared", 251 * MB)
 
         together(trainers, "apply", _check_own, tmp_path, 500 * MB)
 
