@@ -267,8 +267,9 @@ class StopRequests:
         self._send(wire.Convene(meeting=number))
 
     def _repeat_force(self) -> None:
+        is_first, self._is_forced = not self._is_forced, True  # before the daemon calls this rank, too
         self._send(wire.Convene(meeting=0, is_forced=True))
-        if not self._is_forced:
+        if is_first:
             self._interrupt()
 
     def catch_signals(self) -> None:

@@ -356,3 +356,16 @@ def test_request_before_the_first_step_takes_effect_at_the_first_step() -> None:
     lab.requests.on_attach()
     lab.requests.at(100)
     assert lab.answers() == [(5, 100, "")]
+
+
+def test_force_of_another_node_interrupts_once_and_is_passed_to_the_daemon(lab: Lab) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lab.requests._repeat_force()
+    assert lab.sent == [wire.Convene(meeting=0, is_forced=True)]
+    lab.requests.on_message(wire.Convened(meeting=0, is_forced=True))  # the daemon calls this rank, too
+
+
+def test_forced_call_interrupts_the_main_thread_at_once(lab: Lab) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lab.requests.on_message(wire.Convened(meeting=0, is_forced=True))
+    lab.requests.on_message(wire.Convened(meeting=0, is_forced=True))
