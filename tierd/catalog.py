@@ -14,6 +14,7 @@ from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import MANIFEST, manifest_key, parse_key
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT, CheckpointView
 from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
 
@@ -31,6 +32,7 @@ class Catalog:
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self._copying: dict[str, CheckpointId] = {}  # by tier
         self._copying_unknown: set[str] = set()  # tiers
+        self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     # ── reports of the workers ──
@@ -91,8 +93,12 @@ class Catalog:
         entry = self._entries.get(checkpoint)
         if entry is None:
             entry = self._entries[checkpoint] = Entry(checkpoint, manifest)
-        entry.manifest = manifest
+        if tier == HOT:
+            entry.part = manifest if isinstance(manifest, NodeFile) else None
+        if not isinstance(manifest, NodeFile) or not entry.is_whole:
+            entry.manifest = manifest
         entry.tiers.add(tier)
+        self._sent_parts.pop((tier, checkpoint), None)
         self.tiers[tier].missing.pop(checkpoint, None)
         self.saw_generation(checkpoint.run, checkpoint.generation)
         return entry
@@ -104,9 +110,13 @@ class Catalog:
         entry.tiers.discard(tier)
         entry.milestones.pop(tier, None)
         entry.diagnoses.pop(tier, None)
+        if tier == HOT:
+            entry.part = None
         if not entry.tiers:
             del self._entries[checkpoint]
             self.claims.written_here.discard(checkpoint)
+            for key in [key for key, part in self._sent_parts.items() if key[1] == checkpoint and part is None]:
+                del self._sent_parts[key]
 
     def saw_generation(self, run: Run, generation: int) -> None:
         self._generations[run] = max(self._generations.get(run, 0), generation)
@@ -227,7 +237,26 @@ class Catalog:
         if checkpoint is not None:
             self._copying[tier] = checkpoint
 
+    def part_sent(self, tier: str, node_file: NodeFile) -> None:
+        """This node's part is in `tier`. The checkpoint is committed there when all parts are."""
+        self._touch(node_file.id, tier)
+        self._sent_parts[tier, node_file.id] = node_file
+        self.claims.written_here.add(node_file.id)
+
+    def part_gone(self, tier: str, checkpoint: CheckpointId) -> None:
+        """The checkpoint was deleted in `tier` before it was committed, or it can never be: it is not sent again."""
+        self._touch(checkpoint, tier)
+        self._sent_parts[tier, checkpoint] = None
+
     # ── questions ──
+
+    def sent_parts(self, tier: str) -> list[NodeFile]:
+        """This node's parts in `tier` of checkpoints that are not committed there yet."""
+        return [part for (name, _), part in self._sent_parts.items() if name == tier and part is not None]
+
+    def is_part_sent(self, tier: str, checkpoint: CheckpointId) -> bool:
+        """Whether `tier` has this node's part, or it must not be sent again."""
+        return (tier, checkpoint) in self._sent_parts
 
     def copying(self, tier: str) -> CheckpointId | None:
         """What is being copied to `tier`, as far as it is known."""
@@ -267,8 +296,8 @@ class Catalog:
         return sorted(unchanged, key=lambda checkpoint: checkpoint.recency, reverse=True)
 
     def manifests_in(self, tier: str) -> list[Manifest]:
-        """The manifests of all checkpoints that are committed in a tier."""
-        return [entry.manifest for entry in self._entries.values() if tier in entry.tiers]
+        """The manifests of all checkpoints that are committed in a tier; in hot also those of this node's parts."""
+        return [entry.held(tier) for entry in self._entries.values() if tier in entry.tiers]
 
     def generation_max(self, run: Run) -> Generation:
         """The highest generation of a run that was ever seen; 0 when there is none."""
@@ -304,7 +333,9 @@ class Catalog:
         for checkpoint in {*in_memory, *listed}:
             entry = listed.get(checkpoint)
             tiers = [MEMORY] if checkpoint in in_memory else []
-            tiers += [tier for tier in self.tiers if entry and tier in entry.tiers]
+            tiers += [tier for tier in self.tiers if entry and tier in entry.tiers and not entry.is_part_in(tier)]
+            if not tiers:
+                continue
             is_healthy = entry.healthy if entry else None
             candidates.append(
                 Candidate(
@@ -319,6 +350,11 @@ class Catalog:
                 id=checkpoint, tier=tier, reason=reason, is_newer_format=checkpoint in self.tiers[tier].newer_format
             )
             for (tier, checkpoint), reason in self.unreadable().items()
+        ]
+        unreadable += [
+            UnreadableReplica(id=entry.id, tier=HOT, reason=f"{entry.id} in {HOT}: only the part of one node")
+            for entry in listed.values()
+            if entry.part is not None
         ]
         unlisted = self.unlisted() if unlisted is None else unlisted
         foreign = [

@@ -6,20 +6,46 @@ from dataclasses import dataclass, field
 
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import CheckpointView
+from tierd.format.node_file import NodeFile
+from tierd.lifecycle.policy import HOT, CheckpointView
 
 NOT_LISTED_YET = "not listed yet"
 
 
 @dataclass(slots=True)
 class Entry:
-    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers."""
+    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers.
+    `part`: what hot has of it, if that is only this node's part. `manifest`: of the whole checkpoint, as far as it is
+    known, else the part."""
 
     id: CheckpointId
     manifest: Manifest
+    part: NodeFile | None = None
     tiers: set[str] = field(default_factory=set)
     milestones: dict[str, frozenset[str]] = field(default_factory=dict)
     diagnoses: dict[str, bool] = field(default_factory=dict)
+
+    def held(self, tier: str) -> Manifest:
+        """What `tier` has of it: the whole checkpoint, or in hot this node's part."""
+        return self.part if self.part is not None and tier == HOT else self.manifest
+
+    def is_part_in(self, tier: str) -> bool:
+        return tier == HOT and self.part is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a tier has all of it."""
+        return not isinstance(self.manifest, NodeFile)
+
+    def contradiction(self, manifest: Manifest) -> str:
+        """Why a manifest in another tier is not of this checkpoint; empty if it is."""
+        if isinstance(manifest, NodeFile):
+            if self.part is not None and self.part != manifest:
+                return "the node file differs"
+            return manifest.contradiction(self.manifest) if self.is_whole else ""
+        if self.is_whole and manifest is not self.manifest and manifest != self.manifest:
+            return "the manifest differs"
+        return self.part.contradiction(manifest) if self.part is not None else ""
 
     @property
     def healthy(self) -> bool | None:

@@ -21,7 +21,7 @@ from tierd.format import wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
-from tierd.format.signature import Keyring
+from tierd.format.signature import Keyring, SomeManifest
 from tierd.identity import Identities
 from tierd.incidents import Incidents
 from tierd.lifecycle.policy import HOT
@@ -47,6 +47,9 @@ class Notifier(Protocol):
 
     def replicated(self) -> None:
         """A cold tier has one more replica: hot may evict its own."""
+
+    def part_sent(self, tier: str) -> None:
+        """A cold tier has this node's part of a checkpoint over several nodes."""
 
     def examined(self) -> None:
         """A checkpoint has a health verdict: the plan may be different now."""
@@ -92,9 +95,21 @@ class DaemonContext:
         return {HOT: self.hot, **self.cold}
 
     def make_manifest(self, snapshot_set: SnapshotSet, *, sequence: int) -> Manifest:
-        """The manifest of a whole set, signed where there is a key."""
-        manifest = snapshot_set.make_manifest(sequence=sequence)
+        """The manifest of a whole set, or the node file of a run over several nodes; signed where there is a key."""
+        if snapshot_set.node is not None:
+            return self.signed(snapshot_set.make_node_file())
+        return self.signed(snapshot_set.make_manifest(sequence=sequence))
+
+    def signed(self, manifest: SomeManifest) -> SomeManifest:
+        """The same manifest, signed where there is a key."""
         return manifest if self.keyring is None else self.keyring.sign_manifest(manifest)
+
+    def is_home(self, run: Run) -> bool:
+        """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that
+        is the daemon of rank 0; without it, deletions there wait."""
+        if run in self.memory.runs():
+            return 0 in self.memory.ranks(run)
+        return all(entry.part is None for entry in self.catalog.entries(run))
 
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""

@@ -55,6 +55,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
+from tierd.workers.committer import Committer
 from tierd.workers.driller import Driller
 from tierd.workers.lister import Lister
 from tierd.workers.persister import Persister
@@ -157,7 +158,8 @@ class _Daemon:
         if config.drill.interval_s:
             workers["drill"] = Driller(context)
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
-        workers |= {f"replicate {name}": Replicator(context, tier) for name, tier in context.cold.items()}
+        for name, tier in context.cold.items():
+            workers |= {f"replicate {name}": Replicator(context, tier), f"commit {name}": Committer(context, tier)}
         return workers
 
     # ── running ──
@@ -331,6 +333,9 @@ class _Daemon:
 
     def replicated(self) -> None:
         self._wakes["reap"].set()
+
+    def part_sent(self, tier: str) -> None:
+        self._wakes[f"commit {tier}"].set()
 
     def examined(self) -> None:
         for name in self._workers:

@@ -159,7 +159,26 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     foreign = catalog.tiers[tier].foreign
     ordered = [copy.checkpoint for copy in policy.copies(copies, milestones, policy.lasting(views, rules))]
     deleted = deleted_elsewhere(catalog, config, tier)
-    return [c for c in ordered if c not in refused and c not in deleted and manifest_key(c) not in foreign]
+    left_out = {c for c in ordered if c in refused or c in deleted or manifest_key(c) in foreign}
+    left_out |= {c for c in ordered if catalog.is_part_sent(tier, c)}
+    return _in_order_of_all_nodes(catalog, [c for c in ordered if c not in left_out], milestones)
+
+
+def _in_order_of_all_nodes(
+    catalog: Catalog, ordered: list[CheckpointId], milestones: Container[CheckpointId]
+) -> list[CheckpointId]:
+    """Parts of checkpoints over several nodes come in an order that depends only on the checkpoints: milestones, then
+    by the highest power of two that divides the sequence, then the newest first. A node may copy more slowly than
+    checkpoints come. If each node copied its newest, few checkpoints would get all of their parts."""
+
+    def urgency(checkpoint: CheckpointId) -> tuple[bool, int, tuple[int, int]]:
+        entry = catalog.get(checkpoint)
+        sequence = entry.manifest.sequence if entry is not None else 1
+        return checkpoint in milestones, sequence & -sequence, checkpoint.recency
+
+    parts = [c for c in ordered if (entry := catalog.get(c)) is not None and entry.part is not None]
+    others = [c for c in ordered if c not in parts]
+    return sorted(parts, key=urgency, reverse=True) + others
 
 
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:

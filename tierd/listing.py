@@ -209,7 +209,7 @@ async def _manifests(
     for checkpoint in listing.committed:
         known = catalog.get(checkpoint)
         if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
-            found[checkpoint] = known.manifest
+            found[checkpoint] = known.held(tier.name)
         else:
             unread.append(checkpoint)
     # Small ones come first, so that a few large ones, which anyone who can write to a bucket can put there, displace no
@@ -241,10 +241,13 @@ async def _manifests(
         # A killed daemon may have committed one and not fsynced its folder. What is decided because of it, as a
         # deletion of another replica, must not outlast it.
         newest = nlargest(UNSYNCED_MAX, unread, key=lambda checkpoint: listing.written_at_s.get(checkpoint, 0.0))
-        await tier.store.make_durable([layout.manifest_key(checkpoint) for checkpoint in newest])
+        await tier.store.make_durable(
+            [layout.file_key(checkpoint, listing.record(checkpoint)) for checkpoint in newest]
+        )
     for batch in _batches(unread, listing):
         size_max = max(listing.fingerprints[checkpoint][0] for checkpoint in batch)
-        for checkpoint, manifest in zip(batch, await tier.manifests(batch, size_max=size_max), strict=True):
+        manifests = await tier.manifests(batch, size_max=size_max, record=listing.record)
+        for checkpoint, manifest in zip(batch, manifests, strict=True):
             tier.foreign.pop(checkpoint, None)
             if isinstance(manifest, Manifest):
                 enter(checkpoint, manifest)
@@ -260,13 +263,13 @@ async def _manifests(
     for checkpoint, manifest in list(found.items()):
         known, why = catalog.get(checkpoint), ""
         others = known.tiers - {tier.name} if known else None
-        if known and others and known.manifest is not manifest and known.manifest != manifest:
-            why = f"its manifest differs from the one in {', '.join(sorted(others))}"
+        if known and others and (contradiction := known.contradiction(manifest)):
+            why = f"{contradiction}, compared with {', '.join(sorted(others))}"
         if manifest.missing_file(listing.files[checkpoint]):
             # The listing took a while: list it again, for it may just have been deleted.
             listing.files[checkpoint] = await files_of(tier, checkpoint)
             why = why or manifest.missing_file(listing.files[checkpoint])
-        if layout.MANIFEST not in listing.files[checkpoint]:
+        if listing.record(checkpoint) not in listing.files[checkpoint]:
             del found[checkpoint]
         elif why:
             del found[checkpoint]
@@ -349,5 +352,5 @@ async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
 
 
 async def is_listed(tier: Tier, checkpoint: CheckpointId) -> bool:
-    """Whether the tier has a manifest of the checkpoint, readable or not."""
-    return layout.MANIFEST in await files_of(tier, checkpoint)
+    """Whether the checkpoint, or in hot a part of it, is committed in the tier, readable or not."""
+    return checkpoint in (await tier.listing(layout.checkpoint_prefix(checkpoint))).committed

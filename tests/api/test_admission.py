@@ -10,6 +10,7 @@ from tests.support.rooms import rooms_at
 from tests.support.wire_peer import HELLO
 from tierd.api.admission import Admission
 from tierd.api.quotas import Quotas
+from tierd.errors import Full
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Rank, Run
 from tierd.workers.restorer import Restorer
@@ -58,3 +59,21 @@ async def test_a_generation_that_cold_refused_is_not_claimed_in_hot(tmp_path: Pa
         cold, claim = [rooms.cold["cold"]], Claim.new("here")
         assert not await admission._claim_in(cold, run, taken, claim, spans_nodes=False)  # pyright: ignore[reportPrivateUsage]
         assert await rooms.hot.claim(run, taken) is None
+
+
+async def test_a_generation_that_a_failed_attempt_left_in_hot_is_not_claimed_in_cold_alone(tmp_path: Path) -> None:
+    """The disk reported an error after it had written the claim. Then hot was full. Two claims of one generation would
+    keep the checkpoints of the start out of cold, and fence its trainers."""
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.look()
+        run, left = Run("run42"), Generation(1)
+        assert await rooms.hot.claim_generation(run, left, Claim.new("here", hot="hot-1"))
+
+        async def put_bytes(key: str, *arguments: Any, **options: Any) -> bool:
+            raise Full(f"write {key}: No space left on device")
+
+        rooms.hot.store.put_bytes = put_bytes  # type: ignore[method-assign]
+        clock = rooms.context.monotonic_s
+        quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
+        assert (await admission._claim(run, Rank(0), HELLO))[0] == 2  # pyright: ignore[reportPrivateUsage]

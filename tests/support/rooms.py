@@ -103,6 +103,8 @@ class Rooms:
     def replicated(self) -> None:
         self.events.append(("replicated",))
 
+    def part_sent(self, tier: str) -> None: ...
+
     def examined(self) -> None:
         self.events.append(("examined",))
 
@@ -133,15 +135,18 @@ class Rooms:
         *,
         run: str = RUN,
         generation: int = 1,
+        node: wire.NodeRanks | None = None,
+        world_size: int = 0,
         **fields: Any,
     ) -> SnapshotSet:
-        """A whole set: one rank for each of the contents, each in a new slot."""
+        """A whole set: one rank for each of the contents, each in a new slot. `node`: of these ranks, where the run has
+        others elsewhere, `world_size` in all."""
         shards = list(contents)
         found = None
-        for number, shard in enumerate(shards):
+        for number, shard in zip(range(len(shards)) if node is None else node.ranks, shards, strict=True):
             rank, of = Rank(number), (Run(run), Generation(generation), Rank(number))
             if self.memory.generation(of[0]) != generation or rank not in self.memory.present(of[0]):
-                self.memory.enter(*of, len(shards))
+                self.memory.enter(*of, world_size or len(shards), node)
             index = step % 16
             capacity_bytes = -(-len(shard) // 4096) * 4096
             descriptor = make_memfd(capacity_bytes)

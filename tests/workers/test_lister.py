@@ -16,7 +16,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
-from tierd.workers.lister import Lister
+from tierd.workers.lister import DELETION_S, Lister
 from tierd.workers.reaper import Reaper
 
 STEPS = (100, 200, 300)
@@ -78,6 +78,34 @@ async def test_replica_without_its_manifest_is_lost(rooms: Rooms) -> None:
     (rooms.folder("cold", id_of(300)) / layout.MANIFEST).unlink()
     await rooms.list_tiers()
     assert lost_steps(rooms) == [300]
+
+
+async def test_replica_without_its_manifest_may_be_in_the_middle_of_a_deletion(tmp_path: Path) -> None:
+    """Another daemon deletes the manifest, finds a new milestone, and puts the manifest back."""
+    now_s = 1000.0
+    async with rooms_at(tmp_path, clocks={"monotonic_s": lambda: now_s}) as rooms:
+        await rooms.commit("cold", step=100)
+        await rooms.list_tiers()
+        manifest = rooms.folder("cold", id_of(100)) / layout.MANIFEST
+        away = manifest.rename(tmp_path / "manifest")
+        await rooms.list_tiers()
+        now_s += DELETION_S - 1
+        await rooms.list_tiers()
+        assert rooms.listers["cold"].lost == []
+        assert rooms.incidents.recent() == []
+
+        away.rename(manifest)
+        await rooms.list_tiers()
+        manifest.rename(away)
+        now_s += 2
+        await rooms.list_tiers()
+        assert rooms.listers["cold"].lost == [], "it was there in between"
+
+        now_s += DELETION_S
+        await rooms.list_tiers()
+        assert rooms.listers["cold"].lost == [id_of(100)]
+        (incident,) = rooms.incidents.recent()
+        assert incident["kind"] == "lost"
 
 
 async def test_replica_that_disappears_from_hot_is_lost(rooms: Rooms) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
@@ -315,6 +316,11 @@ class Admission:
         except (Full, TierUnreachable) as error:
             if not claimed:
                 raise
+            with suppress(TierUnreachable):
+                # An attempt that failed, and was reported as failed, may have left a claim there.
+                former = await self._context.hot.claim(run, generation)
+                if former is not None and not former.is_of_same_start(claim):
+                    return False
             log.warning("claim generation %d of %s in hot: %s", generation, run, error)
             # A later start of this hot tier does not find the claim in hot. It must not take it for one of a start that
             # was killed before a trainer had the generation.

@@ -17,6 +17,7 @@ from tierd.cli.memory_store import ask_memory
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config import Config
 from tierd.errors import Corrupt, TierdError
+from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
 from tierd.listing import check_sizes
@@ -95,7 +96,7 @@ class Replicas(AsyncExitStack):
             tier: ReadableTier = ReadableTier(MEMORY, store)
         else:
             tier = self._tiers.by_name[name]
-        manifest, raw = await tier.read_manifest(self.chosen.id)
+        manifest, raw = await tier.read_manifest(layout.manifest_key(self.chosen.id))
         if isinstance(tier, Tier):
             await check_sizes(manifest, tier)
             if tier.keyring is None and manifest.signature:

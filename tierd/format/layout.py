@@ -4,6 +4,7 @@
 <run>/<step:012d>-g<generation:04d>/node-00000-of-00016.json          the part of the node whose lowest rank is 0
 <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
+<run>/<step:012d>-g<generation:04d>/gone.json                         a marker: deleted, where it had node files
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
 <run>/generation-0003.json                                            a marker: generation 3 is claimed
 .tierd-tier-<uuid>.json                                               a marker: the identity of the tier
@@ -19,6 +20,7 @@ from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
 
 MANIFEST = "manifest.json"
+GONE = "gone.json"  # of a checkpoint over several nodes: it is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
@@ -53,6 +55,11 @@ def parse_node_file(name: str) -> tuple[int, int] | None:
     match = _NODE_FILE.fullmatch(name)
     parsed = (int(match[1]), int(match[2])) if match else None
     return parsed if parsed and node_file_name(*parsed) == name else None
+
+
+def node_files(file_names: Iterable[str]) -> list[str]:
+    """The node files among the files of a checkpoint, in order of their lowest rank."""
+    return sorted(name for name in file_names if parse_node_file(name) is not None)
 
 
 def checkpoint_prefix(checkpoint: CheckpointId) -> str:
@@ -105,7 +112,7 @@ def is_marker(file_name: str) -> bool:
 
 def is_ours(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is the manifest, a node file or a marker, so not a shard."""
-    return file_name == MANIFEST or is_marker(file_name) or parse_node_file(file_name) is not None
+    return file_name in (MANIFEST, GONE) or is_marker(file_name) or parse_node_file(file_name) is not None
 
 
 def partial_name(file_name: str, token: str) -> str:

@@ -88,6 +88,11 @@ class Manifest(Head, frozen=True, kw_only=True):
     signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
 
     @property
+    def key(self) -> str:
+        """Where it is in a tier."""
+        return layout.manifest_key(self.id)
+
+    @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files)
 

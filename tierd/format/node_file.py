@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
@@ -22,17 +23,21 @@ CLAIM_DIGITS = 32  # hexadecimal: 128 bits
 _HINT = "the checkpoint is not committed, nothing is overwritten; docs/RUNBOOK.md#unreadable-manifest"
 
 
-class NodeFile(Head, frozen=True, kw_only=True):
-    """One node's part of a checkpoint. The fields of Head are the same on every node. `claim`: the random bits of the
-    start that claimed the generation. `ranks`: of this node, ascending; `files`: their shards, in this order.
-    `is_healthy`: None if they were not examined. `milestone`: empty if the snapshot is none."""
+class NodeFile(Manifest, frozen=True, kw_only=True):
+    """The manifest of one node's part of a checkpoint. The fields of Head are the same on every node. `claim`: the
+    random bits of the start that claimed the generation. `ranks`: of this node, ascending; `files`: their shards, in
+    this order. `is_healthy`: None if they were not examined. `milestone`: empty if the snapshot is none."""
 
     claim: str
     ranks: list[int]
     is_healthy: bool | None = msgspec.field(name="healthy")
     milestone: str
-    files: list[FileEntry]
-    signature: str | msgspec.UnsetType = msgspec.UNSET  # last: it is over the bytes before it
+
+    def encode(self) -> bytes:
+        """As of a manifest: `files` and the signature, which is over the bytes before it, come last."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        last = {name: fields.pop(name) for name in ("files", "signature") if name in fields}
+        return msgspec.json.format(msgspec.json.encode(fields | last), indent=1) + b"\n"
 
     @property
     def name(self) -> str:
@@ -40,7 +45,18 @@ class NodeFile(Head, frozen=True, kw_only=True):
 
     @property
     def head(self) -> Head:
-        return Head(**{name: getattr(self, name) for name in Head.__struct_fields__})
+        return Head(**_head_fields(self))
+
+    @property
+    def key(self) -> str:
+        return layout.file_key(self.id, self.name)
+
+    def contradiction(self, manifest: Manifest) -> str:
+        """Why this is no part of the checkpoint with this manifest; empty if it is."""
+        if (mine := _head_fields(self)) != (theirs := _head_fields(manifest)):
+            return f"they differ in {', '.join(name for name in mine if mine[name] != theirs[name])}"
+        files = {entry.name: entry for entry in manifest.files}
+        return next((f"{entry.name} differs" for entry in self.files if files.get(entry.name) != entry), "")
 
 
 def decode_node_file(raw: bytes, *, name: str, where: str, expect: CheckpointId) -> NodeFile:
@@ -88,8 +104,7 @@ def assemble(node_files: Collection[NodeFile]) -> Manifest:
     if missing := missing_ranks(parts):
         shown = ", ".join(map(str, missing[:8]))
         raise Corrupt(f"{action}: {len(missing)} ranks have no node file: {shown}", hint=_HINT)
-    head = {name: getattr(parts[0], name) for name in Head.__struct_fields__}
-    return Manifest(**head, files=[files[rank] for rank in sorted(files)])
+    return Manifest(**_head_fields(parts[0]), files=[files[rank] for rank in sorted(files)])
 
 
 def verdict(node_files: Collection[NodeFile]) -> bool | None:
@@ -100,6 +115,10 @@ def verdict(node_files: Collection[NodeFile]) -> bool | None:
 
 def milestones(node_files: Collection[NodeFile]) -> list[str]:
     return sorted({node_file.milestone for node_file in node_files} - {""})
+
+
+def _head_fields(manifest: Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in Head.__struct_fields__}
 
 
 def _check(node_file: NodeFile) -> None:

@@ -11,12 +11,11 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from tierd.errors import BadConfig, Foreign
-from tierd.format.layout import manifest_key
 from tierd.format.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -118,6 +117,9 @@ def _key_id(content: bytes) -> str:
     return hashlib.sha256(b"tierd key id\n" + content).hexdigest()[:16]
 
 
+SomeManifest = TypeVar("SomeManifest", bound=Manifest)
+
+
 class Keyring:
     """The first key that can sign signs, all are accepted."""
 
@@ -145,10 +147,10 @@ class Keyring:
         value = f"{key.algorithm}:{key.id}:{key.sign(_message(name, content))}".encode()
         return body + b"," + opening + b'"signature":' + separator + b'"' + value + b'"' + closing + b"}\n"
 
-    def sign_manifest(self, manifest: Manifest) -> Manifest:
+    def sign_manifest(self, manifest: SomeManifest) -> SomeManifest:
         """The same manifest, signed by the first key."""
         unsigned = msgspec.structs.replace(manifest, signature=msgspec.UNSET)
-        signed = self.sign(manifest_key(manifest.id), unsigned.encode())
+        signed = self.sign(manifest.key, unsigned.encode())
         match = _find_signature(signed)
         assert match is not None  # `sign` has just written it
         signature = b":".join((match["algorithm"], match["key"], match["value"])).decode()

@@ -187,14 +187,15 @@ class Examiner:
         entry = self._catalog.get(checkpoint)
         if entry is None or self._hot.name not in entry.tiers:
             raise NotFound(f"examine {checkpoint}: it was just deleted")
-        keys = [layout.file_key(checkpoint, file.name) for file in entry.manifest.files]
+        manifest = entry.held(self._hot.name)
+        keys = [layout.file_key(checkpoint, file.name) for file in manifest.files]
         descriptors = await self._context.hot_store.open_files(keys)
         try:
-            sizes = [file.size_bytes for file in entry.manifest.files]
+            sizes = [file.size_bytes for file in manifest.files]
             diagnosis = await _run_program(checkpoint, list(zip(descriptors, sizes, strict=True)))
         finally:
             close_all(descriptors)
-        if not diagnosis.healthy and (damage := (await verify_files(self._hot, entry.manifest)).sentences):
+        if not diagnosis.healthy and (damage := (await verify_files(self._hot, manifest)).sentences):
             # The disk made the NaN, not the training.
             raise Corrupt(f"examine {checkpoint}: {damage[0]}", hint="docs/RUNBOOK.md#corrupt-chunk")
         return diagnosis

@@ -24,7 +24,7 @@ class SnapshotStore:
             layout.file_key(checkpoint, layout.shard_name(rank, snapshot_set.world_size)): snapshot.view
             for rank, snapshot in snapshot_set.snapshots.items()
         }
-        self._small = {layout.manifest_key(checkpoint): manifest.encode()}
+        self._small = {manifest.key: manifest.encode()}
         if snapshot_set.diagnosis is not None:
             key = layout.diagnosis_key(checkpoint, is_healthy=snapshot_set.diagnosis.healthy)
             self._small[key] = encode_marker(snapshot_set.diagnosis)

@@ -9,12 +9,14 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from tierd.errors import TierUnreachable
+from tierd.errors import TierdError, TierUnreachable
+from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.node_file import NodeFile
 from tierd.tiers.pool import for_each
-from tierd.tiers.store import Progress
+from tierd.tiers.store import Progress, conflict
 from tierd.tiers.tier import ReadableTier, Tier
 
 
@@ -40,6 +42,29 @@ async def copy_checkpoint(
         await _check_whole(manifest, target)
     diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
     await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
+
+
+async def copy_part(
+    part: NodeFile, source: ReadableTier, target: Tier, node_file: NodeFile, *, progress: Progress | None = None
+) -> None:
+    """Copies one node's part of a checkpoint: its files, then `node_file`, which says the same as `part` and has the
+    verdict on it. One that is there already stays.
+
+    Raises Corrupt when a byte differs from the node file, or when the target has another part under its name, and
+    TierUnreachable when a file was deleted meanwhile.
+    """
+    options: dict[str, Any] = {"progress": progress, "is_lasting": bool(part.milestone)}
+    copy = partial(copy_file, part.id, source=source, target=target, **options)
+    await for_each(target.store.puts_at_once, part.files, copy)
+    await _check_whole(part, target)
+    failpoint("cold.node_file")
+    if await target.store.put_bytes(node_file.key, node_file.encode(), if_absent=True):
+        return
+    (existing,) = await target.decode_many([node_file.key])
+    if isinstance(existing, TierdError):
+        raise existing
+    if not isinstance(existing, NodeFile) or existing.claim != part.claim or existing.contradiction(part):
+        raise conflict(f"copy {node_file.name} of {part.id} to {target.name}: there is another one")
 
 
 async def _check_whole(manifest: Manifest, target: Tier) -> None:

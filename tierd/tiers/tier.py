@@ -21,13 +21,16 @@ from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest, decode, encode_marker
+from tierd.format.node_file import decode_node_file
 from tierd.format.signature import Keyring
+from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.store import ReadableStore, Store, StoredObject, conflict
 from tierd.tiers.tier_listing import Listing
 
 DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
+GONE_CONTENT = encode_marker({})
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -48,25 +51,24 @@ class ReadableTier:
     async def manifest(self, checkpoint: CheckpointId) -> Manifest:
         """Raises NotFound when the checkpoint is not committed here, Corrupt, NewerFormat or Foreign when it cannot be
         used."""
-        return (await self.read_manifest(checkpoint))[0]
+        return (await self.read_manifest(layout.manifest_key(checkpoint)))[0]
 
-    async def read_manifest(self, checkpoint: CheckpointId) -> tuple[Manifest, bytes]:
-        """The manifest and its exact bytes. Raises as `manifest`."""
-        raw = await self.store.get_bytes(layout.manifest_key(checkpoint), size_max=self.manifest_bytes_max)
-        manifest = (await self._decoded({checkpoint: raw}))[0]
+    async def read_manifest(self, key: str) -> tuple[Manifest, bytes]:
+        """A manifest or node file and its exact bytes. Raises as `manifest`."""
+        raw = await self.store.get_bytes(key, size_max=self.manifest_bytes_max)
+        manifest = (await self._decoded({key: raw}))[0]
         if isinstance(manifest, TierdError):
             raise manifest
         return manifest, raw
 
-    async def _decoded(self, raws: Mapping[CheckpointId, bytes | TierdError]) -> list[Manifest | TierdError]:
+    async def _decoded(self, raws: Mapping[str, bytes | TierdError]) -> list[Manifest | TierdError]:
         """In a thread if they are large: a manifest of 16 MiB takes seconds, in which the event loop goes on."""
 
         def decode_all() -> list[Manifest | TierdError]:
             manifests: list[Manifest | TierdError] = []
-            for checkpoint, raw in raws.items():
+            for key, raw in raws.items():
                 try:
-                    is_read = isinstance(raw, bytes)
-                    manifests.append(self._decode(raw, checkpoint) if is_read else raw)
+                    manifests.append(self._decode(raw, key) if isinstance(raw, bytes) else raw)
                 except TierdError as error:
                     manifests.append(error)
             return manifests
@@ -75,14 +77,18 @@ class ReadableTier:
             return decode_all()
         return await asyncio.to_thread(decode_all)
 
-    def _decode(self, raw: bytes, checkpoint: CheckpointId) -> Manifest:
+    def _decode(self, raw: bytes, key: str) -> Manifest:
+        checkpoint, name = layout.parse_key(key), key.rpartition("/")[2]
+        assert checkpoint is not None
         if self.keyring is not None:
-            self.keyring.check(layout.manifest_key(checkpoint), raw, where=self.name)
-        return decode(raw, where=self.name, expect=checkpoint)
+            self.keyring.check(key, raw, where=self.name)
+        if name == layout.MANIFEST:
+            return decode(raw, where=self.name, expect=checkpoint)
+        return decode_node_file(raw, name=name, where=self.name, expect=checkpoint)
 
     async def manifest_bytes(self, manifest: Manifest) -> bytes:
         """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
-        committed, raw = await self.read_manifest(manifest.id)
+        committed, raw = await self.read_manifest(manifest.key)
         if committed != manifest:
             raise self._conflict(manifest.id)
         return raw
@@ -149,14 +155,18 @@ class Tier(ReadableTier):
             listing.files[folders[folder]][name] = stored.size_bytes
             if layout.is_marker(name):
                 listing.markers[stored.key] = (stored.size_bytes, stored.etag, stored.written_at_s)
-            if name == layout.MANIFEST:
+            if name == layout.MANIFEST or (self.name == HOT and layout.parse_node_file(name)):
                 listing.add_number(folders[folder].run, folders[folder].generation)
                 if self.keyring is None:  # else the manifests that are signed show theirs
                     listing.add_generation(folders[folder].run, folders[folder].generation)
-                listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
-                listing.written_at_s[folders[folder]] = stored.written_at_s
+                if name == layout.MANIFEST or folders[folder] not in listing.fingerprints:
+                    listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
+                    listing.written_at_s[folders[folder]] = stored.written_at_s
         for checkpoint, files in listing.files.items():
-            (listing.committed if layout.MANIFEST in files else listing.partial).add(checkpoint)
+            if layout.MANIFEST not in files and (names := layout.node_files(files)):
+                listing.node_files[checkpoint] = names
+            is_committed = layout.MANIFEST in files or (self.name == HOT and checkpoint in listing.node_files)
+            (listing.committed if is_committed and layout.GONE not in files else listing.partial).add(checkpoint)
         if self.keyring is not None:
             await self._leave_out_foreign_markers(listing, self.keyring, is_whole=is_whole)
         return listing
@@ -204,14 +214,23 @@ class Tier(ReadableTier):
         await self.store.put_bytes(layout.tier_marker_key(identity), encode_marker(content), if_absent=True)
 
     async def manifests(
-        self, checkpoints: Sequence[CheckpointId], *, size_max: int | None = None
+        self,
+        checkpoints: Sequence[CheckpointId],
+        *,
+        size_max: int | None = None,
+        record: Callable[[CheckpointId], str] = lambda checkpoint: layout.MANIFEST,
     ) -> list[Manifest | TierdError]:
         """For each checkpoint its manifest, or the error that `manifest` would raise. Raises TierUnreachable.
-        `size_max`: of each in bytes, if less than the limit: one may have been replaced since it was listed."""
-        keys = [layout.manifest_key(checkpoint) for checkpoint in checkpoints]
+        `size_max`: of each in bytes, if less than the limit: one may have been replaced since it was listed. `record`:
+        the names of the files, where they are node files."""
+        keys = [layout.file_key(checkpoint, record(checkpoint)) for checkpoint in checkpoints]
+        return await self.decode_many(keys, size_max=size_max)
+
+    async def decode_many(self, keys: Sequence[str], *, size_max: int | None = None) -> list[Manifest | TierdError]:
+        """For each key of a manifest or node file what it holds, or why it cannot be used. Raises TierUnreachable."""
         size_max = self.manifest_bytes_max if size_max is None else min(size_max, self.manifest_bytes_max)
         raws = await self.store.get_many(keys, size_max=size_max)
-        return await self._decoded(dict(zip(checkpoints, raws, strict=True)))
+        return await self._decoded(dict(zip(keys, raws, strict=True)))
 
     async def commit(
         self,
@@ -237,7 +256,7 @@ class Tier(ReadableTier):
             message = f"commit {manifest.id} in {self.name}: its manifest has {len(content)} bytes"
             raise Unsupported(message, hint="raise limits.manifest_mib_max of every daemon that reads it")
         failpoint("tier.commit")
-        if await self.store.put_bytes(layout.manifest_key(manifest.id), content, if_absent=True):
+        if await self.store.put_bytes(manifest.key, content, if_absent=True):
             failpoint("tier.committed")
             return
         # It exists: another writer made it, or we did and the response was lost, or this daemon was killed.
@@ -250,7 +269,7 @@ class Tier(ReadableTier):
     async def is_committed(self, manifest: Manifest, *, raw: bytes) -> bool:
         """Raises Corrupt when another checkpoint is committed under this id."""
         try:
-            committed = await self.store.get_bytes(layout.manifest_key(manifest.id), size_max=self.manifest_bytes_max)
+            committed = await self.store.get_bytes(manifest.key, size_max=self.manifest_bytes_max)
         except NotFound:
             return False
         if committed != raw:
@@ -272,7 +291,12 @@ class Tier(ReadableTier):
             return False
         if not keys:
             return True
+        nodes = [layout.file_key(checkpoint, name) for name in layout.node_files(names)]
         key = layout.manifest_key(checkpoint)
+        if nodes and self.name == HOT and key not in keys:
+            key = nodes[0]
+        elif nodes:  # a committer that read the node files before may still write the manifest
+            await self.store.put_bytes(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT, if_absent=True)
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found
@@ -285,11 +309,12 @@ class Tier(ReadableTier):
             # looks for markers. So at least one of the two sees the other.
             names_now, keys = await self._files(checkpoint)
             if milestones := layout.milestones_of(names_now) - layout.milestones_of(names):
-                await self._put_back(checkpoint, raw, ", ".join(sorted(milestones)))
+                await self._put_back(key, raw, ", ".join(sorted(milestones)))
                 self.deleting.discard(checkpoint)
                 return False
         try:
-            await self.store.delete(sorted(keys - {key}))
+            left = keys - {key, layout.file_key(checkpoint, layout.GONE)}
+            await self.store.delete(sorted(left, key=lambda key: (key not in nodes, key)))
         except TierdError as error:
             error.message += f"; {checkpoint} has no manifest in {self.name} any more, but some of its files are left"
             raise
@@ -302,12 +327,14 @@ class Tier(ReadableTier):
         listing = await self._listing_of(objects, is_whole=False)
         return listing.files.get(checkpoint, {}).keys(), {stored.key for stored in objects}
 
-    async def _put_back(self, checkpoint: CheckpointId, raw: bytes, milestones: str) -> None:
+    async def _put_back(self, key: str, raw: bytes, milestones: str) -> None:
         try:
-            await self.store.put_bytes(layout.manifest_key(checkpoint), raw, if_absent=True)
+            await self.store.put_bytes(key, raw, if_absent=True)
+            if self.name != HOT:
+                await self.store.delete([f"{key.rpartition('/')[0]}/{layout.GONE}"])
         except TierdError as error:
             error.message = (
-                f"keep {checkpoint} in {self.name}: {milestones} was set while it was being deleted, "
+                f"keep {key.rpartition('/')[0]} in {self.name}: {milestones} was set while it was being deleted, "
                 f"and its manifest could not be put back: {error.message}"
             )
             raise

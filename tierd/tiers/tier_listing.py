@@ -15,7 +15,8 @@ class Listing:
     `written_at_s`, Unix times: of the manifests. `generations`: the highest of each run; `claims`: those with a claim.
     `numbers`: all generations in the names of claims and manifests, of each run, trusted or not.
     `markers`: what tells whether one has changed, by key. `foreign`: why a marker does not count, by key. `identities`:
-    those that the markers at the root give it."""
+    those that the markers at the root give it. `node_files`: of folders without a manifest; in hot they are this node's
+    parts, and count as committed."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
@@ -28,6 +29,11 @@ class Listing:
     numbers: dict[Run, set[Generation]] = field(default_factory=dict)
     markers: dict[str, tuple[int, str, float]] = field(default_factory=dict)
     foreign: dict[str, str] = field(default_factory=dict)
+    node_files: dict[CheckpointId, list[str]] = field(default_factory=dict)
+
+    def record(self, checkpoint: CheckpointId) -> str:
+        """The name of the file that commits the checkpoint: its manifest, or in hot the node file of a part."""
+        return self.node_files[checkpoint][0] if checkpoint in self.node_files else layout.MANIFEST
 
     def add_generation(self, run: Run, generation: Generation) -> None:
         """A generation that a manifest or a claim shows. Any other file of that name proves nothing."""

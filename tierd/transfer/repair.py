@@ -106,7 +106,7 @@ async def _rebuild(tier: Tier, checkpoint: CheckpointId, sources: Sequence[Tier]
     failures: list[str] = []
     for source in sources:
         try:
-            manifest, raw = await source.read_manifest(checkpoint)
+            manifest, raw = await source.read_manifest(layout.manifest_key(checkpoint))
         except _SOURCE_FAULTS as error:
             failures.append(f"{source.name}: {error.message}")
             repair.is_for_later |= isinstance(error, TierUnreachable)

@@ -1,8 +1,9 @@
 """Lists one tier at an interval, when it may have changed, and when someone asks; reports replicas that disappeared.
 
 A replica is lost when it was there, the tier's policy keeps it, and a listing does not show it any more. What the
-policy gave up may have been deleted by another daemon, and is not reported, nor is what this daemon is deleting. The
-replicators send lost replicas again.
+policy gave up may have been deleted by another daemon, and is not reported, nor is what this daemon is deleting. A
+deletion begins with the manifest, and puts it back if a milestone was set meanwhile. The replicators send lost replicas
+again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tierd.listing import refresh
 from tierd.tiers.tier import Tier
 
 NAMED_MAX = 5  # checkpoints in one message
+DELETION_S = 600.0  # what lacks only its manifest for less long may be in the middle of another daemon's deletion
 
 
 class Lister:
@@ -35,6 +37,7 @@ class Lister:
         self._catalog = context.catalog
         self._tier = tier
         self._reported: dict[CheckpointId, CheckpointView] = {}  # lost replicas, as the catalog has them
+        self._no_manifest_s: dict[CheckpointId, float] = {}  # since when; of the missing replicas with other files
         self._asked: list[asyncio.Future[None]] = []
         self._foreign: set[str] = set()  # keys that were reported
         self._newer: dict[Run, int] = {}  # runs that were reported
@@ -62,6 +65,9 @@ class Lister:
         if not knowledge.is_known:
             raise TierUnreachable(knowledge.error)
         self.listed_s = began_s
+        # Only this daemon deletes in its hot tier.
+        no_manifest = knowledge.partial & knowledge.missing.keys() if self._tier.name != HOT else ()
+        self._no_manifest_s = {each: self._no_manifest_s.get(each, began_s) for each in no_manifest}
         self._report_foreign()
         self._report_newer_generations()
 
@@ -108,7 +114,9 @@ class Lister:
 
     def _new_losses(self) -> list[CheckpointId]:
         now_lost = lost(self._catalog, self._context.config, self._tier.name)
-        known = {*self._tier.deleting, *self.lost}
+        now_s = self._context.monotonic_s()
+        in_deletion = {each for each, since_s in self._no_manifest_s.items() if now_s - since_s < DELETION_S}
+        known = {*self._tier.deleting, *self.lost, *in_deletion}
         return [checkpoint for checkpoint in now_lost if checkpoint not in known]
 
     def _report_losses(self) -> None:

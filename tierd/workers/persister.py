@@ -86,12 +86,12 @@ class Persister:
                 snapshot_set.manifest = await self._write_with_room(snapshot_set)
             else:
                 await self._check_same(snapshot_set, entry.manifest)
-                snapshot_set.manifest = entry.manifest
+                held = snapshot_set.manifest = entry.held(self._hot.name)
                 async with self._context.lock(snapshot_set.id):  # no manifest is written after a deletion
                     if self._hot.name in entry.tiers:
                         failpoint("persist.repeat")
                         # It may have been killed before its last fsync. Committing again repeats it.
-                        await self._hot.commit(entry.manifest, raw=await self._hot.manifest_bytes(entry.manifest))
+                        await self._hot.commit(held, raw=await self._hot.manifest_bytes(held))
         except BaseException as error:
             snapshot_set.failures += 1
             if isinstance(error, TierdError):  # an attempt that is cancelled, at the end of a drain, shows nothing
@@ -129,7 +129,8 @@ class Persister:
         is_same = all(snapshot.sealed.resent for snapshot in snapshot_set.snapshots.values())
         if is_same:
             await self._context.memory.compute_checksums(snapshot_set)
-            is_same = snapshot_set.make_manifest(sequence=committed.sequence).files == committed.files
+            files = snapshot_set.make_manifest(sequence=committed.sequence).files
+            is_same = all(file in committed.files for file in files)
         if not is_same:
             raise _conflict(self._hot, snapshot_set.id)
 
@@ -176,16 +177,18 @@ class Persister:
 
                 await for_each(SHARDS_IN_FLIGHT, snapshots, put)
             context = self._context
-            sequence = await next_sequence(
-                self._catalog,
-                context.cold.values(),
-                checkpoint.run,
-                context.identities,
-                in_memory=context.memory.sequence_max,
-            )
+            sequence = 0  # all nodes number the checkpoint alike
+            if snapshot_set.node is None:
+                sequence = await next_sequence(
+                    self._catalog,
+                    context.cold.values(),
+                    checkpoint.run,
+                    context.identities,
+                    in_memory=context.memory.sequence_max,
+                )
             if (entry := self._catalog.get(checkpoint)) is not None:  # a listing of a cold tier has just found it
                 await self._check_same(snapshot_set, entry.manifest)
-                snapshot_set.manifest = entry.manifest
+                snapshot_set.manifest = entry.held(self._hot.name)
             # A former attempt may have committed its manifest here or in cold: one checkpoint has one manifest.
             manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
                 snapshot_set, sequence=sequence
@@ -194,7 +197,7 @@ class Persister:
             failpoint("persist.commit")
             await self._hot.commit(manifest, milestones=milestones)
             failpoint("persist.committed")
-            if (other := self._catalog.get(checkpoint)) is not None and other.manifest != manifest:
+            if (other := self._catalog.get(checkpoint)) is not None and other.contradiction(manifest):
                 raise _conflict(self._hot, checkpoint)  # a listing of a cold tier found it during the commit
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up

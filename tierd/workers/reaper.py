@@ -89,7 +89,7 @@ class Reaper:
 
         def count(action: Decision, entry: Entry) -> None:
             nonlocal freed_bytes
-            freed_bytes += entry.manifest.size_bytes
+            freed_bytes += entry.held(HOT).size_bytes
             if action.action is Action.EVICT:
                 self._context.metrics.pressure_evictions_total.inc()
 
@@ -182,7 +182,12 @@ class Reaper:
                 self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)
         entries = [entry for checkpoint in self._selected if (entry := self._catalog.get(checkpoint))]
         self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
-        own = deletions(decided, self._context.config)
+        is_home = self._context.is_home
+        own = [
+            each
+            for each in deletions(decided, self._context.config)
+            if each.tier == HOT or is_home(each.checkpoint.run)
+        ]
         return [deletion for deletion in own if self._only_run in (None, deletion.checkpoint.run)]
 
     def _count_replaced(self, action: Decision, entry: Entry) -> None:

@@ -15,6 +15,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
+from tierd.lifecycle.policy import HOT
 from tierd.listing import enter_listing
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -32,7 +33,7 @@ async def refuse_signed(hot: Tier) -> None:
         return
     listing = await hot.listing()
     newest = nlargest(SIGNED_LOOKED_AT, listing.committed, key=lambda checkpoint: listing.written_at_s[checkpoint])
-    for manifest in await hot.manifests(newest):
+    for manifest in await hot.manifests(newest, record=listing.record):
         if isinstance(manifest, Manifest) and manifest.signature:
             raise BadConfig(
                 f"serve {hot.store.url}: {manifest.id} there is signed, and there is no key file",
@@ -77,4 +78,5 @@ async def uncommitted_files(tier: Tier, checkpoint: CheckpointId, *, written_bef
     files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
     is_old = all(file.written_at_s <= written_before_s for file in files)
     keys = [file.key for file in files]
-    return keys if is_old and layout.manifest_key(checkpoint) not in keys else []
+    is_part = tier.name == HOT and layout.node_files(key.rpartition("/")[2] for key in keys)
+    return keys if is_old and layout.manifest_key(checkpoint) not in keys and not is_part else []

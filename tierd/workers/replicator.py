@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
+import msgspec
+
 from tierd.catalog_entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import pending
@@ -21,7 +23,8 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Run
-from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.format.node_file import NodeFile
+from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
 from tierd.workers.reaper import Retentions
@@ -192,6 +195,9 @@ class Replicator:
         failpoint("cold.copy")
         context, run = self._context, checkpoint.run
         began_s = context.monotonic_s()
+        if entry.part is not None:
+            await self._send_part(entry, entry.part, copy)
+            return
         milestones = entry.all_milestones  # of those set meanwhile, the copy has no marker: `_mark` writes it
         with context.throttle.writing(self._cold.name) as count_written:
 
@@ -224,6 +230,26 @@ class Replicator:
         context.notify.send(run, message)
         context.notify.replicated()
 
+    async def _send_part(self, entry: Entry, part: NodeFile, copy: Copy) -> None:
+        """This node's part of a checkpoint over several nodes; workers/committer.py commits it."""
+        context = self._context
+        with context.throttle.writing(self._cold.name) as count_written:
+
+            def progress(size_bytes: int) -> None:
+                count_written(size_bytes)
+                copy.sent(size_bytes)
+
+            node_file = part
+            if (is_healthy := entry.diagnoses.get(self._hot.name)) is not None:
+                node_file = context.signed(msgspec.structs.replace(part, is_healthy=is_healthy))
+            await copy_part(part, self._hot, self._cold, node_file, progress=progress)
+        failpoint("cold.part_sent")
+        self._turns[entry.id.run] = next(self._turn)
+        self._catalog.part_sent(self._cold.name, part)
+        context.audit.record(Action.REPLICATED, checkpoint=entry.id, tier=self._cold.name, reason=part.name)
+        context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
+        context.notify.part_sent(self._cold.name)
+
     # ── leftovers and markers ──
 
     async def _clear_leftovers(self) -> None:
@@ -238,7 +264,8 @@ class Replicator:
 
         def is_abandoned(checkpoint: CheckpointId) -> bool:
             is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
-            return is_ours and checkpoint not in to_copy
+            is_awaited = self._catalog.is_part_sent(self._cold.name, checkpoint)
+            return is_ours and checkpoint not in to_copy and not is_awaited and self._context.is_home(checkpoint.run)
 
         partial = self._catalog.tiers[self._cold.name].partial if self._cold.deletes else frozenset[CheckpointId]()
         for checkpoint in filter(is_abandoned, partial):
@@ -290,7 +317,12 @@ class Replicator:
         if name not in entry.tiers:
             return False  # also when the replica was deleted: the catalog has taken the tier out of the entry
         has_all_milestones = entry.all_milestones == entry.milestones.get(name, frozenset())
-        return not has_all_milestones or (entry.healthy is not None and name not in entry.diagnoses)
+        return not has_all_milestones or self._lacks_diagnosis(entry)
+
+    def _lacks_diagnosis(self, entry: Entry) -> bool:
+        # That one node's part is healthy does not make the whole checkpoint healthy.
+        is_known = entry.healthy is not None and not (entry.part is not None and entry.healthy)
+        return is_known and self._cold.name not in entry.diagnoses
 
     async def _copy_markers(self, entry: Entry) -> None:
         name = self._cold.name
@@ -301,7 +333,7 @@ class Replicator:
             # Another daemon may have deleted it meanwhile: then the catalog must not list it again.
             if name in entry.tiers:
                 self._catalog.add(entry.manifest, name, [milestone])
-        if entry.healthy is not None and name not in entry.diagnoses:
+        if entry.healthy is not None and self._lacks_diagnosis(entry):
             diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
             await self._cold.mark_diagnosis(entry.id, diagnosis)
             self._catalog.diagnosed(entry.id, name, is_healthy=diagnosis.healthy)

@@ -78,7 +78,8 @@ class Restorer:
         selected_from: object = None
         while True:
             # What memory released meanwhile is in hot.
-            in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(run)}
+            # A part of a run over several nodes is not restored from here.
+            in_memory = {each.id for each in self._memory.complete(run) if each.node is None}
             state = (self._catalog.changes, in_memory, len(health))
             if state != selected_from:
                 selected_from = state

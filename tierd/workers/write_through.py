@@ -18,13 +18,14 @@ from tierd.format import wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
-from tierd.tiers.checkpoint_copy import copy_checkpoint
+from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.tier import ReadableTier, Tier
 from tierd.workers.deferred_claim import confirm_claim
 
@@ -122,6 +123,11 @@ class WriteThrough:
         try:
             await confirm_claim(self._context, cold, manifest.id)
             with self._context.throttle.writing(cold.name) as count_written:
+                if isinstance(manifest, NodeFile):
+                    await copy_part(manifest, source, cold, manifest, progress=count_written)
+                    self._catalog.part_sent(cold.name, manifest)
+                    self._context.notify.part_sent(cold.name)
+                    return True
                 await copy_checkpoint(
                     manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
                 )

@@ -1,0 +1,241 @@
+"""Checkpoints over several nodes in a cold tier: each node sends its part, and one of them commits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.config import ColdConfig
+from tierd.decisions import pending
+from tierd.errors import Corrupt
+from tierd.format import layout, wire
+from tierd.format.claim import Claim
+from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
+from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
+from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
+from tierd.workers.reaper import Reaper
+
+WORLD_SIZE, RANKS = 5, ([0, 1], [2, 4], [3])  # ranks of nodes need not follow one another
+CLAIM = Claim.new("home")
+
+
+def id_of(step: int) -> CheckpointId:
+    return checkpoint_id(RUN, step, 1)
+
+
+class Node:
+    """One of the nodes: its rooms, and its committer in their common cold tier."""
+
+    def __init__(self, rooms: Rooms, number: int) -> None:
+        self.rooms = rooms
+        self.ranks = RANKS[number]
+        lowest = [ranks[0] for ranks in sorted(RANKS)]
+        self.node = wire.NodeRanks(ranks=self.ranks, lowest=lowest, claim=CLAIM.claim, base=7)
+        self.committer = Committer(rooms.context, rooms.cold["cold"], rng=random.Random(number))
+
+    def shard(self, rank: int, step: int) -> bytes:
+        return f"rank {rank} step {step} ".encode() * 1000
+
+    async def persist(self, step: int, number: int = 1, **fields: Any) -> None:
+        """This node's part in hot."""
+        shards = [self.shard(rank, step) for rank in self.ranks]
+        self.rooms.seal(step, shards, node=self.node, world_size=WORLD_SIZE, number=number, **fields)
+        assert await self.rooms.persister().run_once()
+
+    async def send(self, step: int, number: int = 1, **fields: Any) -> None:
+        """This node's part in hot and in cold."""
+        await self.persist(step, number, **fields)
+        assert await self.rooms.replicator().run_once()
+
+
+class Nodes:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.nodes: list[Node] = []
+
+    async def wait(self, seconds: float, *nodes: Node) -> None:
+        """The committers of these nodes look, each second."""
+        for _ in range(int(seconds)):
+            self.now_s += 1.0
+            for node in nodes or self.nodes:
+                await node.committer.run_once()
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    nodes = Nodes()
+    cold = ColdConfig(name="cold", url=f"file://{tmp_path / 'cold'}")
+    async with AsyncExitStack() as stack:
+        for number in range(len(RANKS)):
+            clocks = {"monotonic_s": lambda: nodes.now_s}
+            rooms = await stack.enter_async_context(rooms_at(tmp_path / str(number), cold=(cold,), clocks=clocks))
+            await rooms.list_tiers()
+            assert await rooms.context.claim(rooms.hot, RUN, Generation(1), CLAIM)
+            assert await rooms.context.claim(rooms.cold["cold"], RUN, Generation(1), CLAIM)
+            nodes.nodes.append(Node(rooms, number))
+        yield nodes
+
+
+async def committed(node: Node, step: int) -> Manifest:
+    return await node.rooms.cold["cold"].manifest(id_of(step))
+
+
+async def test_the_manifest_is_written_when_all_parts_are_there(nodes: Nodes) -> None:
+    home, second, third = nodes.nodes
+    await second.send(10)
+    await third.send(10)
+    await nodes.wait(LIST_MAX_S)
+    assert home.rooms.steps("cold") == []
+
+    await home.send(10)
+    await nodes.wait(HOME_S + 1)
+    manifest = await committed(home, 10)
+    assert type(manifest) is Manifest
+    assert [entry.name for entry in manifest.files] == [
+        layout.shard_name(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)
+    ]
+    assert manifest.sequence == 8
+    for rank, entry in enumerate(manifest.files):
+        raw = (home.rooms.folder("cold", id_of(10)) / entry.name).read_bytes()
+        assert raw == home.shard(rank, 10)
+
+
+async def test_every_node_learns_of_the_commit(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+    await nodes.wait(90)
+    for node in nodes.nodes:
+        entry = node.rooms.catalog.get(id_of(10))
+        assert entry is not None
+        assert entry.tiers == {"hot", "cold"}
+        assert entry.is_whole
+        assert entry.part is not None
+        assert not node.rooms.catalog.sent_parts("cold")
+
+
+async def test_another_node_commits_when_the_daemon_of_rank_0_is_gone(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+    await nodes.wait(LIST_MAX_S, *nodes.nodes[1:])
+    assert (await committed(nodes.nodes[1], 10)).world_size == WORLD_SIZE
+
+
+async def test_all_nodes_make_the_same_manifest(nodes: Nodes) -> None:
+    raws = set()
+    for node in nodes.nodes:
+        await node.send(10)
+    manifest_file = nodes.nodes[0].rooms.folder("cold", id_of(10)) / layout.MANIFEST
+    for node in nodes.nodes:
+        await nodes.wait(LIST_MAX_S, node)
+        raws.add(manifest_file.read_bytes())
+        manifest_file.unlink()
+    assert len(raws) == 1
+
+
+async def test_a_part_is_sent_once_and_never_counts_as_the_checkpoint(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    await home.send(10)
+    assert pending(home.rooms.catalog, home.rooms.config, "cold") == []
+    await home.rooms.list_tiers()
+    entry = home.rooms.catalog.get(id_of(10))
+    assert entry is not None
+    assert entry.tiers == {"hot"}
+    assert not entry.is_whole
+    inventory = home.rooms.catalog.inventory(RUN)
+    assert not inventory.candidates
+    assert [(one.id, one.tier) for one in inventory.unreadable] == [(id_of(10), "hot")]
+
+
+async def test_a_part_in_hot_survives_a_restart(nodes: Nodes, tmp_path: Path) -> None:
+    second = nodes.nodes[1]
+    await second.persist(10)
+    folder = second.rooms.folder("hot", id_of(10))
+    names = {"node-00002-of-00005.json", *(layout.shard_name(Rank(rank), WORLD_SIZE) for rank in (2, 4))}
+    assert {path.name for path in folder.iterdir()} == names
+    async with rooms_at(tmp_path / "1", cold=tuple(second.rooms.config.cold)) as again:
+        await again.list_tiers()
+        entry = again.catalog.get(id_of(10))
+        assert entry is not None
+        assert isinstance(entry.part, NodeFile)
+        assert again.replicator() is not None
+        assert await again.replicator().run_once()
+        assert [part.ranks for part in again.catalog.sent_parts("cold")] == [[2, 4]]
+
+
+async def test_a_part_of_another_start_is_refused(nodes: Nodes) -> None:
+    home, second, third = nodes.nodes
+    await home.send(10)
+    await third.send(10)
+    second.node = wire.NodeRanks(ranks=second.ranks, lowest=second.node.lowest, claim="0" * 32, base=7)
+    await second.send(10)
+    await nodes.wait(HOME_S + 1, home)
+    assert home.rooms.steps("cold") == []
+    assert "different claims" in home.rooms.incidents.recent()[0]["message"]
+
+
+async def test_a_part_that_differs_from_the_committed_manifest_overwrites_nothing(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+    await nodes.wait(HOME_S + 1, nodes.nodes[0])
+    second = nodes.nodes[1]
+    (part,) = second.rooms.catalog.sent_parts("cold")
+    forged = [entry for entry in (await committed(second, 10)).files if entry.name == part.files[0].name]
+    assert forged == part.files[:1]
+    other = NodeFile(**{name: getattr(part, name) for name in part.__struct_fields__} | {"metrics": {"loss": 1.0}})
+    assert "metrics" in other.contradiction(await committed(second, 10))
+    with pytest.raises(Corrupt):
+        second.committer._check(other, await committed(second, 10))  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_deleted_checkpoint_is_not_committed_again(nodes: Nodes) -> None:
+    home, second, _ = nodes.nodes
+    for node in nodes.nodes:
+        await node.send(10)
+    await nodes.wait(HOME_S + 1, home)
+    await home.rooms.cold["cold"].delete(id_of(10))
+    assert {path.name for path in home.rooms.folder("cold", id_of(10)).iterdir()} == {layout.GONE}
+    await nodes.wait(2 * LIST_MAX_S, second)
+    assert home.rooms.steps("cold") == []
+    assert pending(second.rooms.catalog, second.rooms.config, "cold") == []
+
+
+async def test_only_the_daemon_of_rank_0_deletes_in_cold(nodes: Nodes) -> None:
+    steps = list(range(1, 9))
+    for step in steps:
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+        await nodes.wait(90)
+    reapers = [Reaper(node.rooms.context) for node in nodes.nodes]
+    for node, reaper in list(zip(nodes.nodes, reapers, strict=True))[1:]:
+        await node.rooms.list_tiers()
+        await reaper.run_once()
+    assert nodes.nodes[0].rooms.steps("cold") == steps[::-1]
+    await nodes.nodes[0].rooms.list_tiers()
+    await reapers[0].run_once()
+    assert nodes.nodes[0].rooms.steps("cold") == [8, 7, 6, 3]  # the last three, and the tenth: its sequence is 10
+
+
+async def test_the_verdict_of_the_whole_is_that_of_all_parts(nodes: Nodes) -> None:
+    for number, node in enumerate(nodes.nodes):
+        await node.persist(10)
+        rooms, is_healthy = node.rooms, number != 1
+        rooms.catalog.diagnosed(id_of(10), "hot", is_healthy=is_healthy)
+        await rooms.replicator().run_once()
+    await nodes.wait(HOME_S + 1)
+    names = {path.name for path in nodes.nodes[0].rooms.folder("cold", id_of(10)).iterdir()}
+    assert layout.UNHEALTHY in names
+    assert layout.HEALTHY not in names
+
+
+async def test_a_milestone_of_the_snapshot_is_one_of_the_checkpoint(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10, milestone="best")
+    await nodes.wait(HOME_S + 1)
+    assert (nodes.nodes[0].rooms.folder("cold", id_of(10)) / "milestone-best.json").exists()
