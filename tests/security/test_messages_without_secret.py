@@ -165,7 +165,7 @@ async def test_an_answer_that_is_ready_after_the_secret_was_bound_is_not_sent(se
 
 @dataclass
 class Claims:
-    """Holds each claim of a generation until `is_released`. `listed` and `claiming`: how many starts have got so far."""
+    """Holds each claim of a generation until `is_released`. `listed`, `claiming`: how many starts have got so far."""
 
     is_released: asyncio.Event = field(default_factory=asyncio.Event)
     listed: int = 0
