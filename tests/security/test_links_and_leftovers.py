@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 @contextmanager
-def just_before(function: str, act: Callable[[], object], *, name: str = NAME) -> Iterator[None]:
+def just_before(function: str, act: Callable[[], object], *, name: str = NAME) -> Generator[None]:
     """Calls `act` before the first call of this function of `os` on a path that ends in `name`."""
     real = getattr(os, function)
     acts = [act]

@@ -110,7 +110,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     user can import nothing themselves, because Python may be in a folder that is closed to them."""
     from tests.support import processes
 
-    modules = {item.module.__name__: item.module for item in session.items if isinstance(item, pytest.Function)}
+    modules = {
+        item.module.__name__: item.module
+        for item in session.items
+        if isinstance(item, pytest.Function) and item.module is not None
+    }
     is_all_needed = any(hasattr(module, "OtherUser") for module in modules.values())
     preloaded = ["tests.support.preloaded"] if is_all_needed else ["tierd.cli.app", "tierd.daemon"]
     processes.context.set_forkserver_preload([__name__, *preloaded, *modules])
