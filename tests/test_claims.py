@@ -258,6 +258,13 @@ async def test_forged_claims_do_not_block_a_start(signed_or_not: Rooms) -> None:
     assert (await claim(rooms), tried) == (501, 1)
 
 
+@pytest.mark.parametrize("generation", [89_999_999, 90_000_000, 99_999_999])
+async def test_a_forged_claim_of_a_high_generation_uses_up_no_numbers(signed_or_not: Rooms, generation: int) -> None:
+    forge_claims(signed_or_not, generation)
+    await signed_or_not.list_tiers()
+    assert await claim(signed_or_not) == 1
+
+
 async def test_new_generation_is_above_unsigned_ones_from_before_the_key(tmp_path: Path) -> None:
     async with rooms_at(tmp_path) as unsigned:
         await claim_here(unsigned, 5)

@@ -63,23 +63,31 @@ async def test_a_daemon_without_secrets_writes_nothing(tmp_path: Path, connectio
 
 
 @pytest.mark.parametrize(
-    ("daemon_uid", "rank", "is_allowed"), [(1000, NO_RANK, True), (1000, Rank(0), False), (0, NO_RANK, False)]
+    ("daemon_uid", "peer_uid", "rank", "is_allowed"),
+    [
+        (1000, 0, NO_RANK, True),
+        (1000, 0, Rank(0), False),
+        (1000, 1000, NO_RANK, False),
+        (1000, 1001, NO_RANK, False),
+        (0, 0, NO_RANK, False),
+    ],
 )
-async def test_root_is_an_operator_of_any_run_unless_the_daemon_is_roots(
+async def test_root_alone_is_an_operator_of_any_run_unless_the_daemon_is_roots(
     tmp_path: Path,
     connection: PacketConnection,
     monkeypatch: pytest.MonkeyPatch,
     daemon_uid: int,
+    peer_uid: int,
     rank: Rank,
     is_allowed: bool,
 ) -> None:
     secrets = RunSecrets(tmp_path)
     secrets.bind(RUN, PROOF, is_start=True)
     monkeypatch.setattr(os, "geteuid", lambda: daemon_uid)
-    connection.peer_uid = 0
-    root = session(connection, "", rank)
+    connection.peer_uid = peer_uid
+    peer = session(connection, "", rank)
     if is_allowed:
-        secrets.check(root)
+        secrets.check(peer)
     else:
         with pytest.raises(WrongSecret, match="TIERD_RUN_SECRET is not set"):
-            secrets.check(root)
+            secrets.check(peer)

@@ -92,11 +92,11 @@ def test_in_a_sticky_directory_the_owner_of_the_socket_decides(shared: Path, oth
 def test_a_directory_where_others_can_replace_the_socket_is_refused(mode: int, is_refused: bool) -> None:
     with DaemonPeer() as peer:
         Path(peer.path).parent.chmod(mode)
-        opening = peer.begin()
         if is_refused:
             with pytest.raises(WrongUser, match=rf"the mode of its directory is {mode:04o}.*chmod go-w"):
-                opening.result(5.0)
+                DaemonSession(peer.path, HELLO, timeout_s=5.0)
         else:
+            opening = peer.begin()
             peer.admit(welcome())
             opening.result(5.0).close()
 

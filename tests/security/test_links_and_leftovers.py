@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,12 @@ import pytest
 from tests.support.cli import make_manifest
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
 from tests.support.store_contract import CHUNK_BYTES, entry_of
+from tierd.access import Access
 from tierd.errors import TargetNotEmpty, TierdError, TierUnreachable
 from tierd.format.ids import checkpoint_id
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.tree import make_folder as make_folder_durably
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output
 from tierd.transfer.partial_file import PartialFile, partial_name
 
@@ -55,13 +57,13 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 @contextmanager
-def just_before(function: str, act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` before the first call of this function of `os` on a path that ends in NAME."""
+def just_before(function: str, act: Callable[[], object], *, name: str = NAME) -> Generator[None]:
+    """Calls `act` before the first call of this function of `os` on a path that ends in `name`."""
     real = getattr(os, function)
     acts = [act]
 
     def call(path: Any, *arguments: Any, **options: Any) -> Any:
-        if acts and os.fspath(path).endswith(NAME):
+        if acts and os.fspath(path).endswith(name):
             acts.pop()()
         return real(path, *arguments, **options)
 
@@ -120,6 +122,35 @@ def test_what_is_restored_after_a_swap_goes_into_the_folder_that_was_opened(mach
     assert not target.exists()
 
 
+@pytest.mark.parametrize(("mode", "is_kept"), [(0o700, True), (0o777, False)])
+def test_files_of_an_earlier_attempt_are_kept_only_if_nobody_else_could_write_them(
+    machine: Machine, mode: int, is_kept: bool
+) -> None:
+    partial = machine.shared / "restored.partial"
+    partial.mkdir()
+    partial.chmod(mode)
+    for name in (".tierd-restore", "shard"):
+        (partial / name).touch()
+    with atomic_output(machine.shared / "restored", size_bytes=1, keep=["shard"]) as output:
+        assert (output.folder / "shard").exists() is is_kept
+        assert output.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_new_folder_above_a_target_that_is_swapped_for_a_link_leads_nowhere(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_and_swap(path: Path, access: Access) -> None:
+        make_folder_durably(path, access)
+        machine.swap(path)()
+
+    monkeypatch.setattr("tierd.transfer.atomic_output.make_folder", make_and_swap)
+    with (
+        pytest.raises(TierdError, match="write into"),
+        atomic_output(machine.shared / "new" / "restored", size_bytes=1),
+    ):
+        pass
+
+
 # ── tiers ──
 
 
@@ -129,6 +160,13 @@ async def test_a_folder_that_is_swapped_for_a_link_while_a_tier_is_swept_leads_n
     async with DirectoryStore(machine.shared) as store:
         with just_before("unlink", machine.swap(machine.shared / "run")):
             assert await store.sweep_partials() == 1
+
+
+async def test_a_folder_that_is_swapped_for_a_link_before_it_is_listed_leads_nowhere(machine: Machine) -> None:
+    (machine.shared / "run").mkdir()
+    async with DirectoryStore(machine.shared) as store:
+        with just_before("open", machine.swap(machine.shared / "run"), name="run"):
+            assert await store.sweep_partials() == 0
 
 
 async def test_a_partial_file_of_another_user_is_not_swept(machine: Machine) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
+from tests.support.waiting import DEADLINE_S
 from tests.support.wire_peer import Peer
 from tierd.access import Access
 from tierd.api.packets import open_listener
@@ -157,3 +158,99 @@ async def test_an_answer_that_is_ready_after_the_secret_was_bound_is_not_sent(se
     reader = await asyncio.to_thread(persist_and_ask)
     heard = await asyncio.to_thread(end, reader)
     assert [type(message) for message in heard] == [wire.Refused]
+
+
+# ── starts that overlap ──
+
+
+@dataclass
+class Claims:
+    """Holds each claim of a generation until `is_released`. `listed`, `claiming`: how many starts have got so far."""
+
+    is_released: asyncio.Event = field(default_factory=asyncio.Event)
+    listed: int = 0
+    claiming: int = 0
+
+    async def wait(self, *, listed: int, claiming: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while (self.listed, self.claiming) != (listed, claiming):
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def claims(served: Served, monkeypatch: pytest.MonkeyPatch) -> Claims:
+    admission, claims = served.door.admission, Claims()
+    restorer = served.door._restorer  # pyright: ignore[reportPrivateUsage]
+    claim_next, list_run = admission._claim_next, restorer.list_run  # pyright: ignore[reportPrivateUsage]
+
+    async def claim_slowly(*arguments: Any) -> Any:
+        claims.claiming += 1
+        await claims.is_released.wait()
+        return await claim_next(*arguments)
+
+    async def list_and_count(run: Run) -> dict[str, str]:
+        unlisted = await list_run(run)
+        claims.listed += 1  # the start goes on, to the lock of its run, in this step of the event loop
+        return unlisted
+
+    monkeypatch.setattr(admission, "_claim_next", claim_slowly)
+    monkeypatch.setattr(restorer, "list_run", list_and_count)
+    return claims
+
+
+def start(path: Path, proof: str, **fields: int) -> Peer:
+    """Sends Hello and does not wait for the answer."""
+    peer = Peer(path)
+    peer.send(peer.hello(CLOSED, proof=proof, **fields))
+    return peer
+
+
+def refusal(peer: Peer) -> str:
+    """The kind; "welcome" where there is none."""
+    with peer:
+        answer = peer.answer()
+        return answer.kind if answer is not None else "welcome"
+
+
+@pytest.mark.parametrize("proof", ["", PROOF_B])
+async def test_a_trainer_without_the_secret_causes_no_listing(served: Served, claims: Claims, proof: str) -> None:
+    served.door.admission.secrets.bind(CLOSED, PROOF_A, is_start=True)
+    refused = await asyncio.to_thread(start, served.path, proof)
+    assert await asyncio.to_thread(refusal, refused) == "wrong_secret"
+    assert claims.listed == 0
+
+
+async def test_a_start_that_waited_while_another_was_bound_claims_no_generation(served: Served, claims: Claims) -> None:
+    job_a = await asyncio.to_thread(start, served.path, PROOF_A)
+    await claims.wait(listed=1, claiming=1)
+    job_b = await asyncio.to_thread(start, served.path, PROOF_B)
+    await claims.wait(listed=2, claiming=1)
+    claims.is_released.set()
+    assert await asyncio.to_thread(refusal, job_b) == "wrong_secret"
+    assert await asyncio.to_thread(refusal, job_a) == "welcome"
+    assert claims.claiming == 1
+
+
+@pytest.mark.parametrize("proof", ["", PROOF_B])
+async def test_a_start_that_claims_while_another_trainer_binds_the_run_is_refused(
+    served: Served, claims: Claims, proof: str
+) -> None:
+    """The trainer that binds it has named its generation: it lives on after a restart of the daemon."""
+
+    def join() -> Peer:
+        peer = start(served.path, PROOF_A, generation=1)
+        peer.hear(wire.Welcome)
+        return peer
+
+    def is_served(peer: Peer) -> bool:
+        with peer:
+            peer.send(wire.Convene(meeting=1))
+            peer.hear(wire.Convened)
+            return not any(isinstance(message, wire.Fenced) for message in peer.heard)
+
+    job_b = await asyncio.to_thread(start, served.path, proof)
+    await claims.wait(listed=1, claiming=1)
+    job_a = await asyncio.to_thread(join)
+    claims.is_released.set()
+    assert await asyncio.to_thread(refusal, job_b) == "wrong_secret"
+    assert await asyncio.to_thread(is_served, job_a)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_full_disk import fill
-from tests.security.test_http_listener import make_certificate
+from tests.security.test_http_listener import make_certificate, run_without_a_request_timeout
 from tests.support.bucket import bucket_server
 from tests.support.daemon import Daemon, serving
 from tests.support.s3 import BUCKET
@@ -160,7 +160,9 @@ def test_half_open_tls_connections_leave_the_descriptors_to_the_trainers(tmp_pat
     """They never begin the handshake, so the HTTP server does not count them."""
     cert, key = make_certificate(tmp_path)
     more = f'[listen]\ncert_file = "{cert.name}"\nkey_file = "{key.name}"'
-    with serving(tmp_path, more=more) as daemon:
+    daemon = serving(tmp_path, more=more)
+    daemon.run_with(run_without_a_request_timeout)
+    with daemon:
         url = next(word for word in daemon.log.split() if word.startswith("https://"))
         before = daemon.descriptors()
         host, _, port = url.removeprefix("https://").rpartition(":")

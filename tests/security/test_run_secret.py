@@ -6,16 +6,18 @@ import itertools
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tierd_client
 
 from tests.support.daemon import Daemon, serving
 from tests.support.processes import ForkedProcess
 from tests.support.waiting import DEADLINE_S
-from tests.support.wire_peer import HELLO, Peer, welcome
+from tests.support.wire_peer import HELLO, DaemonPeer, Peer, welcome
 from tierd.api.operator_socket import find_in_memory, stop_run, take_snapshot
-from tierd.errors import WrongSecret
+from tierd.errors import Unsupported, WrongSecret
 from tierd.format import layout, wire
 from tierd.format.ids import checkpoint_id
 from tierd.format.run_secret import VARIABLE, proof_of
@@ -80,6 +82,26 @@ def test_another_job_neither_joins_a_run_nor_fences_its_trainer(
     job_a.send(wire.Convene(meeting=1))
     job_a.hear(wire.Convened)
     assert not any(isinstance(message, wire.Fenced) for message in job_a.heard)
+
+
+@WRONG
+def test_another_job_claims_no_generation(daemon: Daemon, run: str, job_a: Peer, proof: str) -> None:
+    """With a newer one claimed, the trainer would be refused as soon as it connects again."""
+    with Peer(daemon.socket) as job_b:
+        job_b.send(job_b.hello(run, proof=proof))
+        assert is_refused(job_b)
+    assert [path.name for path in (daemon.hot / run).glob("generation-*")] == ["generation-0001.json"]
+    with Peer(daemon.socket) as reconnected:
+        reconnected.greet(run, generation=1, proof=PROOF_A)
+
+
+@WRONG
+def test_a_reader_without_the_secret_gets_no_welcome(daemon: Daemon, run: str, job_a: Peer, proof: str) -> None:
+    """A Welcome names the newest checkpoint and the generation of the run."""
+    with Peer(daemon.socket) as reader:
+        reader.send(reader.hello(run, rank=None, proof=proof))
+        assert is_refused(reader)
+        assert [type(message) for message in reader.heard] == [wire.Refused]
 
 
 @WRONG
@@ -268,6 +290,25 @@ def test_a_proof_of_another_length_is_refused(daemon: Daemon, run: str) -> None:
         answer = peer.answer()
         assert isinstance(answer, wire.Refused)
         assert answer.kind == "bad_request"
+
+
+def test_a_trainer_takes_the_secret_from_the_environment(
+    daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET_A)
+    with tierd_client.connect(run, socket=daemon.socket, rank=0, world_size=1):
+        assert not is_joined(daemon, run, proof="")
+        assert not is_joined(daemon, run, proof=PROOF_B)
+
+
+def test_a_client_with_a_secret_joins_no_daemon_that_does_not_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon of an older version ignores the field: the run would be open, and nobody would know."""
+    monkeypatch.setenv(VARIABLE, SECRET_A)
+    with DaemonPeer() as peer, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(tierd_client.connect, "run", socket=peer.path, rank=0, world_size=1)
+        assert peer.admit(welcome()).proof == PROOF_A
+        with pytest.raises(Unsupported, match="does not check secrets"):
+            joining.result(DEADLINE_S)
 
 
 def test_commands_take_the_secret_from_the_environment(tmp_path: Path) -> None:

@@ -427,11 +427,14 @@ async def test_forged_milestone_in_cold_does_not_let_hot_evict_the_genuine_one(r
     assert rooms.steps("hot") == [200, 100]
 
 
-async def test_verdict_that_was_replaced_after_its_listing_is_not_signed(rooms: Rooms) -> None:
+@pytest.mark.parametrize("forged", [{"healthy": False}, {"healthy": True, "tensors": 1, "digest": "forged"}])
+async def test_verdict_that_was_replaced_after_its_listing_is_not_signed(
+    rooms: Rooms, forged: dict[str, object]
+) -> None:
     checkpoint = await persist(rooms, 100)
     await rooms.hot.mark_diagnosis(checkpoint, Diagnosis(healthy=True))
     path = path_of(rooms, "hot", checkpoint, layout.HEALTHY)
-    path.write_bytes(encode_marker({"healthy": False}))
+    path.write_bytes(encode_marker(forged))
     assert await rooms.hot.diagnosis(checkpoint, is_healthy=True) == Diagnosis(healthy=True)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import run_tierd
 from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
 from tests.support.wire_peer import Peer
+from tierd.api import quotas
 from tierd.api.quotas import Rate
 from tierd.format import wire
 from tierd.metrics import RUNS_MAX
@@ -153,3 +157,30 @@ def test_a_peer_that_sends_faster_than_its_rate_is_read_later() -> None:
     assert rate.spend() == pytest.approx(0.1)
     now_s += 1000.0
     assert [rate.try_spend() for _ in range(41)] == [True] * 40 + [False]
+
+
+def test_the_messages_of_one_connection_are_read_at_its_rate(tmp_path: Path) -> None:
+    with serving(tmp_path, more="messages_per_s = 20") as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run")
+        began_s = time.monotonic()
+        for meeting in range(100):  # 80 of them at once
+            peer.send(wire.Convene(meeting=meeting))
+        for _ in range(100):
+            peer.hear(wire.Convened)
+        assert time.monotonic() - began_s > 0.8
+
+
+def run_with_a_small_burst(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    quotas.CONNECTIONS_BURST = 4
+    run_tierd(arguments, environ, log)
+
+
+def test_the_connections_of_one_user_are_read_at_its_rate(tmp_path: Path) -> None:
+    daemon = serving(tmp_path)
+    daemon.run_with(run_with_a_small_burst)
+    with daemon:
+        began_s = time.monotonic()
+        for _ in range(24):  # 4 of them at once
+            with Peer(daemon.socket) as peer:
+                peer.greet("run", rank=None)
+        assert time.monotonic() - began_s > 0.8 * 20 / quotas.CONNECTIONS_PER_S

@@ -14,6 +14,7 @@ from tests.support.rooms import RUN
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Rank, checkpoint_id
 from tierd.format.manifest import Manifest, file_entry
+from tierd.format.signature import new_key, parse_keys
 from tierd.tiers import cache
 from tierd.tiers.cache import ManifestCache
 
@@ -104,6 +105,15 @@ async def test_manifest_of_another_checkpoint_is_ignored(folder: Path) -> None:
     kept[0][3], kept[1][3] = kept[1][3], kept[0][3]
     path.write_bytes(msgspec.json.encode(kept))
     assert await read(folder) == [100]
+
+
+async def test_with_a_key_only_what_it_signed_is_returned(folder: Path) -> None:
+    """The cache may be older than the key."""
+    keyring, other = (parse_keys(new_key().line, where="test") for _ in range(2))
+    [first, second, third] = MANIFESTS.values()
+    signed = {first.id: keyring.sign_manifest(first), second.id: other.sign_manifest(second), third.id: third}
+    await ManifestCache(folder, PLACE).write(signed, FINGERPRINTS)
+    assert await ManifestCache(folder, PLACE).read(FINGERPRINTS, keyring) == {first.id: signed[first.id]}
 
 
 async def test_no_link_leads_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
