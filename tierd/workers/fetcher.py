@@ -63,21 +63,22 @@ class Fetcher:
         """(descriptors of the files, whether they are only a part). `chunks`: those needed of each file; None: all."""
         manifest = entry.manifest
         async with self._locks.setdefault(manifest.id, asyncio.Lock()):
-            if not is_hot_bad and self._hot.name in entry.tiers:
+            is_in_hot = self._hot.name in entry.tiers and not entry.is_part_in(self._hot.name)
+            if not is_hot_bad and is_in_hot:
                 return await self.open_hot(manifest), False  # fetched for another rank just now
             part = await self._continue(manifest, cold)
             fetch = part.fetch
             # A damaged hot replica is replaced as a whole.
-            if chunks is None or self._hot.name in entry.tiers:
+            if chunks is None or is_in_hot:
                 fetch.want(None)
             else:
                 fetch.want({file.name: indexes for file, indexes in zip(manifest.files, chunks, strict=False)})
             await self._fetch(fetch, cold, on_progress)
             if not fetch.is_whole:
                 await self._fetch_headers(fetch, cold, on_progress)
-            if not fetch.is_whole:
+            if not fetch.is_whole or entry.is_part_in(self._hot.name):  # hot keeps this node's part, not both
                 self._parts[manifest.id.run] = part
-                return await fetch.open_files(), True
+                return await fetch.open_files(), not fetch.is_whole
             await self._commit(part, entry.all_milestones)
             return await self.open_hot(manifest), False
 

@@ -1,0 +1,38 @@
+"""Runs over several nodes: a daemon for each, and one checkpoint over all of them in the cold tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.nodes import connected, nodes
+from tests.support.trainer import together
+
+
+def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: Path) -> None:
+    with nodes(tmp_path) as daemons:
+        with connected(daemons, 4) as trainers:
+            assert together(trainers, "restore") == [None] * 4
+            together(trainers, "train", 2)
+            together(trainers, "snapshot", metrics={"loss": 1.0})
+            together(trainers, "wait_persisted", 30)
+            together(trainers, "wait_replicated", timeout_s=60)
+            together(trainers, "train", 1)
+            together(trainers, "snapshot")
+            together(trainers, "wait_replicated", timeout_s=60)
+            digests = together(trainers, "digest")
+        for step in (2, 3):
+            folder = tmp_path / "cold" / "run" / f"{step:012d}-g0001"
+            assert {path.name for path in folder.iterdir()} >= {
+                "manifest.json",
+                "node-00000-of-00004.json",
+                "node-00002-of-00004.json",
+                *(f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)),
+            }
+        with connected(daemons, 4) as trainers:
+            found = together(trainers, "restore")
+            assert [(f.step, f.tier, f.generation) for f in found] == [(3, "cold", 1)] * 4
+            assert together(trainers, "digest") == digests
+            together(trainers, "train", 1)
+            together(trainers, "snapshot")
+            together(trainers, "wait_replicated", timeout_s=60)
+        assert (tmp_path / "cold" / "run" / "000000000004-g0002" / "manifest.json").exists()
