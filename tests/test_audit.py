@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import stat
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -83,6 +84,33 @@ async def test_an_incomplete_last_line_is_noted_by_a_daemon_that_ends_before_its
     await make_trail(tmp_path).close()
     chain = await check(tmp_path)
     assert (chain.problem, [event.action for event in chain.events]) == ("", ["ended", "ended", "trail_cut"])
+
+
+async def test_an_incomplete_last_line_is_noted_by_a_daemon_that_ends_during_its_first_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / layout.AUDIT / layout.audit_file(1)
+    path.parent.mkdir()
+    path.write_text('{"sequence":')
+    trail, may_sync = make_trail(tmp_path), threading.Event()
+    sync = os.fsync
+
+    def sync_late(fd: int) -> None:
+        assert b"started" not in path.read_bytes() or may_sync.wait(10)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync_late)
+    trail.begin()
+    writing = asyncio.create_task(trail.run_once())
+    while b"started" not in path.read_bytes():
+        await asyncio.sleep(0.001)
+    writing.cancel()
+    await asyncio.sleep(0)
+    may_sync.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    await trail.close()
+    assert [event.action for event in (await check(tmp_path)).events] == ["started", "ended", "trail_cut"]
 
 
 async def test_the_oldest_files_are_deleted_and_the_chain_goes_on(tmp_path: Path) -> None:

@@ -160,8 +160,9 @@ class AuditTrail:
         assert self._files is not None
         with translated("write the audit trail", missing=TierUnreachable):
             tail = await self._pool.run(self._files.append, self._queued, timeout_s=timeout_s)
-        if tail.torn_bytes:
-            reason = f"{tail.torn_bytes} bytes of an incomplete last line were removed"
+        torn_bytes, self._files.torn_bytes = self._files.torn_bytes, 0
+        if torn_bytes:
+            reason = f"{torn_bytes} bytes of an incomplete last line were removed"
             self.record(Action.TRAIL_CUT, reason=reason)
         return tail
 
@@ -184,11 +185,13 @@ class TrailFiles:
         self._file_bytes_max = file_bytes_max
         self._written = (0, 0)  # (first sequence number, size) of the newest file after the last append
         self._tail = audit.Tail()
+        self.torn_bytes = 0
+        """Of an incomplete last line that was cut off. It stays until it is noted: whoever called `append` may have
+        been cancelled while the thread went on."""
 
     def append(self, events: deque[Event]) -> audit.Tail:
-        """Append the events, and remove each from `events` that was written and synced. Returns the new tail, with the
-        `torn_bytes` of an incomplete line that was cut off. Raises OSError; BadConfig where signed events would be
-        followed by one without a signature, which breaks the chain."""
+        """Append the events, and remove each from `events` that was written and synced. Returns the new tail. Raises
+        OSError; BadConfig where signed events would be followed by one without a signature, which breaks the chain."""
         if self._create:
             make_folder(self._folder)
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -211,10 +214,10 @@ class TrailFiles:
             size_bytes = os.fstat(fd).st_size
             tail = self._tail if self._written == (first, size_bytes) else self._read_tail(fd, firsts)
             self._written = (0, 0)  # after an error the tail is read again
-            torn_bytes = tail.torn_bytes
-            if torn_bytes:
-                size_bytes -= torn_bytes
+            if tail.torn_bytes:
+                size_bytes -= tail.torn_bytes
                 os.ftruncate(fd, size_bytes)
+                self.torn_bytes += tail.torn_bytes
                 tail = dataclasses.replace(tail, torn_bytes=0)
             if tail.is_signed and self._keyring is None:
                 raise BadConfig(
@@ -254,7 +257,7 @@ class TrailFiles:
         finally:
             os.close(fd)
         self._written, self._tail = (first, size_bytes), tail
-        return dataclasses.replace(tail, torn_bytes=torn_bytes)
+        return tail
 
     def _read_tail(self, fd: int, firsts: Sequence[int]) -> audit.Tail:
         content = _read(fd)
