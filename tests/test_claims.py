@@ -141,7 +141,9 @@ async def test_number_that_another_daemon_has_in_cold_is_not_claimed_in_hot(room
     """Else this daemon would take that generation for its own after a restart."""
     await rooms.list_tiers()
     assert await rooms.cold["cold"].claim_generation(RUN, Generation(1), Claim.new("other"))
-    assert not await admission(rooms)._claim_in([rooms.cold["cold"]], RUN, Generation(1))  # pyright: ignore[reportPrivateUsage]
+    assert not await admission(rooms)._claim_in(  # pyright: ignore[reportPrivateUsage]
+        [rooms.cold["cold"]], RUN, Generation(1), Claim.new("here"), spans_nodes=False
+    )
     assert (await rooms.hot.listing()).claims == {}
 
 

@@ -30,7 +30,7 @@ FAILPOINTS = frozenset(
         "folder": ("sync",),
         "file": ("created", "write", "sync", "link", "linked", "exists", "rename", "sync_folder", "done", "abandon"),
         "tier": ("mark", "diagnose", "commit", "committed", "delete"),
-        "cold": ("copy", "copied"),
+        "cold": ("copy", "copied", "node_file", "part_sent", "assemble", "assembled"),
         "reap": ("delete", "deleted"),
         "delete": ("unlink", "sync", "folder", "folder_sync"),
         "s3": (

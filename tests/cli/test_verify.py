@@ -87,7 +87,7 @@ def test_repair_does_not_choose_between_two_different_manifests(house: House) ->
     found = rows(house, "--repair", exit_code=12)
     damaged = [one for one in found.values() if one["problems"]]
     assert [one["repaired"] for one in damaged] == [{}]
-    assert "its manifest differs" in damaged[0]["problems"][0]
+    assert "the manifest differs" in damaged[0]["problems"][0]
     assert made.created_at in (folder_of(house.hot, made) / layout.MANIFEST).read_text()
 
 

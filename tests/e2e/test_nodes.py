@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+
+import pytest
 
 from tests.support.nodes import connected, nodes
 from tests.support.trainer import together
+from tests.support.waiting import wait_until
+
+OVER_NODES = ("cold.node_file", "cold.part_sent", "cold.assemble", "cold.assembled")
 
 
 def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: Path) -> None:
@@ -36,3 +42,21 @@ def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: 
             together(trainers, "snapshot")
             together(trainers, "wait_replicated", timeout_s=60)
         assert (tmp_path / "cold" / "run" / "000000000004-g0002" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("is_home", [True, False])
+def test_a_daemon_that_is_killed_while_it_sends_or_commits_delays_the_commit_only(
+    tmp_path: Path, *, is_home: bool
+) -> None:
+    with nodes(tmp_path) as daemons, connected(daemons, 2) as trainers:
+        killed = daemons[0] if is_home else daemons[1]
+        for step, failpoint in enumerate(OVER_NODES if is_home else OVER_NODES[:2], start=1):
+            killed.restart_armed(f"{failpoint}=kill@1")
+            killed.wait_attached()
+            together(trainers, "train", 1)
+            together(trainers, "snapshot")
+            assert killed.wait_exit() == -signal.SIGKILL
+            killed.restart_armed("")
+            manifest = tmp_path / "cold" / "run" / f"{step:012d}-g0001" / "manifest.json"
+            wait_until(manifest.exists, f"the commit after {failpoint}")
+            together(trainers, "wait_replicated", timeout_s=60)

@@ -183,10 +183,10 @@ def claims(served: Served, monkeypatch: pytest.MonkeyPatch) -> Claims:
     restorer = served.door._restorer  # pyright: ignore[reportPrivateUsage]
     claim_next, list_run = admission._claim_next, restorer.list_run  # pyright: ignore[reportPrivateUsage]
 
-    async def claim_slowly(*arguments: Any) -> Any:
+    async def claim_slowly(*arguments: Any, **options: Any) -> Any:
         claims.claiming += 1
         await claims.is_released.wait()
-        return await claim_next(*arguments)
+        return await claim_next(*arguments, **options)
 
     async def list_and_count(run: Run) -> dict[str, str]:
         unlisted = await list_run(run)

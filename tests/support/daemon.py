@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.cli.app import make_app
+from tierd.failpoints import VARIABLE
 
 
 class Daemon:
@@ -99,6 +100,12 @@ class Daemon:
         """Starts it and waits until it is ready."""
         self.launch()
         self.wait_log(" serves ")
+
+    def restart_armed(self, failpoints: str) -> None:
+        """`failpoints` as in $TIERD_FAILPOINTS; empty: none."""
+        self.kill()
+        self._environ[VARIABLE] = failpoints
+        self.start()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

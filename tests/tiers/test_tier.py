@@ -132,7 +132,7 @@ async def test_delete_removes_everything_and_can_be_repeated(cold: Tier) -> None
 async def test_milestone_that_is_set_during_a_deletion_keeps_the_checkpoint(cold: Tier) -> None:
     """By another process, between the listing and the deletion of the manifest."""
     await persist(cold, manifest())
-    _, raw = await cold.read_manifest(ID)
+    _, raw = await cold.read_manifest(layout.manifest_key(ID))
     real_delete = cold.store.delete
 
     async def mark_and_delete(keys: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ async def test_milestone_that_is_set_during_a_deletion_keeps_the_checkpoint(cold
     assert not await cold.delete(ID)
     listing = await cold.listing()
     assert (listing.committed, listing.milestones(ID)) == ({ID}, {"best"})
-    assert await cold.read_manifest(ID) == (manifest(), raw)
+    assert await cold.read_manifest(layout.manifest_key(ID)) == (manifest(), raw)
     assert ID not in cold.deleting
 
 

@@ -148,7 +148,7 @@ async def test_different_manifests_of_one_checkpoint_are_reported(rooms: Rooms) 
     path = rooms.folder("cold", manifest.id) / "manifest.json"
     path.write_bytes(msgspec.structs.replace(manifest, sequence=99).encode())
     await rooms.look()
-    assert "differs from the one in hot" in rooms.catalog.unreadable()["cold", manifest.id]
+    assert "the manifest differs, compared with hot" in rooms.catalog.unreadable()["cold", manifest.id]
 
 
 async def test_known_manifests_are_not_read_again(rooms: Rooms) -> None:

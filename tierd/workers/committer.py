@@ -150,12 +150,12 @@ class Committer:
             if _unsigned(committed) != _unsigned(manifest):
                 raise
             manifest = committed
-        failpoint("cold.assembled")
         self._context.audit.record(Action.COMMITTED, checkpoint=part.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
 
     def _committed(self, manifest: Manifest, names: list[str] | None = None, *, is_healthy: bool | None = None) -> None:
         context, checkpoint, tier = self._context, manifest.id, self._cold.name
+        failpoint("cold.assembled")
         self._catalog.add(manifest, tier, names or ())
         if is_healthy is not None:
             self._catalog.diagnosed(checkpoint, tier, is_healthy=is_healthy)

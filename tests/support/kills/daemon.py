@@ -133,7 +133,7 @@ def _forget_sequences() -> None:
 def _claim_nothing() -> None:
     from tierd.api.admission import Admission
 
-    async def claim(admission: Any, *arguments: Any) -> bool:
+    async def claim(admission: Any, *arguments: Any, **options: Any) -> bool:
         return True
 
     Admission._claim_in = claim
