@@ -127,6 +127,28 @@ async def test_another_node_commits_when_the_daemon_of_rank_0_is_gone(nodes: Nod
     assert (await committed(nodes.nodes[1], 10)).world_size == WORLD_SIZE
 
 
+async def test_a_new_home_commits_what_lost_nodes_have_sent(nodes: Nodes, tmp_path: Path) -> None:
+    """All of them have died after their node files, with their disks."""
+    _, second, third = nodes.nodes
+    for node in nodes.nodes:
+        await node.send(10)
+    for node in (second, third):
+        await node.send(20, number=2)
+    await second.rooms.cold["cold"].store.put_bytes(layout.file_key(id_of(30), layout.GONE), b"{}")
+    clocks = {"monotonic_s": lambda: nodes.now_s}
+    async with rooms_at(tmp_path / "spare", cold=second.rooms.config.cold, clocks=clocks) as rooms:
+        spare = Node(rooms, 0)
+        await rooms.list_tiers()
+        await nodes.wait(2 * HOME_S, spare)
+        assert rooms.steps("cold") == []  # it does not know yet that it is the home of the run
+        await spare.persist(40, number=4)
+        await nodes.wait(1, spare)
+        assert rooms.steps("cold") == [10]
+        assert [entry.name for entry in (await committed(spare, 10)).files] == [
+            layout.shard_name(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)
+        ]
+
+
 async def test_all_nodes_make_the_same_manifest(nodes: Nodes) -> None:
     raws = set()
     for node in nodes.nodes:

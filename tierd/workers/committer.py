@@ -2,7 +2,7 @@
 
 Any node may commit, because the manifest follows from the node files. The daemon of rank 0 looks often. The others
 look seldom, each after a random time, in case that daemon is gone. So a node that dies, and the committer itself at any
-instant, delay a commit and lose nothing.
+instant, delay a commit and lose nothing. What lost nodes have sent, the daemon of rank 0 of the next start commits.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Committer:
         self._cold = cold
         self._random = rng or random.Random()
         self._waits: dict[CheckpointId, _Wait] = {}
+        self._looked: set[CheckpointId] = set()  # without a part of this node
 
     async def run_once(self) -> bool:
         """Look once for each checkpoint that is due, newest first. False when one can not be committed."""
@@ -74,6 +75,32 @@ class Committer:
                 is_well = False
                 self._catalog.part_gone(self._cold.name, part.id)
                 self._context.incidents.record(self.name, error, part.id)
+        return await self._commit_for_lost_nodes() and is_well
+
+    async def _commit_for_lost_nodes(self) -> bool:
+        """The daemon of rank 0 looks once at each checkpoint of which it has sent no part: all nodes that have sent
+        theirs may be gone. False when one can not be committed."""
+        context, is_well = self._context, True
+        uncommitted = self._catalog.tiers[self._cold.name].partial
+        self._looked &= uncommitted
+        for checkpoint in sorted(uncommitted - self._looked, key=lambda each: each.recency, reverse=True):
+            is_ours = checkpoint.run in context.memory.runs() and context.is_home(checkpoint.run)
+            if not is_ours or self._catalog.is_part_sent(self._cold.name, checkpoint):
+                continue
+            listed_s = context.monotonic_s()
+            names = await self._names(checkpoint)
+            node_files: dict[str, NodeFile] = {}
+            try:
+                if not names & {layout.GONE, layout.MANIFEST}:
+                    await self._read(checkpoint, names, node_files)
+                if node_files and not missing_ranks(node_files.values()):
+                    await self._commit(list(node_files.values()), listed_s)
+            except Transient:
+                raise
+            except TierdError as error:
+                is_well = False
+                context.incidents.record(self.name, error, checkpoint)
+            self._looked.add(checkpoint)
         return is_well
 
     async def _look(self, part: NodeFile, wait: _Wait, *, is_home: bool) -> None:
@@ -112,33 +139,45 @@ class Committer:
 
     async def _list(self, part: NodeFile, wait: _Wait, *, is_home: bool) -> None:
         listed_s = self._context.monotonic_s()
-        objects = await self._cold.store.list(layout.checkpoint_prefix(part.id))
-        names = {stored.key.rpartition("/")[2] for stored in objects}
+        names = await self._names(part.id)
         if layout.GONE in names or part.name not in names:
             self._catalog.part_gone(self._cold.name, part.id)
             return
         if layout.MANIFEST in names and await self._find(part):
             return
-        new = [name for name in layout.node_files(names) if name not in wait.node_files]
-        decoded = await self._cold.decode_many([layout.file_key(part.id, name) for name in new])
+        await self._read(part.id, names, wait.node_files)
+        if not wait.node_files or missing_ranks(wait.node_files.values()):
+            return
+        if not is_home and wait.commit_at_s is None:
+            wait.commit_at_s = self._context.monotonic_s() + self._random.uniform(YIELD_MIN_S, YIELD_MAX_S)
+        else:
+            await self._commit(list(wait.node_files.values()), listed_s, part)
+
+    async def _names(self, checkpoint: CheckpointId) -> set[str]:
+        objects = await self._cold.store.list(layout.checkpoint_prefix(checkpoint))
+        return {stored.key.rpartition("/")[2] for stored in objects}
+
+    async def _read(self, checkpoint: CheckpointId, names: set[str], node_files: dict[str, NodeFile]) -> None:
+        """Adds the node files among `names` that are not in `node_files` yet. Raises the first reason why one cannot
+        be used."""
+        new = [name for name in layout.node_files(names) if name not in node_files]
+        decoded = await self._cold.decode_many([layout.file_key(checkpoint, name) for name in new])
         for name, node_file in zip(new, decoded, strict=True):
             if isinstance(node_file, NotFound):
                 continue
             if isinstance(node_file, TierdError):
                 raise node_file
             assert isinstance(node_file, NodeFile)
-            wait.node_files[name] = node_file
-        if missing_ranks(wait.node_files.values()):
-            return
-        now_s = self._context.monotonic_s()
-        if not is_home and wait.commit_at_s is None:
-            wait.commit_at_s = now_s + self._random.uniform(YIELD_MIN_S, YIELD_MAX_S)
-        elif now_s - listed_s <= LISTING_VALID_S:  # else again, from a new listing
-            await self._commit(part, list(wait.node_files.values()))
+            node_files[name] = node_file
 
-    async def _commit(self, part: NodeFile, node_files: list[NodeFile]) -> None:
+    async def _commit(self, node_files: list[NodeFile], listed_s: float, part: NodeFile | None = None) -> None:
+        """`part`: of this node, if it has one. Does nothing if the listing is too old: the checkpoint may have been
+        deleted since."""
         manifest = self._context.signed(assemble(node_files))
-        self._check(part, manifest)
+        if part is not None:
+            self._check(part, manifest)
+        if self._context.monotonic_s() - listed_s > LISTING_VALID_S:
+            return
         is_healthy = verdict(node_files)
         diagnosis = None if is_healthy is None else Diagnosis(healthy=is_healthy)
         failpoint("cold.assemble")
@@ -146,11 +185,11 @@ class Committer:
             await self._cold.commit(manifest, milestones=milestones(node_files), diagnosis=diagnosis)
         except Corrupt:
             # Another node may have signed the same manifest with another key.
-            committed = await self._cold.manifest(part.id)
+            committed = await self._cold.manifest(manifest.id)
             if _unsigned(committed) != _unsigned(manifest):
                 raise
             manifest = committed
-        self._context.audit.record(Action.COMMITTED, checkpoint=part.id, tier=self._cold.name)
+        self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
 
     def _committed(self, manifest: Manifest, names: list[str] | None = None, *, is_healthy: bool | None = None) -> None:
