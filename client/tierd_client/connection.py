@@ -89,6 +89,7 @@ def connect(
         signals=meanings,
         deadline=deadline,
         stop_file=stop_file,
+        answers_operators=lambda: generation.is_lowest_of_node,
     )
     return Client(generation, ranks, requests, os.environ)
 

@@ -232,8 +232,17 @@ class Admission:
         generation: Generation,
         unlisted: Mapping[str, str],
     ) -> TrainerSession:
-        lines, protocol, proof = self._quotas.lines(), hello.protocol, hello.proof
-        return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, protocol=protocol, proof=proof)
+        return TrainerSession(
+            connection,
+            run,
+            rank,
+            generation,
+            unlisted,
+            lines=self._quotas.lines(),
+            protocol=hello.protocol,
+            proof=hello.proof,
+            answers_operators=rank == (FIRST if hello.node is None else hello.node.ranks[0]),
+        )
 
     async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str], Claim]:
         """(a new generation, durably claimed: no daemon with this hot directory or these cold tiers issues it again;

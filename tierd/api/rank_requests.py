@@ -1,5 +1,7 @@
 """Forwards requests of operators to rank 0, its answers back, and calls for a meeting to all ranks of a generation.
 
+Over several nodes the lowest rank of this node stands in for rank 0: the ranks agree among themselves anyway.
+
 Decides nothing. bounded: a limited number of requests wait for an answer, and a request whose trainer disconnects is
 refused.
 """
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from tierd.api.session import FIRST, TrainerSession, refused
 from tierd.audit import AuditTrail
-from tierd.errors import BadRequest, NotFound, TierdError, Transient
+from tierd.errors import BadRequest, NotFound, TierdError, Transient, Unsupported
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import Generation, Rank, Run
@@ -23,11 +25,11 @@ REQUESTS_MAX = 64  # pending at once, of all operators together
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """`request`: the operator's own number. `rank_0`: the session that must answer."""
+    """`request`: the operator's own number. `trainer`: the session that must answer."""
 
     operator: TrainerSession
     request: int
-    rank_0: TrainerSession
+    trainer: TrainerSession
 
 
 class RankRequests:
@@ -47,45 +49,51 @@ class RankRequests:
     def forward(self, session: TrainerSession, request: wire.Request) -> None:
         """Forward an operator's request. The answer, Agreed or Refused, is posted to the session."""
         try:
-            rank_0 = self._rank_0(session.run, request)
+            trainer = self._trainer(session.run, request)
         except TierdError as error:
             session.post(refused(request.request, error))
             return
         reason = request.kind if request.milestone is None else f"{request.kind}, milestone {request.milestone}"
-        generation = rank_0.generation
+        generation = trainer.generation
         self._audit.record(Action.REQUESTED, run=session.run, generation=generation, reason=reason, who=session.peer)
         self.operators.add(session)
         number = next(self._numbers)
-        self._pending[number] = _Pending(session, request.request, rank_0)
+        self._pending[number] = _Pending(session, request.request, trainer)
         message = wire.Requested(request=number, kind=request.kind, milestone=request.milestone)
-        for each in self._ranks(rank_0) if request.kind == "force" else [rank_0]:
+        for each in self._ranks(trainer) if request.kind == "force" else [trainer]:
             each.post(message)
 
-    def _rank_0(self, run: Run, request: wire.Request) -> TrainerSession:
-        """Who must answer. Raises BadRequest, NotFound, or Transient when too many requests are pending."""
+    def _trainer(self, run: Run, request: wire.Request) -> TrainerSession:
+        """Who must answer. Raises BadRequest, NotFound, Unsupported, or Transient when too many requests wait."""
         action = f"request {request.kind[:40]!r} of {run}"
         if request.kind not in wire.REQUESTS:
             raise BadRequest(f"{action}: expected one of {', '.join(wire.REQUESTS)}")
         if request.milestone is not None:
             layout.milestone_file(request.milestone)
-        rank_0 = self._sessions.get((run, FIRST))
-        if rank_0 is None and any(session.run == run for session in self._sessions.values()):
+        trainers = [each for each in self._sessions.values() if each.run == run]
+        trainer = next((each for each in trainers if each.answers_operators), None)
+        if trainer is None and trainers:
             raise NotFound(
-                f"{action}: its trainers span several nodes, and rank 0 is not connected to this daemon",
-                hint="ask the daemon of rank 0's node",
+                f"{action}: its lowest rank on this node is not connected to this daemon",
+                hint="it may be starting; `tierd status` shows the ranks that are connected",
             )
-        if rank_0 is None:
+        if trainer is None:
             raise NotFound(
                 f"{action}: no trainer of this run is connected to this daemon",
-                hint="`tierd status` shows the runs of this daemon; is it the daemon of the run's node?",
+                hint="`tierd status` shows the runs of this daemon; is it the daemon of a node of the run?",
+            )
+        if request.milestone is not None and trainer.rank != FIRST:
+            raise Unsupported(
+                f"{action} as milestone {request.milestone}: rank 0, which names it, is on another node",
+                hint="ask the daemon of rank 0's node, or name the checkpoint later with `tierd milestone`",
             )
         if len(self._pending) >= REQUESTS_MAX:
             raise Transient(f"{action}: {REQUESTS_MAX} requests wait for an answer")
-        return rank_0
+        return trainer
 
     def forward_answer(self, session: TrainerSession, answer: wire.Answer) -> None:
         pending = self._pending.get(answer.request)
-        if pending is None or pending.rank_0 is not session:
+        if pending is None or pending.trainer is not session:
             return  # a second or late answer
         del self._pending[answer.request]
         if answer.kind:
@@ -122,9 +130,9 @@ class RankRequests:
         """Forget an operator's requests; refuse those that this trainer has not answered."""
         self.operators.discard(session)
         for number, pending in list(self._pending.items()):
-            if session in (pending.operator, pending.rank_0):
+            if session in (pending.operator, pending.trainer):
                 del self._pending[number]
-                message = f"wait for rank 0 of {session.run}: it disconnected before it answered"
+                message = f"wait for rank {pending.trainer.rank} of {session.run}: it disconnected before it answered"
                 pending.operator.post(refused(pending.request, Transient(message, hint="see `tierd status`")))
         if not self._ranks(session):
             self._meetings.pop(session.run, None)

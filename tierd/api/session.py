@@ -35,7 +35,7 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 class TrainerSession:
     """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
     not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause. `protocol`: the
-    version that the peer speaks. `proof`: as of Hello."""
+    version that the peer speaks. `proof`: as of Hello. `answers_operators`: the one rank of this node that does."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class TrainerSession:
         lines: Rate | None = None,
         protocol: int = wire.PROTOCOL_VERSION,
         proof: str = "",
+        answers_operators: bool = False,
     ) -> None:
         self.connection = connection
         self.run = run
@@ -56,6 +57,7 @@ class TrainerSession:
         self.generation = generation
         self.unlisted = unlisted
         self.protocol = protocol
+        self.answers_operators = answers_operators
         self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
         self._is_closed = False
         self._lines = lines

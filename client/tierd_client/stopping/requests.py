@@ -1,7 +1,8 @@
 """Requests from outside the loop to stop or to take a snapshot: signals, the walltime, a stop file, an operator.
 
 All of them go to one Agreement, so that every rank acts at the same step. Rank 0 checks the clocks and the file, at
-most once a second, and answers operators; a signal counts on whichever rank receives it.
+most once a second. A signal counts on whichever rank receives it. Operators are answered by rank 0, and on other nodes
+by the lowest rank there.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class StopRequests:
         signals: Mapping[int, Meaning],
         deadline: Deadline | None,
         stop_file: str | None,
+        answers_operators: Callable[[], bool],
     ) -> None:
         self.reason = ""
         """Why the run stops; empty while it continues."""
@@ -62,6 +64,7 @@ class StopRequests:
         self._deadline = deadline
         self._total_s = deadline.at_s - time.time() if deadline is not None else 0.0
         self._stop_file = stop_file
+        self._answers_operators = answers_operators
         self._agreement = Agreement(ranks, send)
         self._node_calls = NodeCalls(self._repeat_call, self._repeat_force)
         self._former_handlers: dict[int, Any] = {}
@@ -142,12 +145,12 @@ class StopRequests:
             self._snapshot_step = self.last_step
             while self._snapshot_requests:
                 self._agreed_requests.append(self._snapshot_requests.popleft())
-        if self.reason and self._ranks.rank == 0:
-            if self._stop_file is not None:
-                try:
-                    Path(self._stop_file).unlink(missing_ok=True)  # otherwise the resumed run would stop at once
-                except OSError as error:
-                    log.error("tierd: remove %s, or the next start stops at once: %s", self._stop_file, error)
+        if self.reason and self._ranks.rank == 0 and self._stop_file is not None:
+            try:
+                Path(self._stop_file).unlink(missing_ok=True)  # otherwise the resumed run would stop at once
+            except OSError as error:
+                log.error("tierd: remove %s, or the next start stops at once: %s", self._stop_file, error)
+        if self.reason:
             self._answer_stops()
 
     def _answer_stops(self) -> None:
@@ -241,7 +244,7 @@ class StopRequests:
 
     def _receive(self, request: wire.Requested) -> None:
         if request.kind == "force":
-            if self._ranks.rank == 0:
+            if self._answers_operators():
                 self._answer(request, self.last_step or 0)
             self._node_calls.forced()
             self._interrupt()

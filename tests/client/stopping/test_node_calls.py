@@ -140,7 +140,8 @@ def _loop(training: Training, seed: int) -> int | None:
     with training.client as client:
         for step in range(1, FOREVER):
             time.sleep(chance.uniform(0, 0.01))
-            client.due(step)
+            if client.due(step):
+                training.snapshot(step)
             if client.stopping:
                 return step
     return None
@@ -201,18 +202,21 @@ def test_stop_waits_for_the_daemon_of_another_node_that_is_dead_and_training_goe
         assert stopped(trainers) > 1
 
 
-def test_operator_at_rank_0_stops_all_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_operator_on_any_node_gets_snapshots_and_stops_all_nodes(tmp_path: Path, node: int) -> None:
     with nodes(tmp_path) as daemons, connected(daemons, 4) as trainers:
         together(trainers, "enter")
         begin(trainers)
-        elsewhere = daemons[1].tierd("stop", "--run", "run")
-        assert elsewhere.returncode
-        assert "rank 0 is not connected to this daemon" in elsewhere.stderr
-        assert daemons[0].tierd("stop", "--run", "run", "--wait", "1").returncode in (0, 75)
+        snapshot = daemons[node].tierd("snapshot", "--run", "run")
+        assert snapshot.returncode == 0, snapshot.stderr
+        named = daemons[1].tierd("snapshot", "--run", "run", "--milestone", "best")
+        assert "rank 0, which names it, is on another node" in named.stderr
+        assert daemons[node].tierd("stop", "--run", "run", "--wait", "1").returncode in (0, 75)
         assert stopped(trainers) >= 1
 
 
-def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path, node: int) -> None:
     """Also those that hear of it only when rank 0 has gone, whose process serves the store."""
     with nodes(tmp_path) as daemons, ExitStack() as stack:
         trainers = [stack.enter_context(Trainer()) for _ in range(4)]
@@ -223,7 +227,8 @@ def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path) -> None:
         for trainer, mark in zip(trainers, marks, strict=True):
             trainer.begin("apply", _loop_until_interrupted, mark)
         wait_until(lambda: all(mark.exists() for mark in marks), "all ranks to train")
-        daemons[0].tierd("stop", "--run", "run", "--force", "--wait", "30")
+        forced = daemons[node].tierd("stop", "--run", "run", "--force", "--wait", "30")
+        assert "no answer" not in forced.stderr
         assert trainers[0].wait_exit() == INTERRUPTED
         assert [trainer.wait_exit() for trainer in trainers[1:]] == [INTERRUPTED] * 3
 

@@ -54,7 +54,12 @@ class Lab:
     ) -> None:
         self.sent: list[wire.ToDaemon] = []
         self.requests = StopRequests(
-            Ranks(0, 1), self.sent.append, signals=signals, deadline=deadline, stop_file=stop_file
+            Ranks(0, 1),
+            self.sent.append,
+            signals=signals,
+            deadline=deadline,
+            stop_file=stop_file,
+            answers_operators=lambda: True,
         )
         self.requests.start(every_s)
 
