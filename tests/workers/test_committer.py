@@ -16,11 +16,13 @@ from tierd.decisions import pending
 from tierd.errors import Corrupt
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
 from tierd.workers.reaper import Reaper
+from tierd.workers.write_through import WriteThrough
 
 WORLD_SIZE, RANKS = 5, ([0, 1], [2, 4], [3])  # ranks of nodes need not follow one another
 CLAIM = Claim.new("home")
@@ -239,3 +241,77 @@ async def test_a_milestone_of_the_snapshot_is_one_of_the_checkpoint(nodes: Nodes
         await node.send(10, milestone="best")
     await nodes.wait(HOME_S + 1)
     assert (nodes.nodes[0].rooms.folder("cold", id_of(10)) / "milestone-best.json").exists()
+
+
+async def test_a_node_file_that_nobody_can_read_does_not_end_the_wait(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    path = home.rooms.folder("cold", id_of(10)) / layout.node_file_name(2, WORLD_SIZE)
+    raw = path.read_bytes()
+    path.unlink()
+    path.write_bytes(b"half")
+    await nodes.wait(HOME_S + 1, home)
+    assert home.rooms.steps("cold") == []
+    assert home.rooms.incidents.recent()
+    path.write_bytes(raw)  # a person put the right one back
+    await nodes.wait(LIST_MAX_S, home)
+    assert home.rooms.steps("cold") == [10]
+
+
+async def test_a_run_that_has_left_memory_still_has_a_home(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+        for rank in node.ranks:
+            node.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        node.rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+        assert RUN not in node.rooms.memory.runs()
+    assert [node.rooms.context.is_home(RUN) for node in nodes.nodes] == [True, False, False]
+
+
+async def test_a_healthy_part_does_not_make_the_whole_checkpoint_healthy(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    home.rooms.catalog.diagnosed(id_of(10), "hot", is_healthy=True)  # after the node file
+    await nodes.wait(HOME_S + 1)
+    (view,) = home.rooms.catalog.views()
+    assert view.tiers == {"hot", "cold"}
+    assert view.healthy is None
+    home.rooms.catalog.diagnosed(id_of(10), "hot", is_healthy=False)
+    (view,) = home.rooms.catalog.views()
+    assert view.healthy is False
+
+
+async def test_a_checkpoint_that_lacks_parts_for_long_is_looked_at_seldom(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, listed = nodes.nodes[0], 0
+    await home.send(10)
+    store = home.rooms.cold["cold"].store
+    list_all = store.list
+
+    async def count(prefix: str) -> Any:
+        nonlocal listed
+        listed += 1
+        return await list_all(prefix)
+
+    monkeypatch.setattr(store, "list", count)
+    await nodes.wait(600, home)
+    often = listed
+    await nodes.wait(6 * 3600, home)
+    assert often > 20
+    assert listed - often < 6 * 3600 / 300
+
+
+async def test_an_unhealthy_part_from_memory_makes_the_checkpoint_unhealthy(nodes: Nodes) -> None:
+    for number, node in enumerate(nodes.nodes):
+        shards = [node.shard(rank, 10) for rank in node.ranks]
+        found = node.rooms.seal(10, shards, node=node.node, world_size=WORLD_SIZE, number=1)
+        found.diagnosis = Diagnosis(healthy=number != 1)
+        found.refused_by.add("hot")
+        assert await WriteThrough(node.rooms.context).run_once()
+    await nodes.wait(HOME_S + 1)
+    names = {path.name for path in nodes.nodes[0].rooms.folder("cold", id_of(10)).iterdir()}
+    assert layout.MANIFEST in names
+    assert layout.UNHEALTHY in names

@@ -23,7 +23,8 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
 from tierd.tiers.tier import Tier
 
-HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint
+HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint; less often the longer it waits
+PATIENCE = 0.1  # that, as a share of the time since the part was sent
 LOOK_MIN_S, LOOK_MAX_S = 2.0, 60.0  # how often the others look for the manifest
 LIST_MIN_S, LIST_MAX_S = 30.0, 600.0  # and for the node files
 YIELD_MIN_S, YIELD_MAX_S = 10.0, 60.0  # how long another daemon waits for the one of rank 0 when all of them are there
@@ -33,7 +34,10 @@ LISTING_VALID_S = 60.0  # between the listing of a folder and the manifest: then
 @dataclass(slots=True)
 class _Wait:
     """A checkpoint that is not committed. Times by the monotonic clock: when to look for the manifest, when to list
-    the node files, and when to commit. `node_files`: those that were read, by name."""
+    the node files, and when to commit. `node_files`: those that were read, by name; `unreadable`: why others were
+    not."""
+
+    began_s: float
 
     look_at_s: float
     list_at_s: float
@@ -41,6 +45,7 @@ class _Wait:
     list_s: float = LIST_MIN_S
     commit_at_s: float | None = None
     node_files: dict[str, NodeFile] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 class Committer:
@@ -65,7 +70,7 @@ class Committer:
             wait = self._waits.get(part.id)
             if wait is None:
                 first_s = 0.0 if is_home else self._random.uniform(LIST_MIN_S, 2 * LIST_MIN_S)
-                wait = self._waits[part.id] = _Wait(look_at_s=now_s, list_at_s=now_s + first_s)
+                wait = self._waits[part.id] = _Wait(now_s, look_at_s=now_s, list_at_s=now_s + first_s)
             try:
                 await self._look(part, wait, is_home=is_home)
             except Transient:
@@ -80,28 +85,41 @@ class Committer:
         now_s, jitter = self._context.monotonic_s(), self._random.uniform(0.5, 1.0)
         if is_home:  # a listing shows the manifest too
             if now_s >= min(wait.list_at_s, wait.look_at_s):
-                wait.list_at_s = wait.look_at_s = now_s + HOME_S
+                pause_s = min(max(HOME_S, PATIENCE * (now_s - wait.began_s)), LIST_MAX_S)
+                wait.list_at_s = wait.look_at_s = now_s + pause_s
                 await self._list(part, wait, is_home=True)
             return
         if now_s >= wait.look_at_s:
             wait.look_s = min(LOOK_MAX_S, 2 * wait.look_s)
             wait.look_at_s = now_s + jitter * wait.look_s
-            if await self._find(part):
+            if await self._find(part, wait):
                 return
         if now_s >= min(wait.list_at_s, wait.commit_at_s or wait.list_at_s):
             wait.list_s = min(LIST_MAX_S, 2 * wait.list_s)
             wait.list_at_s = now_s + jitter * wait.list_s
             await self._list(part, wait, is_home=False)
 
-    async def _find(self, part: NodeFile) -> bool:
+    async def _find(self, part: NodeFile, wait: _Wait) -> bool:
         """Whether the checkpoint is committed. Raises Corrupt when the manifest is of another checkpoint."""
         try:
             manifest = await self._cold.manifest(part.id)
         except NotFound:
             return False
+        except Transient:
+            raise
+        except TierdError as error:
+            self._cannot_read(part, wait, layout.MANIFEST, error)
+            return False
         self._check(part, manifest)
         self._committed(manifest)
         return True
+
+    def _cannot_read(self, part: NodeFile, wait: _Wait, name: str, error: TierdError) -> None:
+        """What cannot be read, or is not signed, counts for nothing. It is reported once; the wait goes on, because a
+        person may put it right."""
+        if wait.unreadable.get(name) != error.message:
+            wait.unreadable[name] = error.message
+            self._context.incidents.record(self.name, error, part.id)
 
     def _check(self, part: NodeFile, manifest: Manifest) -> None:
         if why := part.contradiction(manifest):
@@ -117,15 +135,18 @@ class Committer:
         if layout.GONE in names or part.name not in names:
             self._catalog.part_gone(self._cold.name, part.id)
             return
-        if layout.MANIFEST in names and await self._find(part):
+        if layout.MANIFEST in names:
+            await self._find(part, wait)
             return
         new = [name for name in layout.node_files(names) if name not in wait.node_files]
         decoded = await self._cold.decode_many([layout.file_key(part.id, name) for name in new])
         for name, node_file in zip(new, decoded, strict=True):
-            if isinstance(node_file, NotFound):
-                continue
-            if isinstance(node_file, TierdError):
+            if isinstance(node_file, Transient):
                 raise node_file
+            if isinstance(node_file, TierdError):
+                if not isinstance(node_file, NotFound):
+                    self._cannot_read(part, wait, name, node_file)
+                continue
             assert isinstance(node_file, NodeFile)
             wait.node_files[name] = node_file
         if missing_ranks(wait.node_files.values()):
