@@ -8,20 +8,23 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdConfig
 from tierd.decisions import pending
-from tierd.errors import Corrupt
+from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
+from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
 from tierd.workers.reaper import Reaper
+from tierd.workers.restorer import Restorer
 from tierd.workers.write_through import WriteThrough
 
 WORLD_SIZE, RANKS = 5, ([0, 1], [2, 4], [3])  # ranks of nodes need not follow one another
@@ -315,3 +318,42 @@ async def test_an_unhealthy_part_from_memory_makes_the_checkpoint_unhealthy(node
     names = {path.name for path in nodes.nodes[0].rooms.folder("cold", id_of(10)).iterdir()}
     assert layout.MANIFEST in names
     assert layout.UNHEALTHY in names
+
+
+async def test_a_part_in_hot_is_verified(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    await home.persist(10)
+    verification = await verify_replica(home.rooms.hot, id_of(10))
+    assert verification is not None
+    assert verification.sentences == []
+    shard = home.rooms.folder("hot", id_of(10)) / layout.shard_name(Rank(0), WORLD_SIZE)
+    shard.chmod(0o600)
+    shard.write_bytes(bytes(len(home.shard(0, 10))))
+    verification = await verify_replica(home.rooms.hot, id_of(10))
+    assert verification is not None
+    assert len(verification.sentences) == 1
+
+
+async def test_a_run_goes_on_without_a_part_that_never_became_whole(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        return None
+
+    restorer = Restorer(home.rooms.context, judge)
+    any_step = wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+
+    async def find() -> None:
+        await restorer.find(RUN, any_step, lambda *_: None)
+
+    await home.persist(10)
+    with pytest.raises(TierUnreachable, match="has its part"):  # it is not even copied
+        await find()
+    await home.rooms.replicator().run_once()
+    with pytest.raises(NotFound, match="none is whole"):  # made years ago
+        await find()
+    await home.send(11, number=2, created_at=home.rooms.context.now().isoformat())
+    with pytest.raises(TierUnreachable, match="has its part"):  # others may be copying
+        await find()
+    with pytest.raises(NotFound, match="none is whole"):
+        await restorer.find(RUN, msgspec.structs.replace(any_step, tier="hot"), lambda *_: None)
