@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
+from tierd_client import TierUnreachable
+
 from tests.support.nodes import connected, nodes
-from tests.support.trainer import together
+from tests.support.trainer import refusals, together
 
 
 def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: Path) -> None:
@@ -36,3 +39,27 @@ def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: 
             together(trainers, "snapshot")
             together(trainers, "wait_replicated", timeout_s=60)
         assert (tmp_path / "cold" / "run" / "000000000004-g0002" / "manifest.json").exists()
+
+
+def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (a, b):
+        with connected([a, b], 2) as trainers:
+            assert together(trainers, "restore") == [None] * 2
+            together(trainers, "train", 2)
+            b.signal(signal.SIGSTOP)
+            together(trainers, "snapshot")
+            trainers[0].wait_persisted(30)
+        b.kill()
+        assert a.json("ls") == []
+        target = tmp_path / "restored"
+        restored = a.tierd("restore", "--run", "run", "--to", target)
+        assert restored.returncode == 10
+        assert "only the part of one node" in restored.stderr
+        assert not target.exists()
+        assert [(one["tier"], one["problems"]) for one in a.json("verify")] == [("hot", [])]
+        with nodes(tmp_path, "c") as (c,):
+            for daemons in ([a, c], [c, a]):
+                with connected(daemons, 2) as trainers:
+                    for error in refusals(trainers, "restore"):
+                        assert isinstance(error, TierUnreachable)
+                        assert "start again later" in error.hint
