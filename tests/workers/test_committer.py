@@ -357,3 +357,17 @@ async def test_a_run_goes_on_without_a_part_that_never_became_whole(nodes: Nodes
         await find()
     with pytest.raises(NotFound, match="none is whole"):
         await restorer.find(RUN, msgspec.structs.replace(any_step, tier="hot"), lambda *_: None)
+
+
+async def test_every_node_evicts_its_own_parts(nodes: Nodes) -> None:
+    for step in range(1, 21):
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+        await nodes.wait(90)
+    for node in nodes.nodes:
+        await node.rooms.list_tiers()
+        await Reaper(node.rooms.context).run_once()
+        await node.rooms.list_tiers()
+        await Reaper(node.rooms.context).run_once()
+        names = sorted(path.name[:12] for path in node.rooms.folder("hot", id_of(1)).parent.iterdir() if path.is_dir())
+        assert len(names) == node.rooms.config.lifecycle.hot.keep_last, names
