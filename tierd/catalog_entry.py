@@ -94,4 +94,5 @@ def view_of(entry: Entry, doubt: str = "") -> CheckpointView:
         created_at=entry.manifest.created,
         metrics=entry.manifest.metrics,
         foreign=doubt,
+        is_part=entry.part is not None,
     )

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig
-from tierd.decisions import pending
+from tierd.config import ColdConfig, TierPolicy
+from tierd.decisions import decisions, deletions, pending
 from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
@@ -371,3 +371,17 @@ async def test_every_node_evicts_its_own_parts(nodes: Nodes) -> None:
         await Reaper(node.rooms.context).run_once()
         names = sorted(path.name[:12] for path in node.rooms.folder("hot", id_of(1)).parent.iterdir() if path.is_dir())
         assert len(names) == node.rooms.config.lifecycle.hot.keep_last, names
+
+
+async def test_parts_that_hot_keeps_are_no_reason_to_delete_the_whole_in_cold(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for step in range(1, 9):
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+        await nodes.wait(90)
+    config = home.rooms.config
+    lifecycle = msgspec.structs.replace(config.lifecycle, hot=TierPolicy(keep_last=7))
+    deleted = deletions(
+        decisions(home.rooms.catalog, msgspec.structs.replace(config, lifecycle=lifecycle)), home.rooms.config
+    )
+    assert {each.checkpoint.step for each in deleted} == {1}

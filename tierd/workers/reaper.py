@@ -283,6 +283,8 @@ class Reaper:
         marked: set[str] = set()
         is_listed = False
         for name in entry.tiers - {action.tier}:
+            if entry.is_part_in(name):
+                continue  # nor did it count a part
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:
