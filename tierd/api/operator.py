@@ -248,7 +248,7 @@ class Operator:
         run = request.query.get("run")
         health = {one.id: one.diagnosis.healthy for one in self._memory.complete() if one.diagnosis is not None}
         # A part of a run over several nodes can not be restored from here.
-        whole = [one for one in self._in_memory() if self._memory.node(one.run) is None]
+        whole = [one for one in self._in_memory() if self._memory.node(Run(one.run)) is None]
         rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=whole, health=health)
         return _json(rows)
 
