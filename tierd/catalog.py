@@ -352,7 +352,9 @@ class Catalog:
             for (tier, checkpoint), reason in self.unreadable().items()
         ]
         unreadable += [
-            UnreadableReplica(id=entry.id, tier=HOT, reason=f"{entry.id} in {HOT}: only the part of one node")
+            UnreadableReplica(
+                id=entry.id, tier=HOT, reason=f"{entry.id} in {HOT}: only the part of one node", is_part=True
+            )
             for entry in listed.values()
             if entry.part is not None
         ]

@@ -49,8 +49,15 @@ class Entry:
 
     @property
     def healthy(self) -> bool | None:
-        """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts."""
-        return all(self.diagnoses.values()) if self.diagnoses else None
+        """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts. That
+        this node's part is healthy says nothing about the others."""
+        verdicts = [healthy for tier, healthy in self.diagnoses.items() if not (healthy and self.is_part_in(tier))]
+        return all(verdicts) if verdicts else None
+
+    @property
+    def examined(self) -> bool | None:
+        """As `healthy`, but of a part what its own examination has shown."""
+        return self.healthy if self.part is None else self.diagnoses.get(HOT)
 
     @property
     def all_milestones(self) -> frozenset[str]:
@@ -87,4 +94,5 @@ def view_of(entry: Entry, doubt: str = "") -> CheckpointView:
         created_at=entry.manifest.created,
         metrics=entry.manifest.metrics,
         foreign=doubt,
+        is_part=entry.part is not None,
     )

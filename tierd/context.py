@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from tierd.audit import AuditTrail
 from tierd.catalog import Catalog
 from tierd.config import Config
@@ -21,6 +23,7 @@ from tierd.format import wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, SomeManifest
 from tierd.identity import Identities
 from tierd.incidents import Incidents
@@ -100,16 +103,21 @@ class DaemonContext:
             return self.signed(snapshot_set.make_node_file())
         return self.signed(snapshot_set.make_manifest(sequence=sequence))
 
+    def node_file(self, part: NodeFile, *, is_healthy: bool | None) -> NodeFile:
+        """The node file of this node's part, with the verdict on it as far as it is known."""
+        return part if is_healthy is None else self.signed(msgspec.structs.replace(part, is_healthy=is_healthy))
+
     def signed(self, manifest: SomeManifest) -> SomeManifest:
         """The same manifest, signed where there is a key."""
         return manifest if self.keyring is None else self.keyring.sign_manifest(manifest)
 
     def is_home(self, run: Run) -> bool:
         """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that
-        is the daemon of rank 0; without it, deletions there wait."""
+        is the daemon of rank 0, also when its trainers have left; without it, deletions there wait."""
         if run in self.memory.runs():
             return 0 in self.memory.ranks(run)
-        return all(entry.part is None for entry in self.catalog.entries(run))
+        parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
+        return not parts or 0 in parts[0].ranks
 
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""

@@ -13,7 +13,7 @@ from tierd.api import node_ranks as module
 from tierd.api.node_ranks import check_node_ranks, confirm_node_claim
 from tierd.errors import BadConfig, BadRequest, Stale
 from tierd.format.claim import Claim
-from tierd.format.ids import Generation
+from tierd.format.ids import GENERATION_SEEN_MAX, Generation
 from tierd.format.wire import NodeRanks
 
 FIRST = Generation(1)
@@ -109,3 +109,23 @@ def test_impossible_division_into_nodes_is_refused(node: NodeRanks, said: str) -
 
 def test_division_into_nodes_in_any_order_is_taken() -> None:
     check_node_ranks(NodeRanks(ranks=[1, 3], lowest=[0, 1], claim=BITS), 3, 4, "join")
+
+
+async def test_a_node_that_missed_some_starts_may_join_the_newest(tmp_path: Path) -> None:
+    third = Generation(3)
+    async with rooms_at(tmp_path) as rooms:
+        claims, now_s = rooms.catalog.claims, rooms.context.now().timestamp()
+        await claim_in_cold(rooms)
+        await confirm(rooms)
+        assert await rooms.cold["cold"].claim_generation(RUN, third, Claim(node="home", claim=BITS))
+        await confirm_node_claim(rooms.context, RUN, third, BITS)
+        assert claims.joined_limit(RUN, rooms.catalog.generation_max(RUN), now_s) >= third
+
+
+async def test_a_generation_beyond_any_count_of_starts_is_not_noted(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path) as rooms:
+        far = Generation(GENERATION_SEEN_MAX)
+        assert await rooms.cold["cold"].claim_generation(RUN, far, Claim(node="home", claim=BITS))
+        with pytest.raises(BadRequest, match="not between 1 and"):
+            await confirm_node_claim(rooms.context, RUN, far, BITS)
+        assert await rooms.hot.claim(RUN, far) is None

@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from tierd_client import TierUnreachable
 
 from tests.support.nodes import connected, nodes
-from tests.support.trainer import together
+from tests.support.trainer import refusals, together
 from tests.support.waiting import wait_until
 
 OVER_NODES = ("cold.node_file", "cold.part_sent", "cold.assemble", "cold.assembled")
@@ -58,3 +59,27 @@ def test_a_daemon_that_is_killed_delays_the_commit_only(tmp_path: Path, *, is_ho
             manifest = tmp_path / "cold" / "run" / f"{step:012d}-g0001" / "manifest.json"
             wait_until(manifest.exists, f"the commit after {failpoint}")
             together(trainers, "wait_replicated", timeout_s=60)
+
+
+def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (a, b):
+        with connected([a, b], 2) as trainers:
+            assert together(trainers, "restore") == [None] * 2
+            together(trainers, "train", 2)
+            b.signal(signal.SIGSTOP)
+            together(trainers, "snapshot")
+            trainers[0].wait_persisted(30)
+        b.kill()
+        assert a.json("ls") == []
+        target = tmp_path / "restored"
+        restored = a.tierd("restore", "--run", "run", "--to", target)
+        assert restored.returncode == 10
+        assert "only the part of one node" in restored.stderr
+        assert not target.exists()
+        assert [(one["tier"], one["problems"]) for one in a.json("verify")] == [("hot", [])]
+        with nodes(tmp_path, "c") as (c,):
+            for daemons in ([a, c], [c, a]):
+                with connected(daemons, 2) as trainers:
+                    for error in refusals(trainers, "restore"):
+                        assert isinstance(error, TierUnreachable)
+                        assert "start again later" in error.hint

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig
-from tierd.decisions import pending
-from tierd.errors import Corrupt
+from tierd.config import ColdConfig, TierPolicy
+from tierd.decisions import decisions, deletions, pending
+from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
+from tierd.format.signature import Keyring, new_key
+from tierd.tiers.tier import GONE_CONTENT
+from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
 from tierd.workers.reaper import Reaper
+from tierd.workers.recovery import clear_uncommitted
+from tierd.workers.restorer import Restorer
+from tierd.workers.write_through import WriteThrough
 
 WORLD_SIZE, RANKS = 5, ([0, 1], [2, 4], [3])  # ranks of nodes need not follow one another
 CLAIM = Claim.new("home")
@@ -228,6 +236,48 @@ async def test_a_deleted_checkpoint_is_not_committed_again(nodes: Nodes) -> None
     assert pending(second.rooms.catalog, second.rooms.config, "cold") == []
 
 
+async def test_a_deletion_that_ended_after_its_tombstone_is_finished_as_a_leftover(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    await nodes.wait(HOME_S + 1, home)
+    cold, folder = home.rooms.cold["cold"], home.rooms.folder("cold", id_of(10))
+    deleted: list[list[str]] = []
+    delete = cold.store.delete
+
+    async def fail(keys: Sequence[str]) -> None:
+        raise TierUnreachable("the daemon ends here")
+
+    cold.store.delete = fail  # type: ignore[method-assign]
+    with pytest.raises(TierUnreachable):
+        await cold.delete(id_of(10))
+    assert {layout.MANIFEST, layout.GONE} <= {path.name for path in folder.iterdir()}
+    assert id_of(10) in (await cold.listing()).partial
+
+    async def note(keys: Sequence[str]) -> None:
+        deleted.append([key.rpartition("/")[2] for key in keys])
+        await delete(keys)
+
+    cold.store.delete = note  # type: ignore[method-assign]
+    assert await clear_uncommitted(cold, id_of(10))
+    assert deleted[0][0] == layout.MANIFEST
+    assert deleted[-1] == [layout.GONE]
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+async def test_a_tombstone_that_is_not_signed_hides_no_checkpoint(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path, keyring=Keyring([new_key()])) as rooms:
+        manifest, cold = await rooms.commit("hot", "cold"), rooms.cold["cold"]
+        tombstone = layout.file_key(manifest.id, layout.GONE)
+        await cold.store.put_bytes(tombstone, GONE_CONTENT)
+        listing = await cold.listing()
+        assert listing.committed == {manifest.id}
+        assert list(listing.foreign) == [tombstone]
+        await cold.store.delete([tombstone])
+        await cold._put_marker(tombstone, GONE_CONTENT)  # pyright: ignore[reportPrivateUsage]
+        assert (await cold.listing()).partial == {manifest.id}
+
+
 async def test_only_the_daemon_of_rank_0_deletes_in_cold(nodes: Nodes) -> None:
     steps = list(range(1, 9))
     for step in steps:
@@ -261,3 +311,144 @@ async def test_a_milestone_of_the_snapshot_is_one_of_the_checkpoint(nodes: Nodes
         await node.send(10, milestone="best")
     await nodes.wait(HOME_S + 1)
     assert (nodes.nodes[0].rooms.folder("cold", id_of(10)) / "milestone-best.json").exists()
+
+
+async def test_a_node_file_that_nobody_can_read_does_not_end_the_wait(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    path = home.rooms.folder("cold", id_of(10)) / layout.node_file_name(2, WORLD_SIZE)
+    raw = path.read_bytes()
+    path.unlink()
+    path.write_bytes(b"half")
+    await nodes.wait(HOME_S + 1, home)
+    assert home.rooms.steps("cold") == []
+    assert home.rooms.incidents.recent()
+    path.write_bytes(raw)  # a person put the right one back
+    await nodes.wait(LIST_MAX_S, home)
+    assert home.rooms.steps("cold") == [10]
+
+
+async def test_a_run_that_has_left_memory_still_has_a_home(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+        for rank in node.ranks:
+            node.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        node.rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+        assert RUN not in node.rooms.memory.runs()
+    assert [node.rooms.context.is_home(RUN) for node in nodes.nodes] == [True, False, False]
+
+
+async def test_a_healthy_part_does_not_make_the_whole_checkpoint_healthy(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    home.rooms.catalog.diagnosed(id_of(10), "hot", is_healthy=True)  # after the node file
+    await nodes.wait(HOME_S + 1)
+    (view,) = home.rooms.catalog.views()
+    assert view.tiers == {"hot", "cold"}
+    assert view.healthy is None
+    home.rooms.catalog.diagnosed(id_of(10), "hot", is_healthy=False)
+    (view,) = home.rooms.catalog.views()
+    assert view.healthy is False
+
+
+async def test_a_checkpoint_that_lacks_parts_for_long_is_looked_at_seldom(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, listed = nodes.nodes[0], 0
+    await home.send(10)
+    store = home.rooms.cold["cold"].store
+    list_all = store.list
+
+    async def count(prefix: str) -> Any:
+        nonlocal listed
+        listed += 1
+        return await list_all(prefix)
+
+    monkeypatch.setattr(store, "list", count)
+    await nodes.wait(600, home)
+    often = listed
+    await nodes.wait(6 * 3600, home)
+    assert often > 20
+    assert listed - often < 6 * 3600 / 300
+
+
+async def test_an_unhealthy_part_from_memory_makes_the_checkpoint_unhealthy(nodes: Nodes) -> None:
+    for number, node in enumerate(nodes.nodes):
+        shards = [node.shard(rank, 10) for rank in node.ranks]
+        found = node.rooms.seal(10, shards, node=node.node, world_size=WORLD_SIZE, number=1)
+        found.diagnosis = Diagnosis(healthy=number != 1)
+        found.refused_by.add("hot")
+        assert await WriteThrough(node.rooms.context).run_once()
+    await nodes.wait(HOME_S + 1)
+    names = {path.name for path in nodes.nodes[0].rooms.folder("cold", id_of(10)).iterdir()}
+    assert layout.MANIFEST in names
+    assert layout.UNHEALTHY in names
+
+
+async def test_a_part_in_hot_is_verified(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    await home.persist(10)
+    verification = await verify_replica(home.rooms.hot, id_of(10))
+    assert verification is not None
+    assert verification.sentences == []
+    shard = home.rooms.folder("hot", id_of(10)) / layout.shard_name(Rank(0), WORLD_SIZE)
+    shard.chmod(0o600)
+    shard.write_bytes(bytes(len(home.shard(0, 10))))
+    verification = await verify_replica(home.rooms.hot, id_of(10))
+    assert verification is not None
+    assert len(verification.sentences) == 1
+
+
+async def test_a_run_goes_on_without_a_part_that_never_became_whole(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+
+    async def judge(checkpoint: CheckpointId) -> bool | None:
+        return None
+
+    restorer = Restorer(home.rooms.context, judge)
+    any_step = wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+
+    async def find() -> None:
+        await restorer.find(RUN, any_step, lambda *_: None)
+
+    await home.persist(10)
+    with pytest.raises(TierUnreachable, match="has its part"):  # it is not even copied
+        await find()
+    await home.rooms.replicator().run_once()
+    with pytest.raises(NotFound, match="none is whole"):  # made years ago
+        await find()
+    await home.send(11, number=2, created_at=home.rooms.context.now().isoformat())
+    with pytest.raises(TierUnreachable, match="has its part"):  # others may be copying
+        await find()
+    with pytest.raises(NotFound, match="none is whole"):
+        await restorer.find(RUN, msgspec.structs.replace(any_step, tier="hot"), lambda *_: None)
+
+
+async def test_every_node_evicts_its_own_parts(nodes: Nodes) -> None:
+    for step in range(1, 21):
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+        await nodes.wait(90)
+    for node in nodes.nodes:
+        await node.rooms.list_tiers()
+        await Reaper(node.rooms.context).run_once()
+        await node.rooms.list_tiers()
+        await Reaper(node.rooms.context).run_once()
+        names = sorted(path.name[:12] for path in node.rooms.folder("hot", id_of(1)).parent.iterdir() if path.is_dir())
+        assert len(names) == node.rooms.config.lifecycle.hot.keep_last, names
+
+
+async def test_parts_that_hot_keeps_are_no_reason_to_delete_the_whole_in_cold(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for step in range(1, 9):
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+        await nodes.wait(90)
+    config = home.rooms.config
+    lifecycle = msgspec.structs.replace(config.lifecycle, hot=TierPolicy(keep_last=7))
+    deleted = deletions(
+        decisions(home.rooms.catalog, msgspec.structs.replace(config, lifecycle=lifecycle)), home.rooms.config
+    )
+    assert {each.checkpoint.step for each in deleted} == {1}

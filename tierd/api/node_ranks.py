@@ -46,16 +46,21 @@ def needs_cold_tier(run: Run) -> BadConfig:
 
 async def confirm_node_claim(context: DaemonContext, run: Run, generation: Generation, bits: str) -> None:
     """Returns when hot or a cold tier has the claim with these random bits, or none can be reached. Notes it in hot, so
-    that copies to a tier without it begin with the same claim, and ranks that come back wait for no cold tier.
+    that copies to a tier without it begin with the same claim, and ranks that come back wait for no cold tier. A claim
+    that is found counts as seen: this node may have missed any number of starts before.
 
     Raises BadConfig when the tiers that can be reached have no claim of the generation, Stale when they have another.
     """
     if not context.cold:
         raise needs_cold_tier(run)
     action = f"join run {run} generation {generation}, whose ranks span several nodes"
+    limit = context.catalog.claims.generation_limit(run, context.now().timestamp())
+    if not 1 <= generation <= limit:
+        raise BadRequest(f"{action}: not between 1 and {limit}")
     with suppress(TierdError):  # then it is asked below, and answers by name
         noted = await context.hot.claim(run, generation)
         if noted is not None and noted.claim == bits:
+            context.catalog.saw_generation(run, generation)
             return
     reached: list[str] = []
     others: list[str] = []
@@ -67,6 +72,7 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
             log.warning("%s: look for its claim in %s: %s", action, tier.name, error or "no answer")
             continue
         if claim is not None and claim.claim == bits:
+            context.catalog.saw_generation(run, generation)
             break
         (others if claim is not None else reached).append(tier.name)
     else:

@@ -247,7 +247,9 @@ class Operator:
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
         health = {one.id: one.diagnosis.healthy for one in self._memory.complete() if one.diagnosis is not None}
-        rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=self._in_memory(), health=health)
+        # A part of a run over several nodes can not be restored from here.
+        whole = [one for one in self._in_memory() if self._memory.node(Run(one.run)) is None]
+        rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=whole, health=health)
         return _json(rows)
 
     async def _checkpoint(self, request: web.Request) -> web.Response:

@@ -40,8 +40,10 @@ def exit_code(errors: Sequence[TierdError], *, of: int) -> int:
     checked, 14 if none could and a tier cannot be reached."""
     if any(isinstance(error, Corrupt) for error in errors):
         return Corrupt.exit_code
+    if not errors:  # also where the last replica was just deleted
+        return 0
     if len(errors) < of:
-        return PARTIAL if errors else 0
+        return PARTIAL
     unreachable = [error for error in errors if isinstance(error, TierUnreachable)]
     return (unreachable or errors)[0].exit_code
 

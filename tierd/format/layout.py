@@ -107,12 +107,12 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
 
 def is_marker(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is a marker of it."""
-    return file_name in (HEALTHY, UNHEALTHY) or milestone_of(file_name) is not None
+    return file_name in (HEALTHY, UNHEALTHY, GONE) or milestone_of(file_name) is not None
 
 
 def is_ours(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is the manifest, a node file or a marker, so not a shard."""
-    return file_name in (MANIFEST, GONE) or is_marker(file_name) or parse_node_file(file_name) is not None
+    return file_name == MANIFEST or is_marker(file_name) or parse_node_file(file_name) is not None
 
 
 def partial_name(file_name: str, token: str) -> str:

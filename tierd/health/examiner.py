@@ -72,8 +72,8 @@ class Examiner:
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:
         """Whether it is healthy, by its markers or by an examination without a marker yet; None: not examined."""
         entry, snapshot_set = self._catalog.get(checkpoint), self._memory.find(checkpoint)
-        if entry is not None and entry.healthy is not None:
-            return entry.healthy
+        if entry is not None and entry.examined is not None:
+            return entry.examined
         diagnosis = self._unmarked.get(checkpoint) or (snapshot_set.diagnosis if snapshot_set is not None else None)
         return diagnosis.healthy if diagnosis is not None else None
 
@@ -121,7 +121,7 @@ class Examiner:
 
     def _may_lack_marker(self, checkpoint: CheckpointId) -> bool:
         entry = self._catalog.get(checkpoint)
-        return entry.healthy is None if entry is not None else self._memory.find(checkpoint) is not None
+        return entry.examined is None if entry is not None else self._memory.find(checkpoint) is not None
 
     async def _mark(self, checkpoint: CheckpointId) -> None:
         """Write the marker beside the manifest in the hot tier, if the manifest is there and the marker is not. In the
@@ -138,6 +138,9 @@ class Examiner:
                 tiers = [self._hot]
             else:
                 tiers = [self._context.cold[name] for name in sorted(entry.tiers)] if snapshot_set is not None else []
+            is_of_part = snapshot_set is not None and snapshot_set.node is not None
+            if is_of_part and self._hot.name not in entry.tiers and diagnosis is not None and diagnosis.healthy:
+                return  # the other parts may be unhealthy
             for tier in tiers:
                 if diagnosis is not None and tier.name not in entry.diagnoses:
                     await tier.mark_diagnosis(checkpoint, diagnosis)

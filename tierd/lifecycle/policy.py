@@ -26,6 +26,7 @@ class CheckpointView:
 
     `created_at`: in UTC; None if its manifest gives no valid time. `metrics`: as in its manifest. `foreign`: why no
     daemon of the run seems to have committed it: it is kept, and nothing is deleted because of it; empty otherwise.
+    `is_part`: hot has only this node's part, which replaces no replica elsewhere.
     """
 
     id: CheckpointId
@@ -36,6 +37,7 @@ class CheckpointView:
     created_at: datetime | None = None
     metrics: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"], hash=False)
     foreign: str = ""
+    is_part: bool = False
 
 
 class Action(Enum):
@@ -166,6 +168,8 @@ class _RunPolicy:
                     else:
                         yield Decision(view.id, tier, Action.WAIT, f"{selected}; {tier} cannot be listed now")
                 continue
+            if view.is_part and tier != HOT:
+                remaining.discard(HOT)
             reason = self._keeps_in(view, tier, remaining)
             if reason:
                 yield Decision(view.id, tier, Action.KEEP, reason)

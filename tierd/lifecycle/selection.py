@@ -17,6 +17,7 @@ from tierd.lifecycle.policy import HOT
 AUTO = "auto"  # a query of any tier
 MEMORY = "memory"  # the tier of the snapshots that the daemon holds
 LISTED_MAX = 20  # names in a hint
+_PART_HINT = "it is whole when every node has copied its part to a cold tier; look there: --tier, or `tierd ls`"
 _OLDER_HINT = "to go back on purpose, name an older step (--step; in a trainer, resume=); "
 
 
@@ -74,12 +75,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableReplica:
-    """A replica that is listed and cannot be used. `is_newer_format`: a later tierd wrote its manifest."""
+    """A replica that is listed and cannot be used. `is_newer_format`: a later tierd wrote its manifest. `is_part`: only
+    one node's part of a checkpoint; there is nothing to repair."""
 
     id: CheckpointId
     tier: str
     reason: str
     is_newer_format: bool = False
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +209,8 @@ def _refusal(
             gravest.append(Corrupt(f"restore {checkpoint}: its replica in {tier} is damaged", hint=hint))
     if gravest:
         return min(gravest, key=_gravity)
+    parts = [one for one in unreadable if one.is_part]
+    unreadable = [one for one in unreadable if not one.is_part]
     if unreadable:
         for one in unreadable:
             if one.is_newer_format:
@@ -223,6 +228,9 @@ def _refusal(
             f"find {query}: none found, and these tiers could not be listed: {'; '.join(unlisted)}",
             hint="the checkpoint may be there: try again later; to start fresh, take the tier out of the config",
         )
+    if parts:
+        newest = max(parts, key=lambda one: one.id.recency)
+        return NotFound(f"find {query}: none is whole: {newest.reason}", hint=_PART_HINT)
     return NotFound(f"find {query}: there is none", hint=_alternatives(query, inventory.candidates))
 
 

@@ -30,7 +30,7 @@ from tierd.tiers.tier_listing import Listing
 
 DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
-GONE_CONTENT = encode_marker({})
+GONE_CONTENT = encode_marker({"deleted": True})
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -162,13 +162,13 @@ class Tier(ReadableTier):
                 if name == layout.MANIFEST or folders[folder] not in listing.fingerprints:
                     listing.fingerprints[folders[folder]] = (stored.size_bytes, stored.etag)
                     listing.written_at_s[folders[folder]] = stored.written_at_s
+        if self.keyring is not None:  # first: a tombstone that it has not signed deletes nothing
+            await self._leave_out_foreign_markers(listing, self.keyring, is_whole=is_whole)
         for checkpoint, files in listing.files.items():
             if layout.MANIFEST not in files and (names := layout.node_files(files)):
                 listing.node_files[checkpoint] = names
             is_committed = layout.MANIFEST in files or (self.name == HOT and checkpoint in listing.node_files)
             (listing.committed if is_committed and layout.GONE not in files else listing.partial).add(checkpoint)
-        if self.keyring is not None:
-            await self._leave_out_foreign_markers(listing, self.keyring, is_whole=is_whole)
         return listing
 
     async def _leave_out_foreign_markers(self, listing: Listing, keyring: Keyring, *, is_whole: bool) -> None:
@@ -296,7 +296,8 @@ class Tier(ReadableTier):
         if nodes and self.name == HOT and key not in keys:
             key = nodes[0]
         elif nodes:  # a committer that read the node files before may still write the manifest
-            await self.store.put_bytes(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT, if_absent=True)
+            with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
+                await self._put_marker(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT)
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found

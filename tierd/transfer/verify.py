@@ -14,6 +14,7 @@ from tierd.errors import Corrupt, Foreign, NotFound, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.lifecycle.policy import HOT
 from tierd.tiers.chunks import differences, measure
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Progress
@@ -56,7 +57,7 @@ async def verify_replica(
     """None when there is no such replica, or it was deleted meanwhile. Raises NewerFormat, Foreign or TierUnreachable
     where it cannot be verified."""
     try:
-        manifest = await tier.manifest(checkpoint)
+        manifest = await _held(tier, checkpoint)
     except NotFound:
         return None
     except Corrupt as error:
@@ -64,12 +65,23 @@ async def verify_replica(
     verification = await verify_files(tier, manifest, is_deep=is_deep, progress=progress, bandwidth=bandwidth)
     if verification.problems:
         try:
-            await tier.manifest(checkpoint)
+            await _held(tier, checkpoint)
         except NotFound:
             return None
         except (Corrupt, Foreign):
             pass
     return verification
+
+
+async def _held(tier: Tier, checkpoint: CheckpointId) -> Manifest:
+    """The manifest, or in hot the node file of this node's part. Raises as `Tier.manifest`."""
+    try:
+        return await tier.manifest(checkpoint)
+    except NotFound:
+        node_files = (await tier.listing(layout.checkpoint_prefix(checkpoint))).node_files.get(checkpoint)
+        if tier.name != HOT or not node_files:
+            raise
+        return (await tier.read_manifest(layout.file_key(checkpoint, node_files[0])))[0]
 
 
 async def verify_files(

@@ -21,9 +21,11 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
+from tierd.listing import files_of
 from tierd.tiers.tier import Tier
 
-HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint
+HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint; less often the longer it waits
+PATIENCE = 0.1  # that, as a share of the time since the part was sent
 LOOK_MIN_S, LOOK_MAX_S = 2.0, 60.0  # how often the others look for the manifest
 LIST_MIN_S, LIST_MAX_S = 30.0, 600.0  # and for the node files
 YIELD_MIN_S, YIELD_MAX_S = 10.0, 60.0  # how long another daemon waits for the one of rank 0 when all of them are there
@@ -33,14 +35,17 @@ LISTING_VALID_S = 60.0  # between the listing of a folder and the manifest: then
 @dataclass(slots=True)
 class _Wait:
     """A checkpoint that is not committed. Times by the monotonic clock: when to look for the manifest, when to list
-    the node files, and when to commit. `node_files`: those that were read, by name."""
+    the node files, and when to commit. `node_files`: those that were read, by name; `unreadable`: why others were
+    not."""
 
+    began_s: float
     look_at_s: float
     list_at_s: float
     look_s: float = LOOK_MIN_S
     list_s: float = LIST_MIN_S
     commit_at_s: float | None = None
     node_files: dict[str, NodeFile] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 class Committer:
@@ -66,7 +71,7 @@ class Committer:
             wait = self._waits.get(part.id)
             if wait is None:
                 first_s = 0.0 if is_home else self._random.uniform(LIST_MIN_S, 2 * LIST_MIN_S)
-                wait = self._waits[part.id] = _Wait(look_at_s=now_s, list_at_s=now_s + first_s)
+                wait = self._waits[part.id] = _Wait(now_s, look_at_s=now_s, list_at_s=now_s + first_s)
             try:
                 await self._look(part, wait, is_home=is_home)
             except Transient:
@@ -84,15 +89,16 @@ class Committer:
         uncommitted = self._catalog.tiers[self._cold.name].partial
         self._looked &= uncommitted
         for checkpoint in sorted(uncommitted - self._looked, key=lambda each: each.recency, reverse=True):
-            is_ours = checkpoint.run in context.memory.runs() and context.is_home(checkpoint.run)
-            if not is_ours or self._catalog.is_part_sent(self._cold.name, checkpoint):
+            run = checkpoint.run
+            spans_nodes = run in context.memory.runs() and context.memory.node(run) is not None
+            if not spans_nodes or not context.is_home(run) or self._catalog.is_part_sent(self._cold.name, checkpoint):
                 continue
             listed_s = context.monotonic_s()
             names = await self._names(checkpoint)
             node_files: dict[str, NodeFile] = {}
             try:
                 if not names & {layout.GONE, layout.MANIFEST}:
-                    await self._read(checkpoint, names, node_files)
+                    await self._read(checkpoint, names, node_files, unreadable={})
                 if node_files and not missing_ranks(node_files.values()):
                     await self._commit(list(node_files.values()), listed_s)
             except Transient:
@@ -107,28 +113,41 @@ class Committer:
         now_s, jitter = self._context.monotonic_s(), self._random.uniform(0.5, 1.0)
         if is_home:  # a listing shows the manifest too
             if now_s >= min(wait.list_at_s, wait.look_at_s):
-                wait.list_at_s = wait.look_at_s = now_s + HOME_S
+                pause_s = min(max(HOME_S, PATIENCE * (now_s - wait.began_s)), LIST_MAX_S)
+                wait.list_at_s = wait.look_at_s = now_s + pause_s
                 await self._list(part, wait, is_home=True)
             return
         if now_s >= wait.look_at_s:
             wait.look_s = min(LOOK_MAX_S, 2 * wait.look_s)
             wait.look_at_s = now_s + jitter * wait.look_s
-            if await self._find(part):
+            if await self._find(part, wait):
                 return
         if now_s >= min(wait.list_at_s, wait.commit_at_s or wait.list_at_s):
             wait.list_s = min(LIST_MAX_S, 2 * wait.list_s)
             wait.list_at_s = now_s + jitter * wait.list_s
             await self._list(part, wait, is_home=False)
 
-    async def _find(self, part: NodeFile) -> bool:
+    async def _find(self, part: NodeFile, wait: _Wait) -> bool:
         """Whether the checkpoint is committed. Raises Corrupt when the manifest is of another checkpoint."""
         try:
             manifest = await self._cold.manifest(part.id)
         except NotFound:
             return False
+        except Transient:
+            raise
+        except TierdError as error:
+            self._cannot_read(part.id, wait.unreadable, layout.MANIFEST, error)
+            return False
         self._check(part, manifest)
         self._committed(manifest)
         return True
+
+    def _cannot_read(self, checkpoint: CheckpointId, unreadable: dict[str, str], name: str, error: TierdError) -> None:
+        """What cannot be read, or is not signed, counts for nothing. It is reported once; the wait goes on, because a
+        person may put it right."""
+        if unreadable.get(name) != error.message:
+            unreadable[name] = error.message
+            self._context.incidents.record(self.name, error, checkpoint)
 
     def _check(self, part: NodeFile, manifest: Manifest) -> None:
         if why := part.contradiction(manifest):
@@ -143,9 +162,10 @@ class Committer:
         if layout.GONE in names or part.name not in names:
             self._catalog.part_gone(self._cold.name, part.id)
             return
-        if layout.MANIFEST in names and await self._find(part):
+        if layout.MANIFEST in names:
+            await self._find(part, wait)
             return
-        await self._read(part.id, names, wait.node_files)
+        await self._read(part.id, names, wait.node_files, wait.unreadable)
         if not wait.node_files or missing_ranks(wait.node_files.values()):
             return
         if not is_home and wait.commit_at_s is None:
@@ -154,19 +174,22 @@ class Committer:
             await self._commit(list(wait.node_files.values()), listed_s, part)
 
     async def _names(self, checkpoint: CheckpointId) -> set[str]:
-        objects = await self._cold.store.list(layout.checkpoint_prefix(checkpoint))
-        return {stored.key.rpartition("/")[2] for stored in objects}
+        return set(await files_of(self._cold, checkpoint))
 
-    async def _read(self, checkpoint: CheckpointId, names: set[str], node_files: dict[str, NodeFile]) -> None:
-        """Adds the node files among `names` that are not in `node_files` yet. Raises the first reason why one cannot
-        be used."""
+    async def _read(
+        self, checkpoint: CheckpointId, names: set[str], node_files: dict[str, NodeFile], unreadable: dict[str, str]
+    ) -> None:
+        """Adds the node files among `names` that are not in `node_files` yet, or to `unreadable` why they cannot be
+        used."""
         new = [name for name in layout.node_files(names) if name not in node_files]
         decoded = await self._cold.decode_many([layout.file_key(checkpoint, name) for name in new])
         for name, node_file in zip(new, decoded, strict=True):
-            if isinstance(node_file, NotFound):
-                continue
-            if isinstance(node_file, TierdError):
+            if isinstance(node_file, Transient):
                 raise node_file
+            if isinstance(node_file, TierdError):
+                if not isinstance(node_file, NotFound):
+                    self._cannot_read(checkpoint, unreadable, name, node_file)
+                continue
             assert isinstance(node_file, NodeFile)
             node_files[name] = node_file
 

@@ -15,7 +15,6 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.listing import enter_listing
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -69,14 +68,18 @@ async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_bef
         failpoint("leftover.delete")
         # A former deletion of the manifest may not be on the disk yet. As the first key, its absence is synced before
         # a shard is deleted: without that, a loss of power could bring the manifest back without its shards.
-        await tier.store.delete([layout.manifest_key(checkpoint), *keys])
+        manifest, tombstone = layout.manifest_key(checkpoint), layout.file_key(checkpoint, layout.GONE)
+        await tier.store.delete([manifest, *(key for key in keys if key not in (manifest, tombstone))])
+        if tombstone in keys:
+            await tier.store.delete([tombstone])
     return keys
 
 
 async def uncommitted_files(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float) -> list[str]:
-    """The keys of its files; empty if it is committed or one was written after this Unix time."""
+    """The keys of its files; empty if it is committed or one was written after this Unix time. With a tombstone it is
+    not committed: the daemon that was deleting it has ended."""
     files = await tier.store.list(layout.checkpoint_prefix(checkpoint))
-    is_old = all(file.written_at_s <= written_before_s for file in files)
-    keys = [file.key for file in files]
-    is_part = tier.name == HOT and layout.node_files(key.rpartition("/")[2] for key in keys)
-    return keys if is_old and layout.manifest_key(checkpoint) not in keys and not is_part else []
+    if not files or any(file.written_at_s > written_before_s for file in files):
+        return []
+    listing = await tier.listing(layout.checkpoint_prefix(checkpoint))
+    return [] if checkpoint in listing.committed else [file.key for file in files]

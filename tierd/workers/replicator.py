@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-import msgspec
-
 from tierd.catalog_entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import pending
@@ -22,6 +20,7 @@ from tierd.errors import Corrupt, Foreign, Full, NotFound, Retained, TierdError,
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
 from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
@@ -239,9 +238,7 @@ class Replicator:
                 count_written(size_bytes)
                 copy.sent(size_bytes)
 
-            node_file = part
-            if (is_healthy := entry.diagnoses.get(self._hot.name)) is not None:
-                node_file = context.signed(msgspec.structs.replace(part, is_healthy=is_healthy))
+            node_file = context.node_file(part, is_healthy=entry.diagnoses.get(self._hot.name))
             await copy_part(part, self._hot, self._cold, node_file, progress=progress)
         failpoint("cold.part_sent")
         self._turns[entry.id.run] = next(self._turn)
@@ -320,9 +317,7 @@ class Replicator:
         return not has_all_milestones or self._lacks_diagnosis(entry)
 
     def _lacks_diagnosis(self, entry: Entry) -> bool:
-        # That one node's part is healthy does not make the whole checkpoint healthy.
-        is_known = entry.healthy is not None and not (entry.part is not None and entry.healthy)
-        return is_known and self._cold.name not in entry.diagnoses
+        return entry.healthy is not None and self._cold.name not in entry.diagnoses
 
     async def _copy_markers(self, entry: Entry) -> None:
         name = self._cold.name
@@ -334,6 +329,9 @@ class Replicator:
             if name in entry.tiers:
                 self._catalog.add(entry.manifest, name, [milestone])
         if entry.healthy is not None and self._lacks_diagnosis(entry):
-            diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
+            if entry.part is not None and entry.examined is not entry.healthy:  # another node's part decided it
+                diagnosis = Diagnosis(healthy=entry.healthy)
+            else:
+                diagnosis = await self._hot.diagnosis(entry.id, is_healthy=entry.healthy)
             await self._cold.mark_diagnosis(entry.id, diagnosis)
             self._catalog.diagnosed(entry.id, name, is_healthy=diagnosis.healthy)

@@ -7,12 +7,13 @@ one is tried.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.context import DaemonContext
-from tierd.decisions import lost
+from tierd.decisions import lost, pending
 from tierd.descriptors import open_all, reopen_read_only
 from tierd.errors import BadRequest, Corrupt, Lost, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
@@ -26,6 +27,9 @@ from tierd.workers.fetcher import Fetcher, OnProgress
 from tierd.workers.hot_space import MakeRoom, no_room
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
+log = logging.getLogger("tierd")
+
+PART_AWAITED_S = 900.0  # since its snapshot: other nodes may still copy their parts of the checkpoint
 MEMORY_ATTEMPTS_MAX = 3  # snapshots that a find reads in memory and that a newer one replaces meanwhile
 LISTING_TIMEOUT_S = 20.0  # how long an answer waits for a listing of the run in the cold tiers
 FAILING_TIMEOUT_S = 5.0  # the same of a tier whose last listing failed
@@ -93,6 +97,7 @@ class Restorer:
                 is_any = find.step is None and find.milestone is None and find.tier == AUTO
                 if isinstance(error, NotFound) and is_any:
                     self._check_lost(run)
+                    self._check_parts(run)
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.
                 is_final = failed and not any(isinstance(error, Transient) for error in failed.values())
                 if is_final and not find.chunks:
@@ -133,6 +138,30 @@ class Restorer:
                 f"restore {run}: no tier has a checkpoint of it; {newest} has disappeared",
                 hint="docs/RUNBOOK.md#checkpoints-lost; TIERD_RESUME=scratch in the trainer's environment begins anew",
             )
+
+    def _check_parts(self, run: Run) -> None:
+        """Raises TierUnreachable while a part that is here may become a whole checkpoint: this node has not copied it
+        yet, or it is so new that another node may be copying. A part that misses others for good holds up no run."""
+        context = self._context
+        parts = [entry for entry in self._catalog.entries(run) if entry.part is not None and not entry.is_whole]
+        in_memory = [each.id for each in self._memory.complete(run) if each.node is not None and each.is_pending]
+        to_copy = {checkpoint for name in self._cold for checkpoint in pending(self._catalog, context.config, name)}
+        now = context.now()
+        awaited = in_memory + [
+            entry.id
+            for entry in parts
+            if entry.id in to_copy
+            or ((created := entry.manifest.created) and (now - created).total_seconds() < PART_AWAITED_S)
+        ]
+        if awaited:
+            raise TierUnreachable(
+                f"restore {run}: no cold tier has {awaited[0]} whole yet; this node has its part",
+                hint=f"start again later: if the others never come, it is passed over {PART_AWAITED_S / 60:.0f} "
+                'minutes after its snapshot; restore(state, resume="scratch", force=True) begins anew now',
+            )
+        if parts:
+            text = "restore %s: %s is passed over: it never became whole, the other nodes' parts are missing"
+            log.warning(text, run, parts[0].id)
 
     def _record_failure(self, checkpoint: CheckpointId, tier: str, error: TierdError) -> TierdError:
         entry = self._catalog.get(checkpoint)

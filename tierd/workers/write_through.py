@@ -124,7 +124,8 @@ class WriteThrough:
             await confirm_claim(self._context, cold, manifest.id)
             with self._context.throttle.writing(cold.name) as count_written:
                 if isinstance(manifest, NodeFile):
-                    await copy_part(manifest, source, cold, manifest, progress=count_written)
+                    node_file = self._context.node_file(manifest, is_healthy=is_healthy)
+                    await copy_part(manifest, source, cold, node_file, progress=count_written)
                     self._catalog.part_sent(cold.name, manifest)
                     self._context.notify.part_sent(cold.name)
                     return True

@@ -16,18 +16,28 @@ from tierd_client.session import DaemonSession
 
 def check_nothing_elsewhere(session: DaemonSession, ranks: Ranks) -> None:
     """All ranks, after rank 0's daemon had no checkpoint. Raises TierUnreachable on all ranks when the daemon of a node
-    has one, or a part of one, and what else it answers, for example that it cannot list a tier."""
-    if session.hello.node is None:
-        return
+    has one, or a part of one that may still become whole, and what else it answers, for example that it cannot list a
+    tier. A part that misses the others for good is logged as an error on its node."""
 
     def check() -> None:
-        known = newest_here(session) if is_lowest_of_node(session.hello) else ""
+        if not is_lowest_of_node(session.hello):
+            return
+        known = _whole_here(session) if session.hello.node is not None else ""
         if known:
             raise TierUnreachable(
                 f"start {session.hello.run} from scratch: the daemon of this node has {known}, and no cold tier has it "
                 "whole",
                 hint='if it is still being copied, start again later; restore(state, resume="scratch", force=True) '
                 "begins anew",
+            )
+        newest = session.welcome.newest
+        if newest is not None:
+            log.error(
+                "tierd: %s starts from scratch: of step %d of generation %d this node has only its part, and the "
+                "others never came: the steps until then are lost",
+                session.hello.run,
+                newest.step,
+                newest.generation,
             )
 
     ranks.run_on_all(check)
@@ -39,6 +49,11 @@ def newest_here(session: DaemonSession) -> str:
     newest = session.welcome.newest
     if newest is not None:
         return f"step {newest.step} of generation {newest.generation}"
+    return _whole_here(session)
+
+
+def _whole_here(session: DaemonSession) -> str:
+    """As `newest_here`, but not what can never become whole."""
     try:
         with find_replica(session, RestoreRequest(allow_unhealthy=True), [], chunks=()) as replica:
             return f"{replica.manifest.id} in {replica.tier}"
