@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig, TierPolicy
+from tierd.config import ColdConfig, HealthConfig, TierPolicy
 from tierd.decisions import decisions, deletions, pending
 from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout, wire
@@ -27,6 +27,7 @@ from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import clear_uncommitted
+from tierd.workers.replicator import VERDICT_S
 from tierd.workers.restorer import Restorer
 from tierd.workers.write_through import WriteThrough
 
@@ -304,6 +305,34 @@ async def test_the_verdict_of_the_whole_is_that_of_all_parts(nodes: Nodes) -> No
     names = {path.name for path in nodes.nodes[0].rooms.folder("cold", id_of(10)).iterdir()}
     assert layout.UNHEALTHY in names
     assert layout.HEALTHY not in names
+
+
+async def test_a_part_waits_for_its_verdict_for_a_limited_time(tmp_path: Path) -> None:
+    now_s = 0.0
+    cold = ColdConfig(name="cold", url=f"file://{tmp_path / 'cold'}")
+    clocks = {"monotonic_s": lambda: now_s}
+    async with rooms_at(tmp_path, cold=(cold,), health=HealthConfig(examine=True), clocks=clocks) as rooms:
+        await rooms.list_tiers()
+        for tier in rooms.tiers.values():
+            assert await rooms.context.claim(tier, RUN, Generation(1), CLAIM)
+        node, replicator = Node(rooms, 0), rooms.replicator()
+        await node.persist(10)
+        await node.persist(20, number=2)
+        assert await replicator.run_once()
+        assert not rooms.catalog.sent_parts("cold")
+        rooms.catalog.diagnosed(id_of(20), "hot", is_healthy=True)
+        assert await replicator.run_once()
+        assert [(part.id.step, part.is_healthy) for part in await sent(rooms)] == [(20, True)]
+        now_s = VERDICT_S
+        assert await replicator.run_once()
+        assert [(part.id.step, part.is_healthy) for part in await sent(rooms)] == [(10, None), (20, True)]
+
+
+async def sent(rooms: Rooms) -> list[NodeFile]:
+    """The node files in cold of the parts that were sent, in order of their step."""
+    parts = sorted(rooms.catalog.sent_parts("cold"), key=lambda part: part.id.step)
+    node_files = await rooms.cold["cold"].decode_many([part.key for part in parts])
+    return [node_file for node_file in node_files if isinstance(node_file, NodeFile)]
 
 
 async def test_a_milestone_of_the_snapshot_is_one_of_the_checkpoint(nodes: Nodes) -> None:

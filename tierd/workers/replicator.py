@@ -31,6 +31,7 @@ from tierd.workers.recovery import clear_uncommitted
 
 log = logging.getLogger("tierd")
 
+VERDICT_S = 60.0  # how long a part waits until it is examined
 GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
 RETRIED_AFTER = 3  # copies; a checkpoint that failed waits for them, if others are pending
 FORMER_COPY_S = 600.0  # assumed for a copy of a former daemon: how long it took is not known
@@ -83,6 +84,8 @@ class Replicator:
         self._went_back: set[Run] = set()  # runs whose last copy was older than what the tier had already
         self._turns: dict[Run, int] = {}  # the number of the last copy of each run
         self._turn = count(1)
+        self._unexamined: dict[CheckpointId, float] = {}  # parts: since when they could have been sent
+        self._awaits_verdicts = False
         self._done_at = -1  # the catalog's changes at the start of the last pass that left nothing to do
 
     async def run_once(self) -> bool:
@@ -99,7 +102,7 @@ class Replicator:
         await self._clear_leftovers()
         await self._mark()
         tried: set[CheckpointId] = set()
-        while untried := [c for c in pending(self._catalog, self._config, self._cold.name) if c not in tried]:
+        while untried := [c for c in self._pending() if c not in tried]:
             checkpoint = self._next(untried)
             tried.add(checkpoint)
             try:
@@ -123,9 +126,27 @@ class Replicator:
                     self._context.metrics.verify_failures_total.labels(tier=self._hot.name).inc()
                 self._context.incidents.record(self.name, error, checkpoint)
         self._failures = Counter({failed: self._failures[failed] for failed in tried & self._failures.keys()})
-        if not self._failures and self._copy is None:
+        if not self._failures and self._copy is None and not self._awaits_verdicts:
             self._done_at = began_at
         return not self._failures
+
+    def _pending(self) -> list[CheckpointId]:
+        """What is to be copied, in the order of the plan, without the parts that are still being examined."""
+        checkpoints = pending(self._catalog, self._config, self._cold.name)
+        self._unexamined = {each: since_s for each, since_s in self._unexamined.items() if each in checkpoints}
+        awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
+        self._awaits_verdicts = bool(awaited)
+        return [checkpoint for checkpoint in checkpoints if checkpoint not in awaited]
+
+    def _awaits_verdict(self, checkpoint: CheckpointId) -> bool:
+        """A node file has the verdict on its part, and is never replaced: a part waits for it for a limited time."""
+        entry = self._catalog.get(checkpoint)
+        if not self._config.health.examine or entry is None or entry.part is None:
+            return False
+        if self._hot.name in entry.diagnoses:
+            return False
+        now_s = self._context.monotonic_s()
+        return now_s - self._unexamined.setdefault(checkpoint, now_s) < VERDICT_S
 
     # ── the copy in progress ──
 
