@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -57,9 +58,10 @@ def run_tests(tests: Sequence[str], folder: Path, edits: Sequence[Edit] = (), *,
     outcomes = folder / "outcomes"
     changes = [[edit.path, edit.old, edit.new] for edit in edits]
     environ = {**os.environ, EDITS: json.dumps(changes), OUTCOMES: str(outcomes)}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", __name__, f"--basetemp={folder / 'tests'}"]
-    command = [sys.executable, "-m", "pytest", *options, *(["-x"] if stop_at_first else []), *tests]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    with TemporaryDirectory() as short:  # not below `folder`: the path of a socket has at most 107 bytes
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", __name__, f"--basetemp={short}/t"]
+        command = [sys.executable, "-m", "pytest", *options, *(["-x"] if stop_at_first else []), *tests]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert outcomes.exists(), f"no test began:\n{done.stdout}\n{done.stderr}"
     return [msgspec.json.decode(line, type=Outcome) for line in outcomes.read_bytes().splitlines()]
 
