@@ -176,7 +176,7 @@ def _in_order_of_all_nodes(
         sequence = entry.manifest.sequence if entry is not None else 1
         return checkpoint in milestones, sequence & -sequence, checkpoint.recency
 
-    parts = [c for c in ordered if (entry := catalog.get(c)) is not None and entry.part is not None]
+    parts = {c for c in ordered if (entry := catalog.get(c)) is not None and entry.part is not None}
     others = [c for c in ordered if c not in parts]
     return sorted(parts, key=urgency, reverse=True) + others
 

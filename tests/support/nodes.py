@@ -10,7 +10,7 @@ from typing import Any
 import tierd_client
 
 from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer, Training, joined
+from tests.support.trainer import Trainer, Training, errors_of, joined
 
 
 def node(root: Path, name: str, *, cold: Path | None, **options: Any) -> Daemon:
@@ -41,14 +41,7 @@ def connect_on(daemons: Sequence[Daemon], trainers: Sequence[Trainer], **options
 def refusals_on(daemons: Sequence[Daemon], trainers: Sequence[Trainer]) -> list[tierd_client.TierdError]:
     """The errors of `connect`, by rank."""
     begin_on(daemons, trainers, "connect")
-    errors: list[tierd_client.TierdError] = []
-    for trainer in trainers:
-        try:
-            trainer.end()
-        except tierd_client.TierdError as error:
-            errors.append(error)
-    assert len(errors) == len(trainers), errors
-    return errors
+    return errors_of(trainers)
 
 
 @contextmanager

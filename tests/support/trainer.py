@@ -228,6 +228,11 @@ def refusals(trainers: Sequence[Trainer], name: str, *arguments: Any, **options:
     """The same call on all trainers at once, which must raise on each; the errors by rank."""
     for trainer in trainers:
         trainer.begin(name, *arguments, **options)
+    return errors_of(trainers)
+
+
+def errors_of(trainers: Sequence[Trainer]) -> list[tierd_client.TierdError]:
+    """The errors with which the calls that were begun end, which they must on each trainer; by rank."""
     errors: list[tierd_client.TierdError] = []
     for trainer in trainers:
         try:

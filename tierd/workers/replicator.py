@@ -133,8 +133,8 @@ class Replicator:
     def _pending(self) -> list[CheckpointId]:
         """What is to be copied, in the order of the plan, without the parts that are still being examined."""
         checkpoints = pending(self._catalog, self._config, self._cold.name)
-        self._unexamined = {each: since_s for each, since_s in self._unexamined.items() if each in checkpoints}
         awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
+        self._unexamined = {each: self._unexamined[each] for each in checkpoints if each in self._unexamined}
         self._awaits_verdicts = bool(awaited)
         return [checkpoint for checkpoint in checkpoints if checkpoint not in awaited]
 
