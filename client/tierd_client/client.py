@@ -22,7 +22,8 @@ from tierd.format.ids import CheckpointId
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
-from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
+from tierd_client.restore.attempts import ReadReplica, restore_replica
+from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.restore.resume import Resume, agree_on_policy, check_start, restore_by_policy
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.snapshotter import Snapshotter

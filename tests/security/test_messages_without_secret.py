@@ -36,6 +36,7 @@ MESSAGES: list[wire.ToDaemon] = [
     make_sealed(1, 1, slot=0),
     wire.Lost(step=1, kind="transient", message="", hint=""),
     FIND,
+    wire.Inventory(request=1, step=None, generation=None, milestone=None, lists_cold=False),
     wire.Ask(step=1, generation=1),
     wire.Report(outcome="restored", step=1, tier="hot", seconds=1.0, detail=""),
     wire.Stepped(seconds=1.0),

@@ -59,7 +59,7 @@ class TrainerDoor:
         self._incidents = context.incidents
         self._throttle = context.throttle
         self._restorer = restorer
-        self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
+        self._restore_requests = RestoreRequests(restorer, context, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
         self._quotas = Quotas(
@@ -178,7 +178,7 @@ class TrainerDoor:
                 if isinstance(message, wire.Goodbye):
                     self._end(session, message)
                     return
-                if isinstance(message, wire.Find):
+                if isinstance(message, wire.Find | wire.Inventory):
                     self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._throttle.hurry(session)  # it waits for the result

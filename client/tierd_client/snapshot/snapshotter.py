@@ -29,7 +29,7 @@ from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.completeness import check_restorable
-from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners
+from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners, copied_here
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
 
@@ -176,7 +176,7 @@ class Snapshotter:
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
-            self._owned = assign_owners(by_rank)[self._ranks.rank]
+            self._owned = self._written_here(by_rank)
             self._owned_sizes, self._has_slots = sizes, None
             self._has_stages = len({_model_names(tensors, rank) for rank, tensors in enumerate(by_rank)}) > 1
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
@@ -185,6 +185,14 @@ class Snapshotter:
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
+
+    def _written_here(self, held: list[list[HeldTensor]]) -> set[str]:
+        """The keys that this rank writes, from the tensors that each rank holds."""
+        rank, node = self._ranks.rank, self._generation.node
+        owned = assign_owners(held)
+        if node is None:
+            return owned[rank]
+        return owned[rank] | {key for key, writer in copied_here(held, owned, node.ranks).items() if writer == rank}
 
     def _make_slots(self, captured: Captured) -> None:
         """All ranks. Does nothing while the slots are large enough. Raises Full when a memory limit is too low."""
