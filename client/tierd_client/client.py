@@ -296,6 +296,17 @@ class Client:
         self._generation.check_open()
         self._snapshotter.overlap.finish()
 
+    def wait_everywhere(self, timeout_s: float = 600.0) -> None:
+        """All ranks together. Wait until the last snapshot is durable on every node: then a restart on the same nodes
+        goes on from it or from a newer one. On one node the same as `wait_persisted` of its handle.
+
+        Raises on all ranks what `wait_persisted` raises on one, and BadRequest when no snapshot was taken.
+        """
+        shot = self._last_shot
+        if shot is None:
+            raise BadRequest("wait until the last snapshot is durable on every node: none was taken")
+        self._snapshotter.wait_everywhere(shot, timeout_s)
+
     def start(self) -> None:
         """Handle signals from now on, as `with client:` does when it begins."""
         self._requests.catch_signals()

@@ -242,3 +242,20 @@ def test_named_step_is_restored_from_the_nodes(tmp_path: Path) -> None:
         with connected(daemons, 4) as trainers:
             together(trainers, "apply", _add_scale)
             assert {type(error) for error in refusals(trainers, "restore", resume=2)} == {Unhealthy}
+
+
+def test_hot_keeps_a_step_that_all_nodes_have_and_lets_older_ones_go(tmp_path: Path) -> None:
+    with nodes(tmp_path) as daemons:
+        hold_cold(daemons[1])
+        with connected(daemons, 4) as trainers:
+            together(trainers, "restore")
+            for _ in range(6):
+                save(trainers)
+            assert all(folder.exists() for folder in folders(daemons, 5))
+            together(trainers, "apply", _wait_everywhere)
+            wait_until(lambda: not any(folder.exists() for folder in folders(daemons, 3)), "older parts to be deleted")
+            assert all(folder.exists() for folder in folders(daemons, 6))
+
+
+def _wait_everywhere(training: Training) -> None:
+    training.client.wait_everywhere(60)

@@ -27,6 +27,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Ask(step=7, generation=1, needs_slot=True, is_last=True),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
     wire.Stepped(seconds=0.25),
+    wire.Everywhere(step=7),
     wire.Convene(meeting=3),
     wire.Request(request=1, kind="snapshot", milestone="best"),
     wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),

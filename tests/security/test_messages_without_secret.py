@@ -40,6 +40,7 @@ MESSAGES: list[wire.ToDaemon] = [
     wire.Ask(step=1, generation=1),
     wire.Report(outcome="restored", step=1, tier="hot", seconds=1.0, detail=""),
     wire.Stepped(seconds=1.0),
+    wire.Everywhere(step=1),
     wire.Convene(meeting=1),
     wire.Request(request=1, kind="stop", milestone=None),
     wire.Answer(request=1, step=1),

@@ -119,11 +119,11 @@ async def test_verdict_is_told_from_the_marker_or_from_memory(rooms: Rooms) -> N
     await persist(rooms, 1)
     seal(rooms, 2)
     assert [each.healthy for each in await held(rooms)] == [None, None]
-    rooms.catalog.diagnosed(at(1), "hot", is_healthy=True)
+    rooms.catalog.diagnosed(at(1), "hot", is_healthy=False)
     snapshot_set = rooms.memory.find(at(2))
     assert snapshot_set is not None
     snapshot_set.diagnosis = Diagnosis(healthy=False)
-    assert [each.healthy for each in await held(rooms)] == [False, True]
+    assert [each.healthy for each in await held(rooms)] == [False, False]
 
 
 def find(step: int, tier: str = "auto", *exclude: str, allow_unhealthy: bool = False) -> wire.Find:

@@ -243,6 +243,9 @@ class TrainerDoor:
                 if session.rank != FIRST or not 0 < message.seconds < math.inf:
                     raise BadRequest(f"take a step time of {message.seconds} s from rank {rank} of {run}")
                 self._throttle.report_step(run, message.seconds)
+            case wire.Everywhere():
+                if self._memory.node(run) is not None:
+                    self._catalog.saw_everywhere(checkpoint_id(run, message.step, generation))
             case wire.Report():
                 self._report(session, message)
             case wire.Convene():

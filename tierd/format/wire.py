@@ -186,6 +186,13 @@ class Stepped(_Message, frozen=True, kw_only=True):
     seconds: float
 
 
+class Everywhere(_Message, frozen=True, kw_only=True):
+    """From the lowest rank of a node of several: every node has persisted its part of `step`, and no newer one is known
+    of which that is true."""
+
+    step: int
+
+
 class Convene(_Message, frozen=True, kw_only=True):
     """A rank has a request: call all ranks of its generation, those of this node, to the meeting with this number.
     `is_forced`: there is no meeting; the ranks of another node are being interrupted, and these are to be, too."""
@@ -387,8 +394,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | Ask | Report | Stepped | Convene
-    | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | Ask | Report | Stepped | Everywhere
+    | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed

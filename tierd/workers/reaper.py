@@ -244,12 +244,13 @@ class Reaper:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
         checkpoint's files in the tier; a marker that another machine has written there enters the catalog."""
         entry = self._catalog.get(action.checkpoint)
-        if layout.MANIFEST not in names and action.checkpoint not in self._context.tiers[action.tier].deleting:
+        is_there = layout.MANIFEST in names or (action.tier == HOT and layout.node_files(names))
+        if not is_there and action.checkpoint not in self._context.tiers[action.tier].deleting:
             self._catalog.disappeared(action.checkpoint, action.tier)  # another process has deleted it
             return False
         if entry is not None and (unknown := layout.milestones_of(names) - entry.all_milestones):
             log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
-            self._catalog.add(entry.manifest, action.tier, unknown)
+            self._catalog.add(entry.held(action.tier), action.tier, unknown)
             return False
         is_healthy = layout.diagnosis_of(names)
         if entry is not None and is_healthy is not None and is_healthy != entry.diagnoses.get(action.tier):
@@ -282,6 +283,8 @@ class Reaper:
         marked: set[str] = set()
         is_listed = False
         for name in entry.tiers - {action.tier}:
+            if entry.is_part_in(name):
+                continue  # nor did it count a part
             if not self._catalog.tiers[name].is_known:
                 continue  # the plan did not count this replica
             try:

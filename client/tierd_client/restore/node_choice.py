@@ -36,10 +36,12 @@ class PartsSource:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A checkpoint of which a node has a part and which is not restored from the nodes. `reason`: a sentence."""
+    """A checkpoint of which a node has a part and which is not restored from the nodes. `reason`: a sentence.
+    `is_covered`: the nodes together have all of it."""
 
     checkpoint: CheckpointId
     reason: str
+    is_covered: bool
     is_unhealthy: bool = False
 
 
@@ -59,20 +61,21 @@ def choose_parts(
     """
     passed_over: list[PassedOver] = []
     for checkpoint in sorted(_with_parts(nodes, run), key=lambda each: each.recency, reverse=True):
+        gap = _gap(nodes, checkpoint)
         if not allow_unhealthy and (checkpoint in unhealthy or is_unhealthy(nodes, checkpoint)):
             reason = f"{checkpoint}: a node has found numbers in it that are not finite"
-            passed_over.append(PassedOver(checkpoint, reason, is_unhealthy=True))
+            passed_over.append(PassedOver(checkpoint, reason, is_covered=not gap, is_unhealthy=True))
             continue
-        problem = _problem(nodes, checkpoint)
-        if problem:
-            passed_over.append(PassedOver(checkpoint, f"{checkpoint}: {problem}"))
+        if problem := gap or _distance(nodes, checkpoint):
+            passed_over.append(PassedOver(checkpoint, f"{checkpoint}: {problem}", is_covered=not gap))
             continue
         tiers = [each for each in _tiers(nodes, checkpoint) if tier in (AUTO, each)]
         for each in tiers:
             if (checkpoint, each) not in failed:
                 return PartsSource(checkpoint, each), passed_over
         if tiers:
-            passed_over.append(PassedOver(checkpoint, f"{checkpoint}: its parts on the nodes could not be restored"))
+            reason = f"{checkpoint}: its parts on the nodes could not be restored"
+            passed_over.append(PassedOver(checkpoint, reason, is_covered=True))
     return None, passed_over
 
 
@@ -107,22 +110,32 @@ def is_unhealthy(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> bo
     return any(held.healthy is False for held in _held(nodes, checkpoint))
 
 
-def _problem(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
-    """Why the checkpoint cannot be restored from the nodes, as the end of a sentence; empty if it can."""
-    parts = [(node, held) for node in nodes for held in _held([node], checkpoint) if held.part_in]
-    if len({(held.head_digest, held.world_size) for _, held in parts}) > 1:
+def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
+    """Why the parts do not cover the checkpoint, as the end of a sentence; empty if they do."""
+    parts = [held for held in _held(nodes, checkpoint) if held.part_in]
+    if len({(held.head_digest, held.world_size) for held in parts}) > 1:
         return "the nodes have parts of different starts of the run"
-    world_size = parts[0][1].world_size
-    saved = [rank for _, held in parts for rank in held.ranks]
+    world_size = parts[0].world_size
+    saved = [rank for held in parts for rank in held.ranks]
     if missing := sorted(set(range(world_size)) - set(saved)):
         return f"no node has the part with {_ranks(missing)} of {world_size}"
-    # From here on it is covered. To read the shards of other nodes, relax what follows.
-    if len(saved) != world_size:
-        return "two nodes have the part of one rank"
-    if sum(len(node.ranks) for node in nodes) != world_size:
-        return f"{world_size} ranks saved it on several nodes; now there are {sum(len(node.ranks) for node in nodes)}"
-    moved = sorted(rank for node, held in parts for rank in set(node.ranks) - set(held.ranks))
-    moved += sorted(rank for node in nodes if part_of(node, checkpoint) is None for rank in node.ranks)
+    return "two nodes have the part of one rank" if len(saved) != world_size else ""
+
+
+def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
+    """Why a rank cannot read what the nodes have of a covered checkpoint, as the end of a sentence; empty if each rank
+    is on the node that has its shard. Nodes that read from each other would need no such rule."""
+    world_size = next(held.world_size for held in _held(nodes, checkpoint) if held.part_in)
+    ranks = sum(len(node.ranks) for node in nodes)
+    if ranks != world_size:
+        return f"{world_size} ranks saved it on several nodes, now there are {ranks}"
+    saved_here = {node.ranks[0]: part_of(node, checkpoint) for node in nodes}
+    moved = [
+        rank
+        for node in nodes
+        for rank in node.ranks
+        if (part := saved_here[node.ranks[0]]) is None or rank not in part.ranks
+    ]
     return f"another node has the part with {_ranks(sorted(moved))}, which were placed elsewhere" if moved else ""
 
 

@@ -195,12 +195,17 @@ class NodeReplicas:
                 log.error("tierd: a newer checkpoint is passed over: %s", each.reason)
 
     def _refusal(self, error: TierdError, passed_over: list[PassedOver]) -> TierdError:
-        """The daemon of rank 0 has nothing whole. If the nodes have parts, the training must not start from scratch."""
+        """Why nothing is restored. `error`: why the daemon of rank 0 has nothing whole. While the nodes together have a
+        checkpoint, the training must not start from scratch."""
         if self._is_damaged or not passed_over or not isinstance(error, NotFound | Corrupt):
             return error
         run, newest = self._session.hello.run, passed_over[0]
         if all(each.is_unhealthy for each in passed_over):
             return Unhealthy(f"restore {run}: {newest.reason}", hint="to restore it even so: allow_unhealthy=True")
+        if isinstance(error, NotFound) and not any(each.is_covered for each in passed_over):
+            for each in passed_over:
+                log.error("tierd: %s", each.reason)
+            return error
         return TierUnreachable(
             f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. Whole ones: {error.message}",
             hint="bring back the nodes that have the missing parts, or the tier that has one whole; restore(state, "

@@ -24,6 +24,7 @@ from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
+from tierd_client.snapshot.everywhere import EverywherePersisted
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
@@ -46,6 +47,7 @@ class Snapshotter:
         self._ranks = ranks
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
+        self.everywhere = EverywherePersisted()
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
@@ -122,6 +124,7 @@ class Snapshotter:
         )
         if self._generation.node is not None:
             sealed = self._with_common_head(sealed)
+            self.everywhere.taken(shot.generation, step)
         shot.stall_s = time.perf_counter() - began
         self.overlap.begin(shot, staging, sealed)
         if staging.deferred:
@@ -172,7 +175,11 @@ class Snapshotter:
                 self._owned_sizes, self._has_slots = sizes, None
             return captured
         samples = self._comparison.samples(None if has_changed else captured.tensors)
-        some_changed, *maxima = self._ranks.maximum([has_changed, *samples])
+        over_nodes = self.everywhere.missing() if self._generation.node is not None else []
+        some_changed, *maxima = self._ranks.maximum([has_changed, *over_nodes, *samples])
+        if over_nodes:
+            self._tell_everywhere(maxima[: len(over_nodes)])
+            maxima = maxima[len(over_nodes) :]
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
@@ -185,6 +192,19 @@ class Snapshotter:
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
+
+    def wait_everywhere(self, shot: Shot, timeout_s: float) -> None:
+        """All ranks. Until the snapshot is durable on every node. Raises on all ranks as `wait_persisted`."""
+        self._ranks.run_on_all(lambda: shot.wait_persisted(timeout_s))
+        if self._generation.node is not None:
+            self.everywhere.persisted(shot.generation, shot.step)  # also if the message was heard by a former session
+            self._tell_everywhere(self._ranks.maximum(self.everywhere.missing()))
+
+    def _tell_everywhere(self, maxima: Sequence[int]) -> None:
+        """`maxima`: over all ranks, of what `EverywherePersisted.missing` returns."""
+        step = self.everywhere.agree(maxima)
+        if step is not None and self._generation.is_lowest_of_node:
+            self._generation.session.send(wire.Everywhere(step=step))
 
     def _written_here(self, held: list[list[HeldTensor]]) -> set[str]:
         """The keys that this rank writes, from the tensors that each rank holds."""
@@ -261,6 +281,8 @@ class Snapshotter:
     def on_message(self, message: wire.ToClient) -> None:
         if not isinstance(message, wire.Persisted | wire.Replicated | wire.Failed):
             return
+        if not isinstance(message, wire.Failed):
+            self.everywhere.persisted(message.generation, message.step)
         shot = self._shots.get((message.step, message.generation))
         if isinstance(message, wire.Failed):
             error = from_kind(message.kind, message.message, message.hint)

@@ -103,13 +103,13 @@ def test_nan_on_one_node_makes_the_whole_checkpoint_unhealthy() -> None:
 )
 def test_parts_that_do_not_make_one_checkpoint_are_passed_over(second: HeldCheckpoint, why: str) -> None:
     source, (passed_over,) = choose_parts(two([part(5, [0, 1])], [second]), RUN)
-    assert source is None
+    assert (source, passed_over.is_covered) == (None, False)
     assert why in passed_over.reason
 
 
 def test_ranks_that_were_placed_elsewhere_are_named() -> None:
     source, (passed_over,) = choose_parts(two([part(5, [0, 2])], [part(5, [1, 3])]), RUN)
-    assert source is None
+    assert (source, passed_over.is_covered) == (None, True)
     assert "another node has the part with ranks 1, 2" in passed_over.reason
     fewer = [NodeInventory(ranks=[0], checkpoints=[part(5, [0, 1])]), two([], [part(5, [2, 3])])[1]]
     assert "now there are 3" in choose_parts(fewer, RUN)[1][0].reason
