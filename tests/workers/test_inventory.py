@@ -18,6 +18,7 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.tiers.directory import DirectoryStore
 from tierd.workers.inventory import inventory
+from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Restorer
 
 NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -176,3 +177,25 @@ async def test_whole_checkpoint_is_no_part(rooms: Rooms) -> None:
     for step in (7, 8):
         with pytest.raises(NotFound):
             await opened(rooms, find(step))
+
+
+async def test_hot_keeps_the_parts_that_other_nodes_may_need(rooms: Rooms) -> None:
+    """The policy of hot keeps three. Another node is behind: what is not older than its newest step stays."""
+
+    def parts() -> list[int]:
+        return sorted(entry.id.step for entry in rooms.catalog.entries(RUN) if entry.part is not None)
+
+    reaper = Reaper(rooms.context)
+    for step in range(1, 8):
+        await persist(rooms, step)
+        rooms.catalog.set_copying("cold", None)
+        assert await reaper.run_once()
+    assert parts() == [1, 2, 3, 4, 5, 6, 7]  # nobody has said what the others have
+    rooms.catalog.saw_everywhere(at(3))
+    assert await reaper.run_once()
+    assert parts() == [3, 4, 5, 6, 7]
+    rooms.catalog.saw_everywhere(at(2))  # late
+    rooms.catalog.saw_everywhere(at(7))
+    assert await reaper.run_once()
+    assert parts() == [5, 6, 7]
+    assert not rooms.folder("hot", at(4)).exists()
