@@ -197,7 +197,7 @@ class NodeReplicas:
     def _refusal(self, error: TierdError, passed_over: list[PassedOver]) -> TierdError:
         """Why nothing is restored. `error`: why the daemon of rank 0 has nothing whole. While the nodes together have a
         checkpoint, the training must not start from scratch."""
-        if self._is_damaged or not passed_over or not isinstance(error, NotFound | Corrupt):
+        if self._is_damaged or not passed_over or not isinstance(error, NotFound | Corrupt | TierUnreachable):
             return error
         run, newest = self._session.hello.run, passed_over[0]
         if all(each.is_unhealthy for each in passed_over):
