@@ -32,6 +32,7 @@ class Catalog:
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self._copying: dict[str, CheckpointId] = {}  # by tier
         self._copying_unknown: set[str] = set()  # tiers
+        self.everywhere: dict[Run, CheckpointId] = {}  # the newest that every node of the run has persisted
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
@@ -124,6 +125,7 @@ class Catalog:
     def forget_run(self, run: Run) -> None:
         """The claims of a run without checkpoints were deleted."""
         self._generations.pop(run, None)
+        self.everywhere.pop(run, None)
         self.claims.forget(run)
 
     def enter_listing(
@@ -236,6 +238,13 @@ class Catalog:
         self._copying.pop(tier, None)
         if checkpoint is not None:
             self._copying[tier] = checkpoint
+
+    def saw_everywhere(self, checkpoint: CheckpointId) -> None:
+        """Every node of the run has persisted its part of this checkpoint."""
+        known = self.everywhere.get(checkpoint.run)
+        if known is None or checkpoint.recency > known.recency:
+            self.everywhere[checkpoint.run] = checkpoint
+            self.changes += 1
 
     def part_sent(self, tier: str, node_file: NodeFile) -> None:
         """This node's part is in `tier`. The checkpoint is committed there when all parts are."""

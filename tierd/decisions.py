@@ -6,7 +6,7 @@ unreadable manifest makes the run's part of that tier unknown.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,6 +17,7 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
+from tierd.lifecycle.everywhere import needed_parts
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import HOT, Action, Decision
 from tierd.lifecycle.pressure import hot_deletions_for
@@ -58,14 +59,17 @@ def halted(catalog: Catalog) -> list[Halt]:
     return halts + [Halt(HaltReason.SHARED_GENERATION, tier, run, why) for (tier, run), why in shared.items()]
 
 
-def decisions(catalog: Catalog, config: Config) -> list[Decision]:
-    """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run."""
+def decisions(catalog: Catalog, config: Config, *, is_hot_full: bool = False) -> list[Decision]:
+    """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run. `is_hot_full`:
+    hot needs room for a new one."""
     copying = _copying(catalog, config)
     if unknown := [cold.name for cold in config.cold if not catalog.is_copying_known(cold.name)]:
         # Soon after a start, any checkpoint in hot may be half copied.
         in_hot = {manifest.id for manifest in catalog.manifests_in(HOT)}
         copying |= dict.fromkeys(unknown, in_hot)
     decided = _explained(catalog, config, catalog.views(), copying)
+    needed = _needed_parts(catalog, is_hot_full=is_hot_full)
+    decided = [_needed(decision) if decision.checkpoint in needed else decision for decision in decided]
     left = config.left_to_reap
     return [_left_to_reap(decision) if decision.tier in left else decision for decision in decided]
 
@@ -107,6 +111,33 @@ def _halted(decision: Decision, why: str) -> Decision:
     return replace(decision, action=Action.KEEP, reason=f"deletion is halted: {why}")
 
 
+def _needed_parts(catalog: Catalog, *, is_hot_full: bool) -> set[CheckpointId]:
+    """The parts in hot that a restart over several nodes may need."""
+    parts: dict[Run, list[CheckpointId]] = defaultdict(list)
+    newest_in_cold: dict[Run, CheckpointId] = {}
+    for entry in catalog.entries():  # newest first within a run
+        if entry.part is not None:
+            parts[entry.id.run].append(entry.id)
+        if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers):
+            newest_in_cold.setdefault(entry.id.run, entry.id)
+    return {
+        checkpoint
+        for run, of_run in parts.items()
+        for checkpoint in needed_parts(
+            of_run,
+            everywhere=catalog.everywhere.get(run),
+            newest_in_cold=newest_in_cold.get(run),
+            is_full=is_hot_full,
+        )
+    }
+
+
+def _needed(decision: Decision) -> Decision:
+    if decision.tier != HOT or decision.action not in (Action.EVICT, Action.EXPIRE):
+        return decision
+    return replace(decision, action=Action.KEEP, reason="no newer one is known to be durable on every node")
+
+
 def _left_to_reap(decision: Decision) -> Decision:
     if decision.action not in (Action.EVICT, Action.EXPIRE):
         return decision
@@ -141,7 +172,7 @@ def deletions_for_space(
     halted_runs = _unreadable_runs(catalog, HOT)
     decided = [
         decision
-        for decision in decisions(catalog, config)
+        for decision in decisions(catalog, config, is_hot_full=True)
         if decision.checkpoint.run not in halted_runs and decision.checkpoint not in without
     ]
     sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
@@ -250,6 +281,7 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
         for decision in decisions(catalog, config)
         if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in copying
     }
+    waits -= _needed_parts(catalog, is_hot_full=True)
     unreadable = _unreadable_runs(catalog, HOT)
     waiting: list[policy.CheckpointView] = []
     for run, views in policy.by_run(view for view in catalog.views() if HOT in view.tiers):

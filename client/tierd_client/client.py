@@ -22,7 +22,8 @@ from tierd.format.ids import CheckpointId
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
-from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
+from tierd_client.restore.attempts import ReadReplica, restore_replica
+from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.restore.resume import Resume, agree_on_policy, check_start, restore_by_policy
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.snapshotter import Snapshotter
@@ -294,6 +295,17 @@ class Client:
         """Returns when no copy of the last snapshot is in progress: the state may then be changed by any means."""
         self._generation.check_open()
         self._snapshotter.overlap.finish()
+
+    def wait_everywhere(self, timeout_s: float = 600.0) -> None:
+        """All ranks together. Wait until the last snapshot is durable on every node: then a restart on the same nodes
+        goes on from it or from a newer one. On one node the same as `wait_persisted` of its handle.
+
+        Raises on all ranks what `wait_persisted` raises on one, and BadRequest when no snapshot was taken.
+        """
+        shot = self._last_shot
+        if shot is None:
+            raise BadRequest("wait until the last snapshot is durable on every node: none was taken")
+        self._snapshotter.wait_everywhere(shot, timeout_s)
 
     def start(self) -> None:
         """Handle signals from now on, as `with client:` does when it begins."""

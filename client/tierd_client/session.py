@@ -43,13 +43,14 @@ class Listener(Protocol):
     def on_attach(self) -> None: ...
 
 
+_Answer = wire.FoundReplica | wire.Held
+
+
 @dataclass(slots=True)
 class _Question:
-    """A Find that waits for its answer and the descriptors. `heard_s`: when the daemon last reported progress."""
+    """A request that waits for its answer and the descriptors. `heard_s`: when the daemon last reported progress."""
 
-    answer: Future[tuple[wire.FoundReplica, list[int]]] = field(
-        default_factory=Future[tuple[wire.FoundReplica, list[int]]]
-    )
+    answer: Future[tuple[_Answer, list[int]]] = field(default_factory=Future[tuple[_Answer, list[int]]])
     heard_s: float = field(default_factory=time.monotonic)
 
 
@@ -130,6 +131,18 @@ class DaemonSession:
     def find(self, find: wire.Find) -> tuple[wire.FoundReplica, list[int]]:
         """(answer, descriptors of the manifest and then of its files; the caller closes them). The session numbers the
         request. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
+        answer, descriptors = self._request(find)
+        assert isinstance(answer, wire.FoundReplica)
+        return answer, descriptors
+
+    def inventory(self, inventory: wire.Inventory) -> wire.Held:
+        """What the daemon has of the run. Numbers the request and raises as `find`."""
+        answer, descriptors = self._request(inventory)
+        close_all(descriptors)
+        assert isinstance(answer, wire.Held)
+        return answer
+
+    def _request(self, message: wire.Find | wire.Inventory) -> tuple[_Answer, list[int]]:
         number, question = next(self._numbers), _Question()
         with self.lock:
             if self.ended_by is not None:
@@ -137,7 +150,7 @@ class DaemonSession:
             if not self.is_attached:
                 raise self.unreachable("it is not connected")
             self._questions[number] = question
-            self.send(msgspec.structs.replace(find, request=number))
+            self.send(msgspec.structs.replace(message, request=number))
         try:
             while True:
                 try:
@@ -204,7 +217,7 @@ class DaemonSession:
                 close_all(descriptors)
                 log.error("tierd: %s", error)
                 continue
-            if isinstance(message, wire.FoundReplica | wire.Progress | wire.Refused) and message.request:
+            if isinstance(message, _Answer | wire.Progress | wire.Refused) and message.request:
                 self._answer(message, descriptors)
             else:
                 close_all(descriptors)
@@ -212,7 +225,7 @@ class DaemonSession:
                 for listener in listeners:
                     listener.on_message(message)
 
-    def _answer(self, message: wire.FoundReplica | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
+    def _answer(self, message: _Answer | wire.Progress | wire.Refused, descriptors: list[int]) -> None:
         with self.lock:
             question = self._questions.get(message.request)
             if question is None or question.answer.done():
@@ -221,8 +234,8 @@ class DaemonSession:
             question.heard_s = time.monotonic()
             if isinstance(message, wire.Refused):
                 question.answer.set_exception(from_kind(message.kind, message.message, message.hint))
-            elif isinstance(message, wire.FoundReplica):
-                for why in message.passed_over:
+            elif isinstance(message, _Answer):
+                for why in message.passed_over if isinstance(message, wire.FoundReplica) else ():
                     log.error("tierd: a replica was passed over: %s", why)
                 question.answer.set_result((message, descriptors))
 

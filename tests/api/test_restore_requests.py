@@ -51,7 +51,7 @@ class Requester:
         self.tasks: set[asyncio.Task[None]] = set()
         self.restorer = Slow(rooms.context, not_examined)
         self.restorer.may_go = asyncio.Event()
-        self.requests = RestoreRequests(self.restorer, rooms.incidents, self.spawn)
+        self.requests = RestoreRequests(self.restorer, rooms.context, self.spawn)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self.tasks.add(asyncio.ensure_future(coroutine))

@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 OVER_NODES = ("cold.node_file", "cold.part_sent", "cold.assemble", "cold.assembled")
 
 
-def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: Path) -> None:
+def test_a_run_over_two_nodes_is_committed_in_cold_and_goes_on_after_its_trainers_are_killed(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         with connected(daemons, 4) as trainers:
             assert together(trainers, "restore") == [None] * 4
@@ -37,7 +37,7 @@ def test_a_run_over_two_nodes_goes_on_from_cold_after_both_are_killed(tmp_path: 
             }
         with connected(daemons, 4) as trainers:
             found = together(trainers, "restore")
-            assert [(f.step, f.tier, f.generation) for f in found] == [(3, "cold", 1)] * 4
+            assert [(f.step, f.tier, f.generation) for f in found] == [(3, "memory", 1)] * 4
             assert together(trainers, "digest") == digests
             together(trainers, "train", 1)
             together(trainers, "snapshot")

@@ -21,10 +21,13 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Lost(step=7, kind="torn", message="m", hint="h"),
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
+    wire.Find(request=1, step=7, generation=2, milestone=None, tier="hot", exclude=[], is_node_part=True),
+    wire.Inventory(request=1, step=None, generation=None, milestone="best", lists_cold=True),
     wire.Ask(step=7, generation=1),
     wire.Ask(step=7, generation=1, needs_slot=True, is_last=True),
     wire.Report(outcome="restored", step=7, tier="hot", seconds=0.5, detail=""),
     wire.Stepped(seconds=0.25),
+    wire.Everywhere(step=7),
     wire.Convene(meeting=3),
     wire.Request(request=1, kind="snapshot", milestone="best"),
     wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),
@@ -55,6 +58,14 @@ TO_CLIENT: list[wire.ToClient] = [
     wire.Agreed(request=1, step=7, generation=3),
     wire.FoundReplica(request=1, tier="memory"),
     wire.FoundReplica(request=1, tier="cold", is_part=True),
+    wire.Held(
+        request=1,
+        checkpoints=[
+            wire.HeldCheckpoint(step=7, generation=1, world_size=4, part_in=["hot"], ranks=[2, 3], head_digest="ab"),
+            wire.HeldCheckpoint(step=5, generation=1, world_size=4, whole_in=["cold"], healthy=False),
+        ],
+        unlisted=["dr: no answer"],
+    ),
     wire.Progress(request=1, done_bytes=5, total_bytes=10),
     wire.Refused(request=1, kind="not_found", message="m", hint="h"),
 ]

@@ -1,4 +1,4 @@
-"""Answers a peer's Find: with the descriptors of a checkpoint's files, or with the reason why not.
+"""Answers a peer's Find with the descriptors of a checkpoint's files, and its Inventory with what this daemon has.
 
 Until the answer, the peer receives Progress every second. A fetch is finished even if its peer disconnects, so a
 trainer that was killed during a fetch finds the checkpoint in the hot tier after its restart.
@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tierd.api.session import TrainerSession, refused
+from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
-from tierd.incidents import Incidents
+from tierd.workers.inventory import inventory
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together
@@ -28,28 +29,29 @@ class RestoreRequests:
     """`spawn` starts a task that does not end with the peer's connection."""
 
     def __init__(
-        self, restorer: Restorer, incidents: Incidents, spawn: Callable[[Coroutine[Any, Any, None]], object]
+        self, restorer: Restorer, context: DaemonContext, spawn: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
         self._restorer = restorer
-        self._incidents = incidents
+        self._context = context
+        self._incidents = context.incidents
         self._spawn = spawn
         self._pending = 0
 
-    def answer(self, session: TrainerSession, find: wire.Find) -> None:
+    def answer(self, session: TrainerSession, asked: wire.Find | wire.Inventory) -> None:
         """Start to look for the checkpoint. The answer is posted to the session."""
         if self._pending >= FINDS_MAX:
-            session.post(refused(find.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
+            session.post(refused(asked.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
             return
         self._pending += 1
-        self._spawn(self._answer(session, find))
+        self._spawn(self._answer(session, asked))
 
-    async def _answer(self, session: TrainerSession, find: wire.Find) -> None:
+    async def _answer(self, session: TrainerSession, asked: wire.Find | wire.Inventory) -> None:
         loop = asyncio.get_running_loop()
-        progress = wire.Progress(request=find.request, done_bytes=0, total_bytes=0)
+        progress = wire.Progress(request=asked.request, done_bytes=0, total_bytes=0)
 
         def on_progress(done: int, total: int) -> None:
             nonlocal progress
-            progress = wire.Progress(request=find.request, done_bytes=done, total_bytes=total)
+            progress = wire.Progress(request=asked.request, done_bytes=done, total_bytes=total)
 
         def post_progress() -> None:
             nonlocal timer
@@ -58,13 +60,16 @@ class RestoreRequests:
 
         timer = loop.call_later(PROGRESS_INTERVAL_S, post_progress)
         try:
-            session.post(*await self._open(session, find, on_progress))
+            if isinstance(asked, wire.Inventory):
+                session.post(await inventory(self._context, self._restorer, session.run, asked))
+            else:
+                session.post(*await self._open(session, asked, on_progress))
         except Exception as error:  # a bug too is answered: the peer waits, and the daemon must go on
             if not isinstance(error, NotFound):
                 self._incidents.record("restore", error)
             if not isinstance(error, TierdError):
                 error = TierdError(f"find a checkpoint of {session.run}: {error!r}")
-            session.post(refused(find.request, error))
+            session.post(refused(asked.request, error))
         finally:
             self._pending -= 1
             timer.cancel()
@@ -73,7 +78,10 @@ class RestoreRequests:
         self, session: TrainerSession, find: wire.Find, on_progress: Callable[[int, int], None]
     ) -> tuple[wire.FoundReplica, list[int]]:
         """The answer and its descriptors: of the manifest, then of the files."""
-        opened = await self._restorer.find(session.run, find, on_progress)
+        if find.is_node_part:
+            opened = await self._restorer.find_part(session.run, find)
+        else:
+            opened = await self._restorer.find(session.run, find, on_progress)
         descriptors = opened.descriptors
         try:
             descriptors.insert(0, os.memfd_create("tierd-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))

@@ -33,9 +33,10 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 
 
 class TrainerSession:
-    """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find and Request. `unlisted`: why a tier could
-    not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause. `protocol`: the
-    version that the peer speaks. `proof`: as of Hello. `answers_operators`: the one rank of this node that does."""
+    """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find, Inventory and Request. `unlisted`: why a
+    tier could not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause.
+    `protocol`: the version that the peer speaks. `proof`: as of Hello. `answers_operators`: the one rank of this node
+    that does."""
 
     def __init__(
         self,

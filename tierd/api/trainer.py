@@ -59,7 +59,7 @@ class TrainerDoor:
         self._incidents = context.incidents
         self._throttle = context.throttle
         self._restorer = restorer
-        self._restore_requests = RestoreRequests(restorer, context.incidents, spawn)
+        self._restore_requests = RestoreRequests(restorer, context, spawn)
         self._spawn = spawn
         self._sessions: dict[tuple[Run, Rank], TrainerSession] = {}
         self._quotas = Quotas(
@@ -178,7 +178,7 @@ class TrainerDoor:
                 if isinstance(message, wire.Goodbye):
                     self._end(session, message)
                     return
-                if isinstance(message, wire.Find):
+                if isinstance(message, wire.Find | wire.Inventory):
                     self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._throttle.hurry(session)  # it waits for the result
@@ -243,6 +243,9 @@ class TrainerDoor:
                 if session.rank != FIRST or not 0 < message.seconds < math.inf:
                     raise BadRequest(f"take a step time of {message.seconds} s from rank {rank} of {run}")
                 self._throttle.report_step(run, message.seconds)
+            case wire.Everywhere():
+                if self._memory.node(run) is not None:
+                    self._catalog.saw_everywhere(checkpoint_id(run, message.step, generation))
             case wire.Report():
                 self._report(session, message)
             case wire.Convene():

@@ -8,6 +8,7 @@ Spec: docs/FORMAT.md#node-files.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
@@ -46,6 +47,11 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
     @property
     def head(self) -> Head:
         return Head(**_head_fields(self))
+
+    @property
+    def head_digest(self) -> str:
+        """Of the claim and the head, in hexadecimal: `assemble` takes only parts with the same one."""
+        return hashlib.sha256(msgspec.json.encode((self.claim, self.head))).hexdigest()
 
     @property
     def key(self) -> str:

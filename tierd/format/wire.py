@@ -22,6 +22,7 @@ MESSAGE_BYTES_MAX = 64 << 10
 SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
 TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
+HELD_MAX = 32  # checkpoints in an inventory
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
@@ -48,10 +49,10 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
-    `rank` None: not a trainer; only `Find` and `Request` may follow. `starts_anew`: start from scratch even if a tier
-    that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see run_secret.py; empty:
-    the job has none. `above`: a new generation must be higher, because another node knows this one. `node` None: all
-    ranks are on one node."""
+    `rank` None: not a trainer; only `Find`, `Inventory` and `Request` may follow. `starts_anew`: start from scratch
+    even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see
+    run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows this
+    one. `node` None: all ranks are on one node."""
 
     protocol: int
     version: str
@@ -130,7 +131,9 @@ class Find(_Message, frozen=True, kw_only=True):
     """Requests a checkpoint's files as descriptors. `step` None: the newest. `tier`: auto, memory, hot or a cold
     tier's name. `exclude`: "<checkpoint name>@<tier>" of replicas found bad. `allow_unhealthy`: also a checkpoint with
     NaN or Inf. `chunks` None: all content. Otherwise only the headers and these chunks must be valid: one
-    `pack_indexes` bitmap for each file of the manifest; files after the end of the list need only their headers."""
+    `pack_indexes` bitmap for each file of the manifest; files after the end of the list need only their headers.
+    `is_node_part`: the part of this node, which is in memory or in hot, of the checkpoint with this step and
+    generation; its node file is handed over in place of the manifest."""
 
     request: int
     step: int | None
@@ -140,6 +143,18 @@ class Find(_Message, frozen=True, kw_only=True):
     exclude: list[str]
     allow_unhealthy: bool = False
     chunks: list[bytes] | None = None
+    is_node_part: bool = False
+
+
+class Inventory(_Message, frozen=True, kw_only=True):
+    """Asks which checkpoints of the run this daemon knows, or those with this step, generation and milestone. Answered
+    by Held or Refused. `lists_cold`: after a new listing of the run in the cold tiers."""
+
+    request: int
+    step: int | None
+    generation: int | None
+    milestone: str | None
+    lists_cold: bool
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -169,6 +184,13 @@ class Stepped(_Message, frozen=True, kw_only=True):
     """From rank 0, once per `Welcome.report_s`: the median recent step time, without the time in calls of tierd."""
 
     seconds: float
+
+
+class Everywhere(_Message, frozen=True, kw_only=True):
+    """From the lowest rank of a node of several: every node has persisted its part of `step`, and no newer one is known
+    of which that is true."""
+
+    step: int
 
 
 class Convene(_Message, frozen=True, kw_only=True):
@@ -330,6 +352,30 @@ class FoundReplica(_Message, frozen=True, kw_only=True, tag="Found"):
     is_part: bool = False
 
 
+class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What one daemon has of a checkpoint. `whole_in`: the tiers that have all of it, nearest first. `part_in`: memory
+    and hot, as far as they have the part of this node; then `ranks` are those of the part, and parts with the same
+    `head_digest` are of one checkpoint. `healthy`: None if the daemon does not know it."""
+
+    step: int
+    generation: int
+    world_size: int
+    whole_in: list[str] = []
+    part_in: list[str] = []
+    ranks: list[int] = []
+    head_digest: str = ""
+    healthy: bool | None = None
+
+
+class Held(_Message, frozen=True, kw_only=True):
+    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: the tiers that could not be
+    listed, with the reason."""
+
+    request: int
+    checkpoints: list[HeldCheckpoint]
+    unlisted: list[str] = []
+
+
 class Progress(_Message, frozen=True, kw_only=True):
     """A Find is in progress: bytes are being fetched from a cold tier."""
 
@@ -348,12 +394,12 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Ask | Report | Stepped | Convene | Request | Answer
-    | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | Ask | Report | Stepped | Everywhere
+    | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed
-    | FoundReplica | Progress | Refused
+    | FoundReplica | Held | Progress | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

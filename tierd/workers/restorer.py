@@ -15,9 +15,20 @@ from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.context import DaemonContext
 from tierd.decisions import lost, pending
 from tierd.descriptors import open_all, reopen_read_only
-from tierd.errors import BadRequest, Corrupt, Lost, NotFound, TierdError, TierUnreachable, Transient, Unsupported
-from tierd.format.ids import CheckpointId, Generation, Run, Step, parse_name
+from tierd.errors import (
+    BadRequest,
+    Corrupt,
+    Lost,
+    NotFound,
+    TierdError,
+    TierUnreachable,
+    Transient,
+    Unhealthy,
+    Unsupported,
+)
+from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.listing import refresh_run
@@ -127,6 +138,37 @@ class Restorer:
                 newer = "a newer one may be there"
                 reasons += [f"{name} could not be listed ({why}): {newer}" for name, why in unlisted.items()]
             return replace(opened, passed_over=[reason[:PASSED_OVER_CHARS] for reason in reasons[:PASSED_OVER_MAX]])
+
+    async def find_part(self, run: Run, find: Find) -> OpenCheckpoint:
+        """Open this node's part of a checkpoint over several nodes: in memory, else in hot. Its `manifest` is the node
+        file. Raises NotFound when it is in neither, Unhealthy when it was not asked for one that is."""
+        if find.step is None or find.generation is None:
+            raise BadRequest(f"find this node's part of a checkpoint of {run}: it has no step or no generation")
+        checkpoint = checkpoint_id(run, find.step, find.generation)
+        if not find.allow_unhealthy and await self._judge(checkpoint) is False:
+            raise Unhealthy(f"restore {checkpoint}: the part of this node holds numbers that are not finite")
+        error: TierdError = NotFound(f"open this node's part of {checkpoint}: it is neither in memory nor in hot")
+        for tier in (MEMORY, self._hot.name):
+            if find.tier not in (AUTO, tier) or (checkpoint, tier) in _excluded(run, find):
+                continue
+            try:
+                return await self._open_part(checkpoint, tier)
+            except TierdError as reason:
+                if not isinstance(reason, NotFound):
+                    error = self._record_failure(checkpoint, tier, reason)
+        raise error
+
+    async def _open_part(self, checkpoint: CheckpointId, tier: str) -> OpenCheckpoint:
+        if tier == MEMORY:
+            snapshot_set = self._memory.find(checkpoint)
+            if snapshot_set is None or snapshot_set.node is None:
+                raise NotFound(f"open this node's part of {checkpoint}: memory has none")
+            return await self._open_memory(checkpoint)
+        entry = self._catalog.get(checkpoint)
+        if entry is None or entry.part is None:
+            raise NotFound(f"open this node's part of {checkpoint}: hot has none")
+        _check_count(checkpoint, len(entry.part.files))
+        return OpenCheckpoint(tier, entry.part, await self.fetcher.open_hot(entry.part))
 
     def _check_lost(self, run: Run) -> None:
         """Raises Lost when checkpoints of the run have disappeared: it must not start fresh because none is left."""
@@ -242,8 +284,10 @@ class Restorer:
         snapshot_set = self._memory.find(checkpoint)
         if snapshot_set is None:
             raise NotFound(f"open {checkpoint} in memory: a newer snapshot has just replaced it")
-        _check_count(checkpoint, snapshot_set.world_size)
-        manifest = snapshot_set.manifest or await self._provisional(snapshot_set)
+        _check_count(checkpoint, len(snapshot_set.ranks))
+        manifest = snapshot_set.manifest
+        if manifest is None or isinstance(manifest, NodeFile) != (snapshot_set.node is not None):
+            manifest = await self._provisional(snapshot_set)
         descriptors = [snapshot.slot.fd for _, snapshot in sorted(snapshot_set.snapshots.items())]
         try:
             # A reader that could write would change the snapshot of the rank that has it mapped.
@@ -252,8 +296,11 @@ class Restorer:
             raise TierUnreachable(f"open {checkpoint} in memory: {error.strerror}") from error
 
     async def _provisional(self, snapshot_set: SnapshotSet) -> Manifest:
-        """The manifest of a set that is not persisted yet: a restore from memory is checked against it."""
+        """The manifest of a set that is not persisted yet: a restore from memory is checked against it. Over several
+        nodes the node file."""
         await self._memory.compute_checksums(snapshot_set)
+        if snapshot_set.node is not None:
+            return snapshot_set.make_node_file()
         return snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
 
 

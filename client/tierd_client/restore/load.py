@@ -20,7 +20,7 @@ from itertools import accumulate, chain
 import torch
 
 from tierd.descriptors import read_all
-from tierd.errors import Corrupt
+from tierd.errors import Corrupt, NotFound
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
@@ -51,22 +51,31 @@ class SourceFile:
         self._verified: set[int] = set()  # chunks of the mapping, whose bytes cannot change
         self._shard: Shard | None = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its content can be read, not only its header."""
+        return True
+
     def shard(self) -> Shard:
         """The parsed header, from verified bytes. Raises Corrupt when it or its chunk is damaged, or NewerFormat."""
         if self._shard is None:
-            header = bytearray()
-            header_bytes = 0
-            scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-            for index in range(len(self.entry.chunks)):
-                for offset, block in self.read_chunk(index, scratch):
-                    content = block.numpy().data
-                    if offset == 0:
-                        header_bytes = header_length(bytes(content[:8]), self.entry.size_bytes, where=self.name)
-                    header += content[: max(0, header_bytes - offset)]
-                if len(header) == header_bytes:
-                    break
-            self._shard = parse_header(memoryview(header), self.entry.size_bytes, where=self.name)
+            self._shard = parse_header(memoryview(self.header()), self.entry.size_bytes, where=self.name)
         return self._shard
+
+    def header(self) -> bytearray:
+        """The bytes of the header, verified. Raises Corrupt when its chunk is damaged."""
+        header = bytearray()
+        header_bytes = 0
+        scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+        for index in range(len(self.entry.chunks)):
+            for offset, block in self.read_chunk(index, scratch):
+                content = block.numpy().data
+                if offset == 0:
+                    header_bytes = header_length(bytes(content[:8]), self.entry.size_bytes, where=self.name)
+                header += content[: max(0, header_bytes - offset)]
+            if len(header) == header_bytes:
+                break
+        return header
 
     def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (offset in the file, block of bytes as flat uint8). A block is valid until the next one.
@@ -103,6 +112,26 @@ class SourceFile:
             yield offset, block
 
 
+class FileElsewhere(SourceFile):
+    """A file that only another node can read. `header`: its verified header, from there."""
+
+    def __init__(self, name: str, entry: FileEntry, header: bytes) -> None:
+        self.name = name
+        self.entry = entry
+        self._header = header
+        self._shard = None
+
+    @property
+    def is_here(self) -> bool:
+        return False
+
+    def header(self) -> bytearray:
+        return bytearray(self._header)
+
+    def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        raise NotFound(f"read chunk {index} of {self.name}: only another node has it")
+
+
 def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:
     """(the parsed header of each file by the file's name in the manifest, the tensors of all files by name). The latter
     are the `available` of a `StoredState`. From verified bytes. Raises Corrupt or NewerFormat."""
@@ -119,7 +148,7 @@ class ReadPlan:
     """Which chunks of which files hold the requested tensors, and where their bytes go.
 
     Several requests may name the same stored tensor, for different parts of it. A requested tensor is read from all
-    files that hold parts of it.
+    files that hold parts of it. A part that several files hold is read from one of them, which is here if one is.
     """
 
     def __init__(self, files: Sequence[SourceFile], requested: Iterable[CapturedTensor]) -> None:
@@ -129,7 +158,10 @@ class ReadPlan:
         self._devices = {
             tensor.tensor.device for tensors in by_name.values() for tensor in tensors if tensor.tensor.is_cuda
         }
-        self._reads = [_plan_file(file, by_name) for file in files]
+        planned: set[_StoredPart] = set()
+        in_order = sorted(range(len(files)), key=lambda index: not files[index].is_here)
+        reads = {index: _plan_file(files[index], by_name, planned) for index in in_order}
+        self._reads = [reads[index] for index in range(len(files))]
 
     @property
     def chunks(self) -> list[list[int]]:
@@ -194,15 +226,22 @@ class _ChunkRead:
                 sink.write(low - sink.begin, block, low - offset, high - low)
 
 
-def _plan_file(file: SourceFile, requested: Mapping[str, Sequence[CapturedTensor]]) -> list[_ChunkRead]:
+_StoredPart = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A name, the offsets of the part, and its shape."""
+
+
+def _plan_file(
+    file: SourceFile, requested: Mapping[str, Sequence[CapturedTensor]], planned: set[_StoredPart]
+) -> list[_ChunkRead]:
+    """`planned`: the parts that another file supplies; those of this file are added."""
     stored = file.shard().tensors
-    sinks = [
-        sink
-        for name, tensors in requested.items()
-        if (entry := stored.get(name)) is not None and entry.size_bytes
-        for tensor in tensors
-        if (sink := _sink(entry, tensor)) is not None
-    ]
+    sinks: list[_Sink] = []
+    for name, tensors in requested.items():
+        entry = stored.get(name)
+        if entry is None or not entry.size_bytes or (part := (name, entry.saved_offsets, entry.shape)) in planned:
+            continue
+        planned.add(part)
+        sinks += [sink for tensor in tensors if (sink := _sink(entry, tensor)) is not None]
     sinks.sort(key=lambda sink: sink.begin)
     reads: list[_ChunkRead] = []
     first = 0

@@ -1,26 +1,24 @@
 """A replica as a trainer reads it: the manifest and the open files of one checkpoint in one tier.
 
-The daemon selects a replica for rank 0, and all ranks read that one. If it is damaged, all ranks try the next one.
+Which replica that is, all ranks agree on in attempts.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-
-import msgspec
+from typing import Protocol, TypeVar
 
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
 from tierd_client.log import log
-from tierd_client.ranks import Ranks
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
@@ -30,6 +28,9 @@ from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, parse_tree
+
+Handed = TypeVar("Handed", bound=Manifest)
+Handed_co = TypeVar("Handed_co", bound=Manifest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,13 @@ class Replica(AbstractContextManager["Replica"]):
     ) -> None:
         """Fills the requested tensors from `files`, which are this replica's, after fetching the chunks they are in.
 
-        Raises Corrupt, or the daemon's error when it cannot fetch those chunks.
+        Raises Corrupt, the daemon's error when it cannot fetch those chunks, or NotFound when only another node has
+        them.
         """
         reads = ReadPlan(files, requested)
+        for file, chunks in zip(files, reads.chunks, strict=True):
+            if chunks and not file.is_here:
+                raise NotFound(f"read {file.name}: only another node has it")
         if self.session is not None and any(reads.chunks):
             self._fetch(self.session, reads.chunks)
         reads.run(is_verified=is_verified)
@@ -140,52 +145,6 @@ class Replica(AbstractContextManager["Replica"]):
         return shard.tierd["state"]
 
 
-ReadReplica = Callable[[Replica], None]
-"""Reads a replica into its destination. Called again with the next replica after Corrupt on any rank."""
-
-
-def restore_replica(
-    session: DaemonSession,
-    ranks: Ranks,
-    request: RestoreRequest,
-    read: ReadReplica,
-    *,
-    reports: DaemonSession | None = None,
-) -> Replica:
-    """Calls `read` with the newest replica that all ranks can read, and returns it, closed.
-
-    Reports damaged replicas to the daemon, in the session `reports` if `session` is not a trainer's. Raises the
-    daemon's error: NotFound when there is no checkpoint, Corrupt when all replicas were tried; and what `read` raises,
-    but for Corrupt, NotFound and TierUnreachable.
-    """
-    excluded: list[str] = []
-    while True:
-        replica = ranks.run_on_all(lambda: find_replica(session, request, excluded) if ranks.rank == 0 else None)
-        choice = msgspec.json.encode((replica.manifest.id, replica.tier)) if replica is not None else b""
-        chosen, tier = msgspec.json.decode(ranks.broadcast(choice), type=tuple[CheckpointId, str])
-        skip_error: TierdError | None = None
-        final_error: Exception | None = None
-        try:
-            replica = replica or find_replica(session, RestoreRequest.exactly(chosen, tier), excluded)
-            with replica:
-                read(replica)
-        except Corrupt as error:
-            skip_error = error
-            if replica is not None and not replica.fetch_failed:
-                log.error("tierd: %s; trying the next replica", error.message)
-                step, run = replica.manifest.step, replica.manifest.run
-                (reports or session).report("corrupt", step, run=run, tier=replica.tier, detail=error.message)
-        except (NotFound, TierUnreachable) as error:
-            skip_error = error  # this rank cannot read the replica that rank 0 has opened
-        except Exception as error:  # of any kind: the state's own load_state_dict was called
-            final_error = error
-        ranks.raise_on_all(final_error)
-        is_skipped = ranks.maximum([skip_error is not None])[0]
-        if replica is not None and not is_skipped:
-            return replica
-        excluded.append(f"{chosen.name}@{tier}")
-
-
 def find_replica(
     session: DaemonSession, request: RestoreRequest, excluded: Sequence[str], chunks: Sequence[Sequence[int]] = ()
 ) -> Replica:
@@ -198,10 +157,24 @@ def find_replica(
         chunks=packed if sum(map(len, packed)) <= wire.CHUNKS_BYTES_MAX else None,
         **asdict(request),
     )
+    answer, found, descriptors = hand_over(session, message, manifest.decode)
+    return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))
+
+
+class Decode(Protocol[Handed_co]):
+    """Decodes a manifest or a node file. `where` says in messages where it is."""
+
+    def __call__(self, raw: bytes, /, *, where: str) -> Handed_co: ...
+
+
+def hand_over(
+    session: DaemonSession, message: wire.Find, decode: Decode[Handed]
+) -> tuple[wire.FoundReplica, Handed, list[int]]:
+    """The daemon's answer, the manifest or node file, and the descriptors of its files, which the caller closes."""
     answer, descriptors = session.find(message)
     try:
         with open(descriptors.pop(0), "rb") as file:
-            found = manifest.decode(file.read(), where=f"the manifest that the daemon handed over from {answer.tier}")
+            found = decode(file.read(), where=f"the manifest that the daemon handed over from {answer.tier}")
         if len(found.files) != len(descriptors):
             raise Corrupt(
                 f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors of {len(found.files)}"
@@ -209,4 +182,4 @@ def find_replica(
     except BaseException:
         close_all(descriptors)
         raise
-    return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))
+    return answer, found, descriptors

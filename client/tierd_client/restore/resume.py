@@ -19,8 +19,9 @@ from tierd.format import layout, manifest
 from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
+from tierd_client.restore.attempts import ReadReplica, restore_replica
 from tierd_client.restore.other_nodes import check_nothing_elsewhere, check_scratch_elsewhere, report_newer_here
-from tierd_client.restore.replica import ReadReplica, Replica, RestoreRequest, restore_replica
+from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.session import DaemonSession
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"

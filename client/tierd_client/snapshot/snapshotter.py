@@ -24,12 +24,13 @@ from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
+from tierd_client.snapshot.everywhere import EverywherePersisted
 from tierd_client.snapshot.handle import Shot
 from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.completeness import check_restorable
-from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners
+from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners, copied_here
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
 
@@ -46,6 +47,7 @@ class Snapshotter:
         self._ranks = ranks
         self._stager = Stager()
         self._shots: weakref.WeakValueDictionary[tuple[int, int], Shot] = weakref.WeakValueDictionary()
+        self.everywhere = EverywherePersisted()
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
@@ -122,6 +124,7 @@ class Snapshotter:
         )
         if self._generation.node is not None:
             sealed = self._with_common_head(sealed)
+            self.everywhere.taken(shot.generation, step)
         shot.stall_s = time.perf_counter() - began
         self.overlap.begin(shot, staging, sealed)
         if staging.deferred:
@@ -172,11 +175,15 @@ class Snapshotter:
                 self._owned_sizes, self._has_slots = sizes, None
             return captured
         samples = self._comparison.samples(None if has_changed else captured.tensors)
-        some_changed, *maxima = self._ranks.maximum([has_changed, *samples])
+        over_nodes = self.everywhere.missing() if self._generation.node is not None else []
+        some_changed, *maxima = self._ranks.maximum([has_changed, *over_nodes, *samples])
+        if over_nodes:
+            self._tell_everywhere(maxima[: len(over_nodes)])
+            maxima = maxima[len(over_nodes) :]
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
-            self._owned = assign_owners(by_rank)[self._ranks.rank]
+            self._owned = self._written_here(by_rank)
             self._owned_sizes, self._has_slots = sizes, None
             self._has_stages = len({_model_names(tensors, rank) for rank, tensors in enumerate(by_rank)}) > 1
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
@@ -185,6 +192,27 @@ class Snapshotter:
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
+
+    def wait_everywhere(self, shot: Shot, timeout_s: float) -> None:
+        """All ranks. Until the snapshot is durable on every node. Raises on all ranks as `wait_persisted`."""
+        self._ranks.run_on_all(lambda: shot.wait_persisted(timeout_s))
+        if self._generation.node is not None:
+            self.everywhere.persisted(shot.generation, shot.step)  # also if the message was heard by a former session
+            self._tell_everywhere(self._ranks.maximum(self.everywhere.missing()))
+
+    def _tell_everywhere(self, maxima: Sequence[int]) -> None:
+        """`maxima`: over all ranks, of what `EverywherePersisted.missing` returns."""
+        step = self.everywhere.agree(maxima)
+        if step is not None and self._generation.is_lowest_of_node:
+            self._generation.session.send(wire.Everywhere(step=step))
+
+    def _written_here(self, held: list[list[HeldTensor]]) -> set[str]:
+        """The keys that this rank writes, from the tensors that each rank holds."""
+        rank, node = self._ranks.rank, self._generation.node
+        owned = assign_owners(held)
+        if node is None:
+            return owned[rank]
+        return owned[rank] | {key for key, writer in copied_here(held, owned, node.ranks).items() if writer == rank}
 
     def _make_slots(self, captured: Captured) -> None:
         """All ranks. Does nothing while the slots are large enough. Raises Full when a memory limit is too low."""
@@ -253,6 +281,8 @@ class Snapshotter:
     def on_message(self, message: wire.ToClient) -> None:
         if not isinstance(message, wire.Persisted | wire.Replicated | wire.Failed):
             return
+        if not isinstance(message, wire.Failed):
+            self.everywhere.persisted(message.generation, message.step)
         shot = self._shots.get((message.step, message.generation))
         if isinstance(message, wire.Failed):
             error = from_kind(message.kind, message.message, message.hint)

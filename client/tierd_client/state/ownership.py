@@ -14,6 +14,7 @@ from tierd.errors import Unsupported
 from tierd_client.state.tensors import CapturedTensor, sample_of
 
 COMPARED_PER_SNAPSHOT = 8
+COPIED_BYTES_MAX = 64 << 10  # of a tensor that each node writes: an optimizer's step, a norm's weight
 ABSENT = -(1 << 62)
 """In place of a sample that this rank cannot take: below every sample."""
 
@@ -66,6 +67,20 @@ def assign_owners(held: Sequence[Sequence[HeldTensor]]) -> list[set[str]]:
         owned[rank].add(key)
         load_bytes[rank] += first[key].size_bytes
     return owned
+
+
+def copied_here(held: Sequence[Sequence[HeldTensor]], owned: Sequence[set[str]], node: Sequence[int]) -> dict[str, int]:
+    """What a node writes besides what its ranks own: small tensors that one of them holds and that a rank of another
+    node owns. For each key the rank that writes it. So the ranks of a node restore from the part of their own node,
+    if no large tensor is the same on several nodes. `node`: its ranks.
+    """
+    written = set[str]().union(*(owned[rank] for rank in node))
+    copied: dict[str, int] = {}
+    for rank in node:
+        for tensor in held[rank]:
+            if tensor.size_bytes <= COPIED_BYTES_MAX and tensor.key not in written:
+                copied.setdefault(tensor.key, rank)
+    return copied
 
 
 class ReplicaComparison:

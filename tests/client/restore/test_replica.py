@@ -10,7 +10,8 @@ import pytest
 import torch
 from tierd_client import Corrupt, Mismatch, NotFound, TrainingState
 from tierd_client.ranks import Ranks
-from tierd_client.restore.replica import Replica, RestoreRequest, restore_replica
+from tierd_client.restore.attempts import restore_replica
+from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.session import DaemonSession
 
 from tests.support.cli import make_manifest

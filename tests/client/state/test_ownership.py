@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.state.ownership import COMPARED_PER_SNAPSHOT, HeldTensor, ReplicaComparison, assign_owners
+from tierd_client.state.ownership import (
+    COMPARED_PER_SNAPSHOT,
+    COPIED_BYTES_MAX,
+    HeldTensor,
+    ReplicaComparison,
+    assign_owners,
+    copied_here,
+)
 from tierd_client.state.tensors import CapturedTensor, capture_tensor
 
 from tierd.errors import Unsupported
@@ -35,6 +42,25 @@ def test_each_key_is_written_once_by_a_rank_that_holds_it(held: list[set[str]]) 
 def test_the_order_of_the_lists_does_not_matter(held: list[set[str]], random: object) -> None:
     listed = [[holding(key) for key in sorted(keys)] for keys in held]
     assert assign_owners([keys[::-1] for keys in listed]) == assign_owners(listed)
+
+
+@given(ranks, st.data())
+def test_each_node_writes_all_small_tensors_of_its_ranks_once(held: list[set[str]], data: st.DataObject) -> None:
+    listed = [[holding(key) for key in sorted(keys)] for keys in held]
+    owned = assign_owners(listed)
+    on_node = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
+    node = [rank for rank, is_here in enumerate(on_node) if is_here]
+    copied = copied_here(listed, owned, node)
+    assert all(rank in node and key in held[rank] for key, rank in copied.items())
+    written = [key for rank in node for key in owned[rank]] + list(copied)
+    assert sorted(written) == sorted(set().union(*(owned[rank] | held[rank] for rank in node)))
+
+
+def test_large_tensor_is_written_once_over_all_nodes() -> None:
+    held = [[holding("a", COPIED_BYTES_MAX + 1), holding("b", COPIED_BYTES_MAX)] for _ in range(4)]
+    owned = assign_owners(held)
+    nodes = [copied_here(held, owned, node) for node in ([0, 1], [2, 3])]
+    assert sorted(key for copied in nodes for key in copied) == ["b"]
 
 
 def test_replicas_are_spread_evenly() -> None:

@@ -1,0 +1,168 @@
+"""Which checkpoint a training over several nodes restores from the nodes themselves: the one place that decides it.
+
+Pure: it takes what the daemons of all nodes have, and what has failed since. A checkpoint is covered when the parts of
+the nodes together have every rank that saved it. Nodes do not read from each other yet: a covered checkpoint is chosen
+only if the shard of every rank is on the node where that rank is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.wire import HeldCheckpoint
+
+AUTO, MEMORY, HOT = "auto", "memory", "hot"
+RANKS_SHOWN = 8
+
+
+class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon of one node has. `ranks`: those that are on this node now."""
+
+    ranks: list[int]
+    checkpoints: list[HeldCheckpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsSource:
+    """The parts of a checkpoint on all nodes. `tier`: hot; or memory, and hot where a node has its part only there."""
+
+    checkpoint: CheckpointId
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A checkpoint of which a node has a part and which is not restored from the nodes. `reason`: a sentence.
+    `is_covered`: the nodes together have all of it."""
+
+    checkpoint: CheckpointId
+    reason: str
+    is_covered: bool
+    is_unhealthy: bool = False
+
+
+def choose_parts(
+    nodes: Sequence[NodeInventory],
+    run: str,
+    *,
+    tier: str = AUTO,
+    allow_unhealthy: bool = False,
+    failed: Collection[tuple[CheckpointId, str]] = (),
+    unhealthy: Collection[CheckpointId] = (),
+) -> tuple[PartsSource | None, list[PassedOver]]:
+    """The newest covered checkpoint, from memory if it can be, and why newer ones were passed over.
+
+    `tier`: auto, or the only one to take. `failed`: sources that a rank could not read, as (checkpoint, tier).
+    `unhealthy`: checkpoints that were found so since.
+    """
+    passed_over: list[PassedOver] = []
+    for checkpoint in sorted(_with_parts(nodes, run), key=lambda each: each.recency, reverse=True):
+        gap = _gap(nodes, checkpoint)
+        if not allow_unhealthy and (checkpoint in unhealthy or is_unhealthy(nodes, checkpoint)):
+            reason = f"{checkpoint}: a node has found numbers in it that are not finite"
+            passed_over.append(PassedOver(checkpoint, reason, is_covered=not gap, is_unhealthy=True))
+            continue
+        if problem := gap or _distance(nodes, checkpoint):
+            passed_over.append(PassedOver(checkpoint, f"{checkpoint}: {problem}", is_covered=not gap))
+            continue
+        tiers = [each for each in _tiers(nodes, checkpoint) if tier in (AUTO, each)]
+        for each in tiers:
+            if (checkpoint, each) not in failed:
+                return PartsSource(checkpoint, each), passed_over
+        if tiers:
+            reason = f"{checkpoint}: its parts on the nodes could not be restored"
+            passed_over.append(PassedOver(checkpoint, reason, is_covered=True))
+    return None, passed_over
+
+
+def newest_whole(
+    nodes: Sequence[NodeInventory],
+    run: str,
+    *,
+    tier: str = AUTO,
+    allow_unhealthy: bool = False,
+    failed: Collection[tuple[CheckpointId, str]] = (),
+    unhealthy: Collection[CheckpointId] = (),
+) -> CheckpointId | None:
+    """The newest checkpoint of which a tier of rank 0's daemon, the first node's, has all. Arguments: as of
+    `choose_parts`."""
+    found: list[CheckpointId] = []
+    for held in nodes[0].checkpoints:
+        checkpoint = _id(run, held)
+        tiers = [each for each in held.whole_in if tier in (AUTO, each) and (checkpoint, each) not in failed]
+        is_bad = checkpoint in unhealthy or is_unhealthy(nodes, checkpoint)
+        if tiers and (allow_unhealthy or not is_bad):
+            found.append(checkpoint)
+    return max(found, key=lambda each: each.recency, default=None)
+
+
+def part_of(node: NodeInventory, checkpoint: CheckpointId) -> HeldCheckpoint | None:
+    """What a node has of a checkpoint; None if it has no part."""
+    return next((held for held in _held([node], checkpoint) if held.part_in), None)
+
+
+def is_unhealthy(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> bool:
+    """Whether it holds NaN or Inf: found on one node, that counts for the whole checkpoint."""
+    return any(held.healthy is False for held in _held(nodes, checkpoint))
+
+
+def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
+    """Why the parts do not cover the checkpoint, as the end of a sentence; empty if they do."""
+    parts = [held for held in _held(nodes, checkpoint) if held.part_in]
+    if len({(held.head_digest, held.world_size) for held in parts}) > 1:
+        return "the nodes have parts of different starts of the run"
+    world_size = parts[0].world_size
+    saved = [rank for held in parts for rank in held.ranks]
+    if missing := sorted(set(range(world_size)) - set(saved)):
+        return f"no node has the part with {_ranks(missing)} of {world_size}"
+    return "two nodes have the part of one rank" if len(saved) != world_size else ""
+
+
+def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
+    """Why a rank cannot read what the nodes have of a covered checkpoint, as the end of a sentence; empty if each rank
+    is on the node that has its shard. Nodes that read from each other would need no such rule."""
+    world_size = next(held.world_size for held in _held(nodes, checkpoint) if held.part_in)
+    ranks = sum(len(node.ranks) for node in nodes)
+    if ranks != world_size:
+        return f"{world_size} ranks saved it on several nodes, now there are {ranks}"
+    saved_here = {node.ranks[0]: part_of(node, checkpoint) for node in nodes}
+    moved = [
+        rank
+        for node in nodes
+        for rank in node.ranks
+        if (part := saved_here[node.ranks[0]]) is None or rank not in part.ranks
+    ]
+    return f"another node has the part with {_ranks(sorted(moved))}, which were placed elsewhere" if moved else ""
+
+
+def _tiers(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[str]:
+    """The sources of a covered checkpoint, nearest first."""
+    places = [held.part_in for held in _held(nodes, checkpoint) if held.part_in]
+    tiers = [MEMORY] if any(MEMORY in place for place in places) else []
+    return tiers + ([HOT] if all(HOT in place for place in places) else [])
+
+
+def _with_parts(nodes: Iterable[NodeInventory], run: str) -> set[CheckpointId]:
+    return {_id(run, held) for node in nodes for held in node.checkpoints if held.part_in}
+
+
+def _held(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
+    return [
+        held
+        for node in nodes
+        for held in node.checkpoints
+        if (held.step, held.generation) == (checkpoint.step, checkpoint.generation)
+    ]
+
+
+def _id(run: str, held: HeldCheckpoint) -> CheckpointId:
+    return checkpoint_id(run, held.step, held.generation)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:RANKS_SHOWN])) + (", …" if len(ranks) > RANKS_SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

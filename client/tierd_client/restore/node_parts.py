@@ -1,0 +1,281 @@
+"""The replicas of a run over several nodes: the parts of a checkpoint that the nodes have, or a whole one in a tier.
+
+The lowest rank of each node asks its daemon what it has, and all ranks gather the answers. Rank 0 chooses
+(node_choice.py). Each rank reads the shards that its own daemon has; of the others it has the headers, from their
+nodes. A tensor that only they contain cannot be read yet: then all ranks try the next source.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tierd.descriptors import close_all
+from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierUnreachable, Transient, Unhealthy
+from tierd.format import layout, wire
+from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.node_file import NodeFile, assemble, decode_node_file
+from tierd_client.log import log
+from tierd_client.nodes import is_lowest_of_node
+from tierd_client.ranks import Ranks
+from tierd_client.restore.load import FileElsewhere, SourceFile
+from tierd_client.restore.node_choice import (
+    AUTO,
+    HOT,
+    NodeInventory,
+    PassedOver,
+    choose_parts,
+    is_unhealthy,
+    newest_whole,
+    part_of,
+)
+from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
+from tierd_client.session import DaemonSession
+
+
+class Problem(enum.IntEnum):
+    """Why the ranks have not read a replica, by severity."""
+
+    NONE = 0
+    NOT_READABLE = 1
+    UNHEALTHY = 2
+    DAMAGED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A replica to read next. `open`: called on all ranks."""
+
+    checkpoint: CheckpointId
+    tier: str
+    open: Callable[[], Replica]
+
+
+@dataclass(slots=True)
+class PartReplica(Replica):
+    """A checkpoint of which this rank's daemon has the shards with `descriptors`, those of its node. `headers`: of the
+    other files, by name."""
+
+    headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
+
+    def files(self) -> list[SourceFile]:
+        descriptors = iter(self.descriptors)
+        files: list[SourceFile] = []
+        for entry in self.manifest.files:
+            name = f"{self.manifest.id}/{entry.name}"
+            header = self.headers.get(entry.name)
+            if header is None:
+                files.append(SourceFile(f"{name} in {self.tier}", next(descriptors), entry))
+            else:
+                files.append(FileElsewhere(f"{name} on another node", entry, header))
+        return files
+
+
+class _Source(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 has chosen. `is_parts`: each rank reads what its own daemon has."""
+
+    checkpoint: CheckpointId
+    tier: str
+    is_parts: bool
+
+
+class _SharedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the lowest rank of a node sends to all. `headers`: of the files in `node_file`, in order."""
+
+    node_file: bytes
+    headers: list[bytes]
+
+
+class NodeReplicas:
+    """All ranks, in every method."""
+
+    def __init__(self, session: DaemonSession, ranks: Ranks, request: RestoreRequest) -> None:
+        self._session = session
+        self._ranks = ranks
+        self._request = request
+        self._failed: list[tuple[CheckpointId, str]] = []
+        self._unhealthy: set[CheckpointId] = set()
+        self._is_damaged = False
+        self._logged: set[CheckpointId] = set()
+        raws = ranks.gather(ranks.run_on_all(self._ask))
+        self._nodes = [msgspec.msgpack.decode(raw, type=NodeInventory) for raw in raws if raw]
+
+    def _ask(self) -> bytes:
+        """The inventory of this node, on its lowest rank; else nothing. Rank 0's daemon looks at the cold tiers now."""
+        node, is_first = self._session.hello.node, self._ranks.rank == 0
+        if node is None or not is_lowest_of_node(self._session.hello):
+            return b""
+        request = self._request
+        question = wire.Inventory(
+            request=0,
+            step=request.step,
+            generation=request.generation,
+            milestone=request.milestone,
+            lists_cold=is_first,
+        )
+        held = self._session.inventory(question)
+        for reason in held.unlisted if is_first else ():
+            log.error("tierd: a tier could not be listed, a newer checkpoint may be there: %s", reason)
+        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=held.checkpoints))
+
+    def next(self) -> Attempt:
+        """Raises on all ranks when there is nothing left to try."""
+        source, replica = self._ranks.run_on_all(self._choose)
+        choice = b"" if source is None else msgspec.json.encode(source)
+        source = msgspec.json.decode(self._ranks.broadcast(choice), type=_Source)
+        checkpoint, tier = source.checkpoint, source.tier
+        if source.is_parts:
+            return Attempt(checkpoint, tier, lambda: self._open_parts(checkpoint, tier))
+        exactly = RestoreRequest.exactly(checkpoint, tier)
+        return Attempt(checkpoint, tier, lambda: replica or find_replica(self._session, exactly, self._excluded))
+
+    def failed(self, attempt: Attempt, problem: Problem) -> None:
+        """A rank could not read it: the next attempt is another one."""
+        self._failed.append((attempt.checkpoint, attempt.tier))
+        self._is_damaged |= problem is Problem.DAMAGED
+        if problem is Problem.UNHEALTHY:
+            self._unhealthy.add(attempt.checkpoint)
+
+    @property
+    def _excluded(self) -> list[str]:
+        """What a daemon must not hand over, in the form of wire.Find."""
+        excluded = {f"{checkpoint.name}@{tier}" for checkpoint, tier in self._failed}
+        if not self._request.allow_unhealthy:
+            for held in self._nodes[0].checkpoints:
+                checkpoint = checkpoint_id(self._session.hello.run, held.step, held.generation)
+                if checkpoint in self._unhealthy or is_unhealthy(self._nodes, checkpoint):
+                    excluded |= {f"{checkpoint.name}@{tier}" for tier in held.whole_in}
+        return sorted(excluded)
+
+    # ── rank 0 ──
+
+    def _choose(self) -> tuple[_Source | None, Replica | None]:
+        """(what all ranks read next, the open replica if it is a whole one). On other ranks nothing.
+
+        The newest of what the nodes have together and of what the daemon of rank 0 has whole, the first if equal."""
+        if self._ranks.rank != 0:
+            return None, None
+        request, run = self._request, self._session.hello.run
+        narrowed: dict[str, Any] = {
+            "tier": request.tier,
+            "allow_unhealthy": request.allow_unhealthy,
+            "failed": self._failed,
+            "unhealthy": self._unhealthy,
+        }
+        parts, passed_over = choose_parts(self._nodes, run, **narrowed)
+        whole = newest_whole(self._nodes, run, **narrowed)
+        replica: Replica | None = None
+        if parts is None or (whole is not None and whole.recency > parts.checkpoint.recency):
+            try:
+                replica = find_replica(self._session, request, self._excluded)
+            except TierdError as error:
+                if parts is None:
+                    raise self._refusal(error, passed_over) from error
+        if replica is not None and parts is not None and parts.checkpoint.recency >= replica.manifest.id.recency:
+            with replica:  # close it: an older one than was expected
+                replica = None
+        if replica is not None:
+            source = _Source(checkpoint=replica.manifest.id, tier=replica.tier, is_parts=False)
+        else:
+            assert parts is not None
+            source = _Source(checkpoint=parts.checkpoint, tier=parts.tier, is_parts=True)
+        self._log(passed_over, source.checkpoint)
+        return source, replica
+
+    def _log(self, passed_over: list[PassedOver], chosen: CheckpointId) -> None:
+        """Which newer checkpoints were passed over, each once: their steps are lost."""
+        for each in passed_over:
+            if each.checkpoint.recency > chosen.recency and each.checkpoint not in self._logged:
+                self._logged.add(each.checkpoint)
+                log.error("tierd: a newer checkpoint is passed over: %s", each.reason)
+
+    def _refusal(self, error: TierdError, passed_over: list[PassedOver]) -> TierdError:
+        """Why nothing is restored. `error`: why the daemon of rank 0 has nothing whole. While the nodes together have a
+        checkpoint, the training must not start from scratch."""
+        if self._is_damaged or not passed_over or not isinstance(error, NotFound | Corrupt | TierUnreachable):
+            return error
+        run, newest = self._session.hello.run, passed_over[0]
+        if all(each.is_unhealthy for each in passed_over):
+            return Unhealthy(f"restore {run}: {newest.reason}", hint="to restore it even so: allow_unhealthy=True")
+        if isinstance(error, NotFound) and not any(each.is_covered for each in passed_over):
+            for each in passed_over:
+                log.error("tierd: %s", each.reason)
+            return error
+        return TierUnreachable(
+            f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. Whole ones: {error.message}",
+            hint="bring back the nodes that have the missing parts, or the tier that has one whole; restore(state, "
+            'resume="scratch", force=True) begins anew',
+        )
+
+    # ── all ranks ──
+
+    def _open_parts(self, checkpoint: CheckpointId, tier: str) -> PartReplica:
+        """Raises on all ranks when one cannot open what its daemon has."""
+        opened: list[PartReplica] = []
+        try:
+            shared = self._ranks.run_on_all(lambda: self._open_own(checkpoint, tier, opened))
+            (replica,) = opened
+            node_files: list[NodeFile] = []
+            for rank, raw in enumerate(self._ranks.gather(shared)):
+                if not raw:
+                    continue
+                part = msgspec.msgpack.decode(raw, type=_SharedPart)
+                node_file = self._decode(part.node_file, rank, checkpoint, where="the daemon of another node")
+                node_files.append(node_file)
+                if self._ranks.rank not in node_file.ranks:
+                    names = (entry.name for entry in node_file.files)
+                    replica.headers.update(zip(names, part.headers, strict=True))
+            replica.manifest = assemble(node_files)
+        except BaseException:
+            for each in opened:
+                close_all(each.descriptors)
+            raise
+        return replica
+
+    def _open_own(self, checkpoint: CheckpointId, tier: str, opened: list[PartReplica]) -> bytes:
+        """Adds to `opened` what this rank's daemon has. Returns what the lowest rank of the node sends to all."""
+        message = wire.Find(
+            request=0,
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            milestone=None,
+            tier=HOT if tier == HOT else AUTO,
+            exclude=self._excluded,
+            allow_unhealthy=self._request.allow_unhealthy,
+            is_node_part=True,
+        )
+        node = self._session.hello.node
+        assert node is not None
+        try:
+            answer, node_file, descriptors = hand_over(
+                self._session, message, partial(self._decode, rank=node.ranks[0], checkpoint=checkpoint)
+            )
+        except DaemonUnreachable:
+            raise
+        except Transient as error:  # for example, a newer snapshot has replaced it in memory
+            raise TierUnreachable(error.message, hint=error.hint) from error
+        replica = PartReplica(answer.tier, node_file, descriptors)
+        opened.append(replica)
+        if not is_lowest_of_node(self._session.hello):
+            return b""
+        try:
+            headers = [bytes(file.header()) for file in replica.files()]
+        except Corrupt as error:
+            log.error("tierd: %s; trying the next replica", error.message)
+            self._session.report("corrupt", checkpoint.step, tier=answer.tier, detail=error.message)
+            raise
+        return msgspec.msgpack.encode(_SharedPart(node_file=node_file.encode(), headers=headers))
+
+    def _decode(self, raw: bytes, rank: int, checkpoint: CheckpointId, *, where: str) -> NodeFile:
+        """The node file that the node of `rank` has of the checkpoint."""
+        node = next(node for node in self._nodes if rank in node.ranks)
+        part = part_of(node, checkpoint)
+        if part is None:
+            raise NotFound(f"restore {checkpoint}: the node of rank {rank} has no part of it")
+        name = layout.node_file_name(part.ranks[0], part.world_size)
+        return decode_node_file(raw, name=name, where=where, expect=checkpoint)

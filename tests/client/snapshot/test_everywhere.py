@@ -1,0 +1,59 @@
+"""The newest step that is durable on every node, as the ranks agree on it at each snapshot."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tierd_client.snapshot.everywhere import COUNT, EverywherePersisted
+
+
+def exchange(ranks: list[EverywherePersisted]) -> set[int | None]:
+    """What the ranks agree on."""
+    maxima = [max(values) for values in zip(*(rank.missing() for rank in ranks), strict=True)]
+    return {rank.agree(maxima) for rank in ranks}
+
+
+def test_nothing_is_known_before_every_rank_has_persisted_a_step() -> None:
+    ranks = [EverywherePersisted(), EverywherePersisted()]
+    assert exchange(ranks) == {None}
+    for rank in ranks:
+        rank.taken(1, 5)
+    ranks[0].persisted(1, 5)
+    assert exchange(ranks) == {None}
+    ranks[1].persisted(1, 5)
+    assert exchange(ranks) == {5}
+    assert exchange(ranks) == {None}  # it is told once
+
+
+def test_a_new_generation_begins_without_knowledge() -> None:
+    rank = EverywherePersisted()
+    rank.taken(1, 5)
+    rank.persisted(1, 5)
+    assert exchange([rank]) == {5}
+    rank.taken(2, 3)
+    rank.persisted(1, 5)  # a late message
+    assert (rank.step, exchange([rank])) == (None, {None})
+    rank.persisted(2, 3)
+    assert exchange([rank]) == {3}
+
+
+def test_a_step_that_was_never_persisted_holds_nothing_up() -> None:
+    rank = EverywherePersisted()
+    for step in range(1, 4):
+        rank.taken(1, step)
+    rank.persisted(1, 1)
+    rank.persisted(1, 3)
+    assert exchange([rank]) == {3}
+
+
+@given(st.lists(st.sets(st.integers(1, 20)), min_size=1, max_size=4), st.integers(1, 20))
+def test_all_ranks_agree_on_the_newest_of_the_last_ones(persisted: list[set[int]], last: int) -> None:
+    ranks = [EverywherePersisted() for _ in persisted]
+    for rank, steps in zip(ranks, persisted, strict=True):
+        for step in range(1, last + 1):
+            rank.taken(1, step)
+            if step in steps:
+                rank.persisted(1, step)
+    common = [step for step in range(max(1, last - COUNT + 1), last + 1) if all(step in steps for steps in persisted)]
+    assert exchange(ranks) == {max(common, default=None)}
+    assert all(len(rank.missing()) == COUNT for rank in ranks)

@@ -1,0 +1,80 @@
+"""What this daemon has of a run's checkpoints: the answer to a trainer's Inventory.
+
+Over several nodes the ranks put the answers of all daemons together and choose what to restore
+(client/tierd_client/restore/node_choice.py). Reads no checkpoint.
+"""
+
+from __future__ import annotations
+
+from heapq import nlargest
+
+from tierd.catalog_entry import Entry
+from tierd.context import DaemonContext
+from tierd.format.ids import CheckpointId, Run
+from tierd.format.node_file import NodeFile
+from tierd.format.text import printable
+from tierd.format.wire import DESCRIPTORS_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
+from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.selection import MEMORY, CheckpointQuery
+from tierd.memory.snapshot_set import SnapshotSet
+from tierd.workers.restorer import Restorer
+
+UNLISTED_MAX, UNLISTED_CHARS = 8, 1000  # bounds of the message
+
+
+async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked: Inventory) -> Held:
+    """The newest checkpoints that are asked for, at most HELD_MAX."""
+    catalog = context.catalog
+    unlisted = await restorer.list_run(run) if asked.lists_cold else catalog.unlisted()
+    query = CheckpointQuery(run=run, step=asked.step, generation=asked.generation, milestone=asked.milestone)
+    entries = {entry.id: entry for entry in catalog.entries(run)}
+    in_memory = {each.id: each for each in context.memory.complete(run)}
+    known = [
+        checkpoint
+        for checkpoint in {*entries, *in_memory}
+        if query.matches(checkpoint, _milestones(entries.get(checkpoint), in_memory.get(checkpoint)))
+    ]
+    newest = nlargest(HELD_MAX, known, key=lambda checkpoint: checkpoint.recency)
+    reasons = [f"{printable(name)}: {printable(why)}"[:UNLISTED_CHARS] for name, why in unlisted.items()]
+    return Held(
+        request=asked.request,
+        checkpoints=[_held(each, entries.get(each), in_memory.get(each), list(catalog.tiers)) for each in newest],
+        unlisted=reasons[:UNLISTED_MAX],
+    )
+
+
+def _held(
+    checkpoint: CheckpointId, entry: Entry | None, in_memory: SnapshotSet | None, tiers: list[str]
+) -> HeldCheckpoint:
+    """`tiers`: nearest first."""
+    part: NodeFile | None = entry.part if entry is not None else None
+    part_in = [HOT] if part is not None else []
+    whole_in = [tier for tier in tiers if entry is not None and tier in entry.tiers and not entry.is_part_in(tier)]
+    world_size = entry.manifest.world_size if entry is not None else 0
+    healthy = entry.healthy if entry is not None else None
+    if in_memory is not None:
+        world_size = in_memory.world_size
+        if in_memory.node is None:
+            whole_in.insert(0, MEMORY)
+        else:
+            part = in_memory.make_node_file()  # its head needs no checksums
+            part_in.insert(0, MEMORY)
+        if healthy is None and in_memory.diagnosis is not None:
+            healthy = in_memory.diagnosis.healthy
+    if part is not None and len(part.ranks) >= DESCRIPTORS_MAX:
+        part, part_in = None, []  # it could not be handed over
+    return HeldCheckpoint(
+        step=checkpoint.step,
+        generation=checkpoint.generation,
+        world_size=world_size,
+        whole_in=whole_in,
+        part_in=part_in,
+        ranks=part.ranks if part is not None else [],
+        head_digest=part.head_digest if part is not None else "",
+        healthy=healthy,
+    )
+
+
+def _milestones(entry: Entry | None, in_memory: SnapshotSet | None) -> frozenset[str]:
+    names = entry.all_milestones if entry is not None else frozenset[str]()
+    return names | {in_memory.head.milestone} if in_memory is not None and in_memory.head.milestone else names
