@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Collection
+from typing import Any
 
-from tests.workers.test_committer import Node, Nodes, id_of, nodes  # noqa: F401
+import pytest
+
+from tests.workers.test_committer import WORLD_SIZE, Node, Nodes, id_of, nodes  # noqa: F401
 from tierd.decisions import decisions
+from tierd.descriptors import close_all
 from tierd.format import layout
 from tierd.format.health import Diagnosis
+from tierd.format.ids import Rank
 from tierd.lifecycle.policy import HOT, Action
 from tierd.tiers.tier import Tier
 from tierd.workers.committer import HOME_S, LIST_MAX_S
+from tierd.workers.fetcher import Fetcher
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import GRACE_S, Replicator
 
@@ -146,6 +154,38 @@ async def test_hot_lets_go_of_a_healthy_part_when_the_whole_checkpoint_has_no_ve
     await second.rooms.hot.mark_diagnosis(id_of(50), Diagnosis(healthy=True))
     await Reaper(second.rooms.context).run_once()
     assert id_of(10) not in [manifest.id for manifest in second.rooms.catalog.manifests_in(HOT)]
+
+
+async def test_a_fetch_that_ends_while_the_part_is_deleted_commits_no_checkpoint_without_files(
+    nodes: Nodes,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = nodes.nodes[1]
+    await commit_all(nodes, 10, 1)
+    await nodes.wait(LIST_MAX_S, second)
+    rooms, cold = second.rooms, second.rooms.cold["cold"]
+    delete = rooms.hot_store.delete
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def delete_slowly(keys: Collection[str]) -> None:
+        """Between the node file and the shards, hot is listed, and a restore brings the whole checkpoint."""
+        if not tasks and all(key.endswith(".safetensors") for key in keys):
+            await rooms.list_tiers(HOT)
+            entry = rooms.catalog.get(id_of(10))
+            assert entry is not None
+            bring = Fetcher(rooms.context).bring(entry, cold, None, lambda done, size: None, is_hot_bad=False)
+            tasks.append(asyncio.create_task(bring))
+            await asyncio.wait(tasks, timeout=0.5)
+        await delete(keys)
+
+    monkeypatch.setattr(type(rooms.hot_store), "delete", lambda store, keys: delete_slowly(keys))
+    async with rooms.context.lock(id_of(10)):  # as the reaper holds it
+        assert await rooms.hot.delete(id_of(10))
+    (descriptors, _) = await tasks[0]
+    close_all(descriptors)
+    names = {path.name for path in rooms.folder(HOT, id_of(10)).iterdir()}
+    assert layout.MANIFEST in names
+    assert names >= {layout.shard_name(Rank(rank), WORLD_SIZE) for rank in range(WORLD_SIZE)}
 
 
 def action_in_hot(node: Node, step: int) -> Action:

@@ -235,14 +235,16 @@ class NodesChecker(Checker):
         place = self.places[COLD]
         assert isinstance(place, NodesPlace)
         folders = place.all_folders()
-        healthy = [identify(folder) for folder, names in folders.items() if "healthy.json" in names]
-        newest_healthy = max(healthy, default=None)  # which every policy keeps
+        healthy = {identify(folder) for folder, names in folders.items() if "healthy.json" in names}
         for node in nodes:
+            # Every policy keeps the newest that was found healthy, of all and of those that are here.
+            in_hot = {*self.parts[node], *self.committed[node]}
+            kept = {max(healthy, default=None), max(healthy & in_hot, default=None)}
             for checkpoint, part in self.parts[node].items():
-                newer = [each for each in {*self.parts[node], *self.committed[node]} if each > checkpoint]
+                newer = [each for each in in_hot if each > checkpoint]
                 is_passed = any(each.step >= checkpoint.step for each in newer)
                 is_sent = part.node_file in self.sent_ever[checkpoint]
-                is_kept = checkpoint in self.unhealthy or checkpoint == newest_healthy
+                is_kept = checkpoint in self.unhealthy or checkpoint in kept
                 if len(newer) >= self.policy.hot_last and is_passed and not is_kept:
                     what = f"{checkpoint} in {node} after a long quiet time, {is_sent=}"
                     self.violate("hot keeps too much", what)
