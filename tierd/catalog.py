@@ -379,7 +379,11 @@ class Catalog:
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
         doubts = self.doubts()
-        return [view_of(entry, doubts.get(entry.id, "")) for entry in self._entries.values()]
+        return [view_of(entry, doubts.get(entry.id, ""), self._gone(entry.id)) for entry in self._entries.values()]
+
+    def _gone(self, checkpoint: CheckpointId) -> frozenset[str]:
+        """The tiers that will not get this node's part of it."""
+        return frozenset(tier for tier in self.tiers if self._sent_parts.get((tier, checkpoint), ...) is None)
 
     def foreign(self) -> dict[tuple[str, str], str]:
         """Why a replica or marker is not one of this run's daemons, by (tier, key)."""

@@ -83,14 +83,15 @@ class TierKnowledge:
     foreign: dict[str, str] = field(default_factory=dict)
 
 
-def view_of(entry: Entry, doubt: str = "") -> CheckpointView:
-    """One checkpoint as the lifecycle sees it. `doubt`: why it is foreign; empty if it is not."""
+def view_of(entry: Entry, doubt: str = "", gone: frozenset[str] = frozenset()) -> CheckpointView:
+    """One checkpoint as the lifecycle sees it. `doubt`: why it is foreign; empty if it is not. `gone`: see there."""
     return CheckpointView(
         id=entry.id,
         sequence=entry.manifest.sequence,
         milestones=entry.all_milestones,
         healthy=entry.healthy,
         tiers=frozenset(entry.tiers),
+        gone=gone,
         created_at=entry.manifest.created,
         metrics=entry.manifest.metrics,
         foreign=doubt,

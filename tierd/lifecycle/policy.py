@@ -22,7 +22,8 @@ HOT = "hot"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """What the plan needs to know of one checkpoint. `tiers`: names of the tiers where it is committed.
+    """What the plan needs to know of one checkpoint. `tiers`: names of the tiers where it is committed. `gone`: those
+    that will not get the part that hot has of it, because they have deleted the checkpoint, or it never became whole.
 
     `created_at`: in UTC; None if its manifest gives no valid time. `metrics`: as in its manifest. `foreign`: why no
     daemon of the run seems to have committed it: it is kept, and nothing is deleted because of it; empty otherwise.
@@ -34,6 +35,7 @@ class CheckpointView:
     milestones: frozenset[str]
     healthy: bool | None
     tiers: frozenset[str]
+    gone: frozenset[str] = frozenset()
     created_at: datetime | None = None
     metrics: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"], hash=False)
     foreign: str = ""
@@ -140,7 +142,9 @@ class _RunPolicy:
         policies = {HOT: policy.hot, **{name: own.get(name, policy.cold) for name in cold}}
         present = [view for view in views if view.tiers & self._known and not view.foreign]
         # What each tier should hold, of all checkpoints that exist.
-        self._selects = {tier: kept(present, rules) for tier, rules in policies.items()}
+        self._selects = {
+            tier: kept((view for view in present if tier not in view.gone), rules) for tier, rules in policies.items()
+        }
         for tier in cold:
             for view in present:
                 if view.id in copying.get(tier, ()) and tier not in view.tiers and view.healthy is not False:

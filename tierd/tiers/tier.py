@@ -340,6 +340,11 @@ class Tier(ReadableTier):
             )
             raise
 
+    async def bury(self, checkpoint: CheckpointId) -> None:
+        """From now on the folder holds no checkpoint, whatever is written into it."""
+        with suppress(Foreign):  # one that somebody else has put there counts for nothing, and stops nothing
+            await self._put_marker(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT)
+
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         failpoint("tier.mark")
         content = encode_marker({"milestone": milestone, "created_at": created_at})

@@ -265,6 +265,8 @@ class Reaper:
         entry = self._catalog.get(action.checkpoint)
         if entry is None or action.tier not in entry.diagnoses:
             return False
+        if entry.is_part_in(action.tier) and entry.diagnoses[action.tier]:
+            return False  # the other parts decide, too: nobody copies it
         others = (entry.tiers | self._catalog.copied_to(action.checkpoint)) - {action.tier}
         if entry.healthy is False:
             others |= self._catalog.unlisted().keys()

@@ -27,7 +27,7 @@ from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
 from tierd.workers.reaper import Retentions
-from tierd.workers.recovery import clear_uncommitted
+from tierd.workers.recovery import clear_uncommitted, uncommitted_files
 
 log = logging.getLogger("tierd")
 
@@ -93,7 +93,7 @@ class Replicator:
         copy if that had progressed, else the checkpoint that failed waits for RETRIED_AFTER others. After an error of a
         checkpoint the others are still copied."""
         began_at = self._catalog.changes
-        if began_at == self._done_at:
+        if began_at == self._done_at and not self._catalog.tiers[self._cold.name].partial:
             return True
         self._drop_stalled_copy()
         await self._find_former_copy()
@@ -282,8 +282,8 @@ class Replicator:
 
         def is_abandoned(checkpoint: CheckpointId) -> bool:
             is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
-            is_awaited = self._catalog.is_part_sent(self._cold.name, checkpoint)
-            return is_ours and checkpoint not in to_copy and not is_awaited and self._context.is_home(checkpoint.run)
+            is_needed = checkpoint in to_copy or self._is_awaited(checkpoint)
+            return is_ours and not is_needed and self._context.is_home(checkpoint.run)
 
         partial = self._catalog.tiers[self._cold.name].partial if self._cold.deletes else frozenset[CheckpointId]()
         for checkpoint in filter(is_abandoned, partial):
@@ -291,7 +291,7 @@ class Replicator:
                 continue
             try:
                 written_before_s = self._context.now().timestamp() - GRACE_S
-                await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)
+                await self._clear(checkpoint, written_before_s=written_before_s)
             except Retained as error:
                 self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
                 self._context.incidents.record(self.name, error, checkpoint)
@@ -305,6 +305,21 @@ class Replicator:
         self._swept_at_s = now_s
         if removed:
             log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
+
+    async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
+        """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and
+        another node commit."""
+        spans_nodes = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
+        if spans_nodes and await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s):
+            await self._cold.bury(checkpoint)
+        await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)
+
+    def _is_awaited(self, checkpoint: CheckpointId) -> bool:
+        """Whether this node's part is in the tier and the others may come: not beneath a committed checkpoint, where
+        nothing has come for a day."""
+        newest = self._catalog.newest(checkpoint.run, self._cold.name)
+        is_passed = newest is not None and checkpoint.recency < newest.id.recency
+        return not is_passed and checkpoint in (part.id for part in self._catalog.sent_parts(self._cold.name))
 
     def _may_run_elsewhere(self, checkpoint: CheckpointId) -> bool:
         """Whether the checkpoint's generation may be running on another node. Only the newest one is not fenced."""

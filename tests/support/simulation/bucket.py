@@ -2,7 +2,8 @@
 
 Modelled: PUT with and without If-None-Match, HEAD, GET with ranges, paged listings, single and batch deletes. A request
 takes effect at one instant. The seed injects faults: an error before the effect, an answer lost after it, a server that
-ignores conditions, and times without any connection. A listing of several pages is not atomic.
+ignores conditions, times without any connection for all nodes or for one, and listings that show the keys of a while
+ago. A listing of several pages is not atomic.
 
 Not modelled: multipart uploads (the simulated shards fit into one part), versioning, requests that never end.
 """
@@ -15,6 +16,7 @@ import io
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,7 +36,8 @@ OnListed = Callable[[str, str, list[str]], None]
 @dataclass
 class SimulatedBucket:
     """`error_rate`, `lost_rate`: the shares of requests that fail before and after their effect. `faults` counts the
-    injected ones."""
+    injected ones. `cut_off`: the nodes without a connection. `now`: gives each object the time when it was written;
+    None: listings have no times. `stale_s`: how old a listing is."""
 
     random: random.Random
     page_keys: int = 1000
@@ -43,6 +46,11 @@ class SimulatedBucket:
     lost_rate: float = 0.0
     is_down: bool = False
     faults: int = 0
+    cut_off: set[str] = field(default_factory=set[str])
+    now: Callable[[], datetime] | None = None
+    stale_s: float = 0.0
+    written_at: dict[str, datetime] = field(default_factory=dict[str, datetime])
+    changes: list[tuple[datetime, str, bytes | None]] = field(default_factory=list[Any])  # when, key, content before
     objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
     on_change: OnChange = lambda key, before, now: None
     on_listed: OnListed = lambda node, prefix, keys: None
@@ -53,7 +61,26 @@ class SimulatedBucket:
             self.objects.pop(key, None)
         else:
             self.objects[key] = content
+        if self.now is not None:
+            self.written_at[key] = self.now()
+            self.changes.append((self.now(), key, before))
         self.on_change(key, before, content)
+
+    def listed(self) -> dict[str, bytes]:
+        """The objects that a listing shows."""
+        if self.now is None or not self.stale_s:
+            return self.objects
+        objects, shown_at = dict(self.objects), self.now() - timedelta(seconds=self.stale_s)
+        for changed_at, key, before in reversed(self.changes):
+            if changed_at <= shown_at:
+                break
+            objects.pop(key, None)
+            if before is not None:
+                objects[key] = before
+        return objects
+
+    def about_time(self, key: str) -> dict[str, datetime]:
+        return {"LastModified": self.written_at[key]} if key in self.written_at else {}
 
 
 class BucketClient(S3Client):
@@ -80,7 +107,7 @@ class _Requests:
 
     def _request(self, operation: str, **arguments: Any) -> dict[str, Any]:
         bucket = self._bucket
-        if bucket.is_down:
+        if bucket.is_down or self._node in bucket.cut_off:
             bucket.faults += 1
             raise EndpointConnectionError(endpoint_url="https://simulated")
         chance = bucket.random.random()
@@ -118,7 +145,7 @@ class _Requests:
         return {"ContentLength": len(content), "Body": io.BytesIO(content), **answer}
 
     def list(self, Prefix: str, ContinuationToken: str = "", **_: Any) -> dict[str, Any]:
-        objects = self._bucket.objects
+        objects = self._bucket.listed()
         keys = sorted(key for key in objects if key.startswith(Prefix) and key > ContinuationToken)
         page = keys[: self._bucket.page_keys]
         listed = self._listed.setdefault(Prefix, [])
@@ -128,7 +155,10 @@ class _Requests:
         is_truncated = len(keys) > len(page)
         if not is_truncated:
             self._bucket.on_listed(self._node, Prefix, listed)
-        contents = [{"Key": key, "Size": len(objects[key]), "ETag": _etag(objects[key])} for key in page]
+        contents = [
+            {"Key": key, "Size": len(objects[key]), "ETag": _etag(objects[key]), **self._bucket.about_time(key)}
+            for key in page
+        ]
         return {
             "Contents": contents,
             "IsTruncated": is_truncated,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -39,13 +40,14 @@ from tierd.metrics import Metrics
 from tierd.s3.store import S3Store
 from tierd.systemd import Systemd
 from tierd.tiers.tier import Tier
+from tierd.workers.committer import Committer
 from tierd.workers.recovery import recover
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY = 2, 4, 3
 
 
-def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: float) -> Config:
+def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: float, examines: bool = False) -> Config:
     """Small retention counts, so that a short run has deletions."""
     return Config(
         daemon=DaemonConfig(socket=str(root / node / "socket"), node=node, slowdown_max=0.0, memory_grace_s=300.0),
@@ -56,7 +58,7 @@ def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: f
             hot=TierPolicy(keep_last=HOT_KEEP_LAST),
             cold=ColdPolicy(keep_last=COLD_KEEP_LAST, keep_every=COLD_KEEP_EVERY),
         ),
-        health=HealthConfig(examine=False),
+        health=HealthConfig(examine=examines),
         scrub=ScrubConfig(interval_s=900.0, deep_share=0.3, max_read_mib_s=0.0),
         limits=LimitsConfig(
             reconcile_interval_s=100.0, cold_list_interval_s=cold_list_interval_s, retry_min_s=1.0, retry_max_s=30.0
@@ -121,6 +123,9 @@ class SimulatedDaemon(daemon._Daemon):
             patch.object(daemon, "Metrics", lambda tiers: _shared_metrics()),
         ):
             super().__init__(config, Systemd(), lambda: config)
+        for worker in self._workers.values():
+            if isinstance(worker, Committer):
+                worker._random = random.Random(f"{config.daemon.node} {loop.time()}")
         self._own_context = contextvars.copy_context()
         self._own_context.run(OWNER.set, self.process)
 

@@ -22,11 +22,13 @@ DURATION_S_MAX = 10 * 86400.0
 
 
 class Process:
-    """What is killed as one: everything that is started in a context where `OWNER` is this process."""
+    """What is killed as one: everything that is started in a context where `OWNER` is this process. Until
+    `sleeps_until_s` nothing of it runs, while the clocks go on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
+        self.sleeps_until_s = 0.0
 
 
 OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
@@ -68,7 +70,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._now_s = 0.0
         self._serial = 0
         self._ready: list[asyncio.Handle] = []
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, asyncio.Handle]] = []
         self._dropped: list[asyncio.Handle] = []  # of killed processes
         self._is_running = False
         self._is_unwinding = False
@@ -109,6 +111,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         owner = handle._context.get(OWNER)
         if owner is not None and not owner.is_alive and not self._is_unwinding:
             self._dropped.append(handle)
+            return
+        if owner is not None and owner.sleeps_until_s > self._now_s and not self._is_unwinding:
+            self._serial += 1
+            heapq.heappush(self._timers, (owner.sleeps_until_s, self._serial, handle))
             return
         self.steps += 1
         if self.steps > STEPS_MAX or self._now_s > DURATION_S_MAX:

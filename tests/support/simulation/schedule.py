@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from tests.support.simulation.trainer import Job
 
 DRAWN = ("one node", "moves", "shared run", "shared folder", "lost shards")
-SCENARIOS = (*DRAWN, "full disk")
+SEVERAL_NODES = "several nodes"
+SCENARIOS = (*DRAWN, "full disk", SEVERAL_NODES)
 """
 one node: jobs stay where they are.
 moves: a job may start again on another node.
@@ -17,6 +18,7 @@ shared run: two jobs on two nodes use one run name, an error of their users, and
 shared folder: as moves, with a directory as the cold tier.
 lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
 full disk: one node, whose hot disk has space only for what it holds, or for nothing, again and again. No seed draws it.
+several nodes: one job over several nodes. No seed draws it. See nodes_world.py.
 """
 
 
@@ -59,6 +61,8 @@ class Schedule:
 
 def make_schedule(seed: int, scenario: str = "") -> Schedule:
     """`scenario`: empty: the seed decides."""
+    if scenario == SEVERAL_NODES:
+        return make_nodes_schedule(seed)
     rng = random.Random(seed)
     drawn = rng.choice(DRAWN)
     scenario = scenario or drawn
@@ -121,6 +125,58 @@ def _draw(rng: random.Random, schedule: Schedule) -> Event:
         "lose shard": (2, "", rng.random()),
         "mark": (3, "", rng.random()),
         "nothing": (3, "", ""),
+    }
+    action = rng.choices(list(actions), [weight for weight, _, _ in actions.values()])[0]
+    _, target, argument = actions[action]
+    return Event(after_s, action, target, argument)
+
+
+def make_nodes_schedule(seed: int, nodes: int = 0) -> Schedule:
+    """One job over `nodes` nodes, with one spare; 0: the seed decides."""
+    rng = random.Random(seed)
+    count = nodes or rng.choices([2, 3, 4, 8, 16], [20, 65, 12, 2, 1])[0]
+    job = Job(
+        name="job",
+        run="run",
+        world_size=2 * count,
+        interval_s=rng.choice([20.0, 45.0, 90.0]),
+        nodes=count,
+    )
+    schedule = Schedule(
+        seed=seed,
+        scenario=SEVERAL_NODES,
+        nodes=[f"node{n}" for n in range(1, count + 2)],
+        jobs=[job],
+        cold_list_interval_s=rng.choice([30.0, 120.0, 600.0]),
+        page_keys=rng.choice([5, 1000]),
+        ignores_conditions=rng.random() < 0.2,
+        is_slow=rng.random() < 0.3,
+    )
+    start = Event(rng.uniform(1.0, 5.0), "start job", job.name, rng.random())
+    return replace(schedule, events=[start, *(_draw_over_nodes(rng, schedule) for _ in range(rng.randint(3, 14)))])
+
+
+def _draw_over_nodes(rng: random.Random, schedule: Schedule) -> Event:
+    after_s = rng.choice([0.5, 10.0, 60.0, 150.0]) * rng.uniform(0.2, 1.8)
+    job, node = schedule.jobs[0].name, rng.choice(schedule.nodes)
+    actions: dict[str, tuple[int, str, str | float]] = {
+        "restart job": (5, job, rng.random()),
+        "take over job": (2, job, rng.random()),
+        "kill daemon": (4, node, rng.uniform(1.0, 90.0)),
+        "kill at request": (6, node, float(rng.randint(1, 40))),
+        "kill node": (2, node, rng.uniform(5.0, 120.0)),
+        "lose disk": (3, node, rng.uniform(5.0, 120.0)),
+        "cut off": (3, node, rng.uniform(5.0, 400.0)),
+        "sleep": (4, node, rng.uniform(20.0, 400.0)),
+        "bucket fails": (2, "", rng.uniform(5.0, 200.0)),
+        "bucket errs": (3, "", rng.uniform(5.0, 200.0)),
+        "stale listings": (3, "", rng.uniform(5.0, 200.0)),
+        "disk fills": (1, node, rng.uniform(60.0, 400.0)),
+        "disk is taken": (2, node, rng.uniform(60.0, 400.0)),
+        "disk errs": (1, node, rng.uniform(5.0, 60.0)),
+        "unhealthy": (3, node, ""),
+        "mark": (3, "", rng.random()),
+        "nothing": (2, "", ""),
     }
     action = rng.choices(list(actions), [weight for weight, _, _ in actions.values()])[0]
     _, target, argument = actions[action]

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.simulation.nodes_world import simulate
 from tests.support.simulation.schedule import SCENARIOS, Schedule, make_schedule
-from tests.support.simulation.world import Outcome, simulate
+from tests.support.simulation.world import Outcome
 
 ROOT = Path(__file__).parents[3]
 BATCH = 250  # seeds of one process

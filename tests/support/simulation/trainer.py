@@ -35,27 +35,28 @@ SLOW_S = 5.0  # a claim or a restore that takes longer may have left out a cold 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: its run, the number of its ranks, and how often it takes a snapshot."""
+    """A training job: its run, the number of its ranks and nodes, and how often it takes a snapshot."""
 
     name: str
     run: str
     world_size: int
     interval_s: float
     every_steps: int = 10
+    nodes: int = 1
 
 
-class _Disconnected(Exception):
+class Disconnected(Exception):
     pass
 
 
-class _Refused(Exception):
+class Refusal(Exception):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.kind = kind
 
 
 @dataclass
-class _Slot:
+class SimulatedSlot:
     """`sealed`: what it holds; None: it is free."""
 
     descriptor: int
@@ -67,7 +68,7 @@ class _Rank:
     """One rank's connection and slots. `answers`: messages that somebody waits for."""
 
     number: int
-    slots: list[_Slot]
+    slots: list[SimulatedSlot]
     connection: Connection
     answers: asyncio.Queue[tuple[Any, list[int]] | None] = field(default_factory=asyncio.Queue)
 
@@ -121,9 +122,9 @@ class SimulatedTrainer:
                     await self._restore()
                     has_restored = True
                 await self._train()
-            except (_Disconnected, BrokenPipeError, TimeoutError):
+            except (Disconnected, BrokenPipeError, TimeoutError):
                 await asyncio.sleep(2.0)
-            except _Refused as refused:
+            except Refusal as refused:
                 if refused.kind == "stale":
                     return
                 await asyncio.sleep(5.0)
@@ -138,8 +139,8 @@ class SimulatedTrainer:
             daemon = self._find_daemon()
             connection = daemon.connect() if daemon is not None else None
             if connection is None:
-                raise _Disconnected
-            slots = former.get(number) or [_Slot(_make_memfd()) for _ in range(SLOTS)]
+                raise Disconnected
+            slots = former.get(number) or [SimulatedSlot(make_memfd()) for _ in range(SLOTS)]
             rank = _Rank(number, slots, connection)
             self._ranks.append(rank)
             asyncio.get_running_loop().create_task(self._receive(rank))
@@ -204,10 +205,10 @@ class SimulatedTrainer:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             answer = await rank.answers.get()
         if answer is None:
-            raise _Disconnected
+            raise Disconnected
         message, descriptors = answer
         if isinstance(message, wire.Refused):
-            raise _Refused(message.kind)
+            raise Refusal(message.kind)
         assert isinstance(message, kind), message
         return (message, descriptors) if kind is wire.FoundReplica else message
 
@@ -227,18 +228,18 @@ class SimulatedTrainer:
             await self._send(self._ranks[0], find)
             try:
                 found, descriptors = await self._answer(self._ranks[0], wire.FoundReplica)
-            except _Refused as refused:
+            except Refusal as refused:
                 if refused.kind != "not_found":
                     raise
             else:
-                manifest, *contents = [_read_and_close(descriptor) for descriptor in descriptors]
+                manifest, *contents = [read_and_close(descriptor) for descriptor in descriptors]
                 about = json.loads(manifest)
                 restored = Id(about["run"], about["generation"], about["step"])
                 files = {
                     entry["name"]: content[: entry["size_bytes"]]
                     for entry, content in zip(about["files"], contents, strict=True)
                 }
-                if not _is_intact(about, files):
+                if not is_intact(about, files):
                     exclude.append(f"{about['step']:012d}-g{about['generation']:04d}@{found.tier}")
                     continue
             # A fault meanwhile may excuse an older checkpoint, and so does its own loss.
@@ -317,21 +318,21 @@ def make_shard(trainer: str, checkpoint: Id, rank: int) -> bytes:
     return (line * (SHARD_BYTES // len(line) + 1))[:SHARD_BYTES]
 
 
-def _make_memfd() -> int:
+def make_memfd() -> int:
     descriptor = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.posix_fallocate(descriptor, 0, 2 * 4096)  # a sparse one cannot be sealed
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return descriptor
 
 
-def _read_and_close(descriptor: int) -> bytes:
+def read_and_close(descriptor: int) -> bytes:
     try:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     finally:
         os.close(descriptor)
 
 
-def _is_intact(manifest: dict[str, Any], files: dict[str, bytes]) -> bool:
+def is_intact(manifest: dict[str, Any], files: dict[str, bytes]) -> bool:
     """As the client does, compare the checksums. A shard here is one chunk."""
     return all(
         base64.b64encode(crc64nvme(files[entry["name"]]).to_bytes(8, "big")).decode() == entry["crc64nvme"]

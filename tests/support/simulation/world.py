@@ -58,6 +58,8 @@ class Outcome:
 
 
 class World:
+    _examines = False
+
     def __init__(self, schedule: Schedule, root: Path, loop: SimulatedLoop) -> None:
         self._schedule = schedule
         self._root = root
@@ -78,21 +80,25 @@ class World:
             page_keys=schedule.page_keys,
             ignores_conditions=schedule.ignores_conditions,
         )
-        self.checker = Checker(
-            Policy(HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY),
-            honours_conditions=not schedule.ignores_conditions,
-            on_violation=self._end,
-        )
+        self.checker = self._make_checker(Policy(HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY))
         self._has_folder = schedule.scenario == "shared folder"
-        cold = FolderPlace(root / COLD) if self._has_folder else BucketPlace(self.bucket.objects, PREFIX)
-        self.checker.add_place(COLD, cold)
-        for node in schedule.nodes:
-            self.checker.add_place(node, FolderPlace(root / node / "hot"))
+        self._add_places()
         self.bucket.on_change = self._object_changed
         self.bucket.on_listed = self._listed
         loop.latency_s = self._latency_s
         loop.before_job = self._before_job
         loop.after_job = self._after_job
+
+    def _make_checker(self, policy: Policy) -> Checker:
+        honours_conditions = not self._schedule.ignores_conditions
+        return Checker(policy, honours_conditions=honours_conditions, on_violation=self._end)
+
+    def _add_places(self) -> None:
+        is_bucket = not self._has_folder
+        cold = BucketPlace(self.bucket.objects, PREFIX) if is_bucket else FolderPlace(self._root / COLD)
+        self.checker.add_place(COLD, cold)
+        for node in self._schedule.nodes:
+            self.checker.add_place(node, FolderPlace(self._root / node / "hot"))
 
     async def run(self) -> None:
         for node in self._schedule.nodes:
@@ -228,7 +234,7 @@ class World:
             return
         cold_url = f"file://{self._root / COLD}" if self._has_folder else f"s3://simulated/{PREFIX}"
         interval_s = self._schedule.cold_list_interval_s
-        config = make_config(self._root, node, cold_url, cold_list_interval_s=interval_s)
+        config = make_config(self._root, node, cold_url, cold_list_interval_s=interval_s, examines=self._examines)
         self._daemons[node] = SimulatedDaemon(config, None if self._has_folder else self.bucket)
         self._daemons[node].start()
         self._note(f"daemon of {node} starts")
@@ -313,7 +319,7 @@ class World:
         for daemon in list(self._daemons.values()):
             for bug in daemon.bugs():
                 self.checker.violate("an unexpected exception in a daemon", bug)
-            for loss in daemon.losses():  # only daemons delete manifests here
+            for loss in self._losses(daemon):
                 self.checker.violate("what a daemon has deleted was reported as a loss", loss)
             if daemon.crash is not None and not isinstance(daemon.crash, TierdError):
                 self.checker.violate("a daemon ended by an unexpected exception", repr(daemon.crash))
@@ -325,6 +331,9 @@ class World:
             if trainer.task.done() and not trainer.task.cancelled() and trainer.task.exception():
                 raise RuntimeError("a bug in the simulated trainer") from trainer.task.exception()
 
+    def _losses(self, daemon: SimulatedDaemon) -> list[str]:
+        return daemon.losses()  # only daemons delete manifests here
+
     def _end(self) -> None:
         self._note(str(self.checker.violation))
         self._loop.is_stopped = True
@@ -333,11 +342,11 @@ class World:
         self.trace.append(f"{self._loop.time():9.3f} {text}")
 
 
-def simulate(schedule: Schedule) -> Outcome:
+def simulate(schedule: Schedule, make_world: type[World] = World) -> Outcome:
     """Run a schedule to its end or to its first violation."""
     loop = SimulatedLoop(schedule.seed)
     with isolated(schedule.seed) as root:
-        world = World(schedule, root, loop)
+        world = make_world(schedule, root, loop)
         try:
             with failing_calls(world.disk_fails, is_full=world.is_full, on_no_space=world.had_no_space):
                 loop.run_until_complete(world.run())
