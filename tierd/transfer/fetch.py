@@ -129,6 +129,11 @@ class Fetch:
         message += f" ({' and '.join(counts)} in all)" if counts else ""
         return Corrupt(message, hint="another replica may have it; docs/RUNBOOK.md#corrupt-chunk")
 
+    async def has_files_in_place(self) -> bool:
+        """Whether the files that had their final names in `begin()` still do. If not, start again with `begin()`."""
+        stored = {each.key for each in await self.store.list(layout.checkpoint_prefix(self.manifest.id))}
+        return all(file.partial.key in stored for file in self._files.values() if file.is_in_place)
+
     async def finish(self) -> None:
         """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole."""
         if any(any(file.missing) or not all(file.wanted) for file in self._files.values()):

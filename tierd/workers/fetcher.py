@@ -79,8 +79,12 @@ class Fetcher:
             if not fetch.is_whole or entry.is_part_in(self._hot.name):  # hot keeps this node's part, not both
                 self._parts[manifest.id.run] = part
                 return await fetch.open_files(), not fetch.is_whole
-            await self._commit(part, entry.all_milestones)
-            return await self.open_hot(manifest), False
+            while True:
+                async with self._context.lock(manifest.id):
+                    if await fetch.has_files_in_place():
+                        await self._commit(part, entry.all_milestones)
+                        return await self.open_hot(manifest), False
+                await self._fetch(fetch, cold, on_progress)  # files that were here have been deleted meanwhile
 
     async def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
@@ -162,7 +166,8 @@ class Fetcher:
             await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
 
     async def _commit(self, part: _PartialFetch, milestones: frozenset[str]) -> None:
-        """Commit the fetched checkpoint in hot, with the same manifest bytes."""
+        """Commit the fetched checkpoint in hot, with the same manifest bytes. The caller holds its lock: a deletion that
+        runs would delete the files."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
         failpoint("fetch.commit")
