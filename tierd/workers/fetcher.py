@@ -166,8 +166,8 @@ class Fetcher:
             await self._hot_store.sweep_partials(folder, is_given_up=lambda path, touched_s: True)
 
     async def _commit(self, part: _PartialFetch, milestones: frozenset[str]) -> None:
-        """Commit the fetched checkpoint in hot, with the same manifest bytes. The caller holds its lock: a deletion that
-        runs would delete the files."""
+        """Commit the fetched checkpoint in hot, with the same manifest bytes. The caller holds its lock, so that no
+        deletion takes the files."""
         manifest = part.fetch.manifest
         await part.fetch.finish()
         failpoint("fetch.commit")
