@@ -29,6 +29,10 @@ class Claims:
         if is_here:
             self._claimed_here.setdefault(run, set()).update(generations)
 
+    def was_claimed_here(self, run: Run, generation: int) -> bool:
+        """Whether this hot tier has a claim of the generation."""
+        return generation in self._claimed_here.get(run, ())
+
     def saw_names(self, run: Run, generations: Iterable[int], tier: str) -> None:
         """The generations in names of claims and manifests of the run, signed or not, as the tier lists them now."""
         self._named_generations.setdefault(run, {})[tier] = frozenset(generations)

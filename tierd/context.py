@@ -113,9 +113,12 @@ class DaemonContext:
 
     def is_home(self, run: Run) -> bool:
         """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that
-        is the daemon of rank 0, also when its trainers have left; without it, deletions there wait."""
+        is the daemon of rank 0, also when its trainers have left, until another node claims a newer generation; without
+        it, deletions there wait."""
         if run in self.memory.runs():
-            return 0 in self.memory.ranks(run)
+            newest, claims = self.catalog.generation_max(run), self.catalog.claims
+            is_replaced = newest > self.memory.generation(run) and not claims.was_claimed_here(run, newest)
+            return 0 in self.memory.ranks(run) and not (is_replaced and self.memory.node(run) is not None)
         parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
         return not parts or 0 in parts[0].ranks
 

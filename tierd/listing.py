@@ -20,7 +20,7 @@ from tierd.format.manifest import Manifest
 from tierd.identity import Identities
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import for_each
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import CLAIMS_KEPT, Tier
 from tierd.tiers.tier_listing import Listing
 
 log = logging.getLogger("tierd")
@@ -191,6 +191,20 @@ def _leave_out_forged_generations(catalog: Catalog, tier: Tier, listing: Listing
         listing.generations[run] = max([*claimed, *manifests], default=Generation(0))
         claims.saw(run, claimed, tier.name, is_here=is_here)
         claims.saw_names(run, listing.numbers.get(run, ()), tier.name)
+
+
+async def newest_claim(catalog: Catalog, tier: Tier, run: Run, *, above: int) -> int:
+    """The highest generation of the run that a start has claimed in the tier since; `above` if there is none. What
+    nobody can have reached does not count. One LIST, and one GET if there is one."""
+    is_trusted = tier.keyring is not None
+    limit = GENERATION_SEEN_MAX if is_trusted else catalog.claims.generation_limit(run, time.time())
+    found = [layout.parse_generation_key(each.key) for each in await tier.store.list(layout.generation_prefix(run))]
+    newer = sorted((each[1] for each in found if each is not None and above < each[1] <= limit), reverse=True)
+    for generation in newer[:CLAIMS_KEPT]:
+        claim = await tier.claim(run, generation)
+        if claim is not None and claim.claim:
+            return generation
+    return above
 
 
 async def _manifests(

@@ -481,3 +481,27 @@ async def test_parts_that_hot_keeps_are_no_reason_to_delete_the_whole_in_cold(no
         decisions(home.rooms.catalog, msgspec.structs.replace(config, lifecycle=lifecycle)), home.rooms.config
     )
     assert {each.checkpoint.step for each in deleted} == {1}
+
+
+async def test_before_a_commit_home_learns_of_a_newer_start_on_other_nodes(nodes: Nodes) -> None:
+    """What was sealed is committed all the same. Then this daemon deletes nothing in cold any more."""
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    assert await home.rooms.cold["cold"].claim_generation(RUN, Generation(2), Claim.new("another"))
+    for forged in (3, 10**9):  # neither names a start, and nobody can have reached the second
+        path = home.rooms.folder("cold", id_of(10)).parent / f"generation-{forged:04d}.json"
+        path.write_bytes(b"{}")
+    assert home.rooms.context.is_home(RUN)
+    await nodes.wait(HOME_S + 1, home)
+    await committed(home, 10)
+    assert [message for message in home.rooms.sent if isinstance(message, wire.Fenced)] == [wire.Fenced(generation=2)]
+    assert not home.rooms.context.is_home(RUN)
+
+
+async def test_a_generation_that_was_claimed_here_and_never_began_does_not_end_the_office_of_home(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    await home.persist(10)
+    home.rooms.catalog.saw_generation(RUN, 2)
+    home.rooms.catalog.claims.saw(RUN, [2], "hot", is_here=True)
+    assert home.rooms.context.is_home(RUN)

@@ -134,8 +134,13 @@ def is_damaged_copy(file_name: str) -> bool:
     return file_name.startswith(".") and file_name.endswith(_DAMAGED_SUFFIX)
 
 
+def generation_prefix(run: Run) -> str:
+    """Of the keys of all generation markers of a run."""
+    return f"{run}/generation-"
+
+
 def generation_key(run: Run, generation: Generation) -> str:
-    return f"{run}/generation-{generation:04d}.json"
+    return f"{generation_prefix(run)}{generation:04d}.json"
 
 
 def tier_marker_key(identity: str) -> str:

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, NotFound, TierdError, Transient
+from tierd.errors import Corrupt, NotFound, Stale, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
-from tierd.listing import files_of
+from tierd.listing import files_of, newest_claim
 from tierd.tiers.tier import Tier
 
 HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint; less often the longer it waits
@@ -60,6 +60,7 @@ class Committer:
         self._random = rng or random.Random()
         self._waits: dict[CheckpointId, _Wait] = {}
         self._looked: set[CheckpointId] = set()  # without a part of this node
+        self._fenced: set[tuple[Run, int]] = set()  # reported
 
     async def run_once(self) -> bool:
         """Look once for each checkpoint that is due, newest first. False when one can not be committed."""
@@ -199,6 +200,8 @@ class Committer:
         manifest = self._context.signed(assemble(node_files))
         if part is not None:
             self._check(part, manifest)
+        if self._context.is_home(manifest.id.run):
+            await self._fence_if_replaced(manifest.id.run)
         if self._context.monotonic_s() - listed_s > LISTING_VALID_S:
             return
         is_healthy = verdict(node_files)
@@ -214,6 +217,19 @@ class Committer:
             manifest = committed
         self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
+
+    async def _fence_if_replaced(self, run: Run) -> None:
+        """If another start of the run, on other nodes, has claimed a newer generation, the trainers here are told to
+        end. What they have sealed is still committed."""
+        context = self._context
+        generation = context.memory.generation(run)
+        newest = await newest_claim(context.catalog, self._cold, run, above=generation)
+        if newest > generation and context.memory.generation(run) == generation:
+            context.catalog.saw_generation(run, Generation(newest))
+            context.notify.send(run, wire.Fenced(generation=newest))
+            if (run, newest) not in self._fenced:
+                self._fenced.add((run, newest))
+                context.incidents.record(self.name, Stale.by(newest, f"train {run}", generation))
 
     def _committed(self, manifest: Manifest, names: list[str] | None = None, *, is_healthy: bool | None = None) -> None:
         context, checkpoint, tier = self._context, manifest.id, self._cold.name

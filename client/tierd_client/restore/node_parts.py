@@ -208,8 +208,8 @@ class NodeReplicas:
             return error
         return TierUnreachable(
             f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. Whole ones: {error.message}",
-            hint="bring back the nodes that have the missing parts, or the tier that has one whole; restore(state, "
-            'resume="scratch", force=True) begins anew',
+            hint="bring back the nodes that have the missing parts, or the tier that has one whole; "
+            + (error.hint or 'restore(state, resume="scratch", force=True) begins anew'),
         )
 
     # ── all ranks ──

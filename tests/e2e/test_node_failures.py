@@ -1,0 +1,163 @@
+"""What a run over several nodes loses when something fails. Each test is named after what fails."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tierd_client import Stale, TierdError
+
+from tests.support.daemon import Daemon
+from tests.support.nodes import connect_on, connected, nodes
+from tests.support.s3 import BUCKET, ENVIRONMENT, faulty_proxy, moto_server
+from tests.support.small_disk import small_disk
+from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.waiting import wait_until
+
+
+def cold_folder(root: Path, step: int, generation: int = 1) -> Path:
+    return root / "cold" / "run" / f"{step:012d}-g{generation:04d}"
+
+
+def save(trainers: list[Trainer]) -> list[str]:
+    """One more step and a snapshot that is committed in cold. The digests of the ranks."""
+    together(trainers, "train", 1)
+    together(trainers, "snapshot")
+    together(trainers, "wait_replicated", timeout_s=60)
+    return together(trainers, "digest")
+
+
+def resumed(daemons: list[Daemon], world_size: int) -> tuple[set[tuple[int, str]], list[str]]:
+    """(step and tier of all ranks, digests) after a restart of all trainers."""
+    with connected(daemons, world_size) as trainers:
+        found = together(trainers, "restore")
+        return {(each.step, each.tier) for each in found}, together(trainers, "digest")
+
+
+def test_a_node_after_its_node_file(tmp_path: Path) -> None:
+    """Nothing is lost: the others commit what it has sent."""
+    with nodes(tmp_path) as (a, b), connected([a, b], 2) as trainers:
+        together(trainers, "restore")
+        together(trainers, "train", 1)
+        a.signal(signal.SIGSTOP)  # it seals later, and then commits
+        for trainer in trainers:
+            trainer.begin("snapshot")
+        wait_until((cold_folder(tmp_path, 1) / "node-00001-of-00002.json").exists, "the part of the second node")
+        b.kill()
+        a.signal(signal.SIGCONT)
+        wait_until((cold_folder(tmp_path, 1) / "manifest.json").exists, "the commit by the first node")
+
+
+def test_all_disks_and_fewer_nodes_come_back(tmp_path: Path) -> None:
+    """Two ranks on one node go on from what four on two nodes have saved."""
+    with nodes(tmp_path) as (a, b):
+        with connected([a, b], 4) as trainers:
+            together(trainers, "restore")
+            digests = save(trainers)
+        for daemon in (a, b):
+            daemon.kill()
+            shutil.rmtree(daemon.hot)
+        a.start()
+        with connected([a], 2) as trainers:
+            together(trainers, "apply", _leave_out_rank)
+            assert {(each.step, each.tier) for each in together(trainers, "restore")} == {(1, "cold")}
+        assert resumed([a], 4) == ({(1, "hot")}, digests)
+
+
+def _leave_out_rank(training: Training) -> None:
+    """What each rank has of its own, another number of ranks can not take."""
+    del training.extra["rank"]
+
+
+def test_a_node_and_its_disk_and_a_spare_takes_its_place(tmp_path: Path) -> None:
+    with nodes(tmp_path, "a", "b", "c", "spare") as (a, b, c, spare):
+        with connected([a, b, c], 3) as trainers:
+            together(trainers, "restore")
+            digests = save(trainers)
+            b.kill()
+            shutil.rmtree(b.hot)
+        assert resumed([a, spare, c], 3) == ({(1, "cold")}, digests)
+        with connected([a, spare, c], 3) as trainers:
+            together(trainers, "restore")
+            digests = save(trainers)
+        assert resumed([a, spare, c], 3) == ({(2, "memory")}, digests)
+
+
+def test_the_training_network_splits(tmp_path: Path) -> None:
+    """The half that is left alone gets an error and commits nothing more; a restart of all goes on."""
+    with nodes(tmp_path) as daemons:
+        with connected(daemons, 2) as trainers:
+            together(trainers, "restore")
+            digests = save(trainers)
+            trainers[1].kill()
+            with pytest.raises((TierdError, RuntimeError)):
+                trainers[0].snapshot(step=2)
+        found, again = resumed(daemons, 2)
+        assert found <= {(1, "memory"), (1, "hot"), (1, "cold")}
+        assert again == digests
+
+
+def test_two_jobs_under_one_run_name(tmp_path: Path) -> None:
+    """The later fences the earlier. Nothing that the earlier has committed is overwritten."""
+    with nodes(tmp_path, "a", "b", "c", "d") as (a, b, c, d), ExitStack() as stack:
+        earlier = stack.enter_context(joined(tmp_path / "a", 2))
+        connect_on([a, b], earlier)
+        together(earlier, "restore")
+        save(earlier)
+        before = contents(cold_folder(tmp_path, 1))
+        later = stack.enter_context(joined(tmp_path / "c", 2))
+        connect_on([c, d], later)
+        assert {each.step for each in together(later, "restore")} == {1}
+        save(later)
+        save(earlier)  # the commit that finds the newer claim
+        with pytest.raises(Stale):
+            save(earlier)
+        assert contents(cold_folder(tmp_path, 1)) == before
+        save(later)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
+    """Commits wait for it, and nothing is lost."""
+    cut_off: set[str] = set()
+    with ExitStack() as stack:
+        upstream = stack.enter_context(moto_server())
+        daemons: list[Daemon] = []
+        for name in ("a", "b"):
+            proxy = faulty_proxy(upstream, lambda _method, _path, name=name: "503" if name in cut_off else "")
+            url = stack.enter_context(proxy)
+            cold = f'url = "s3://{BUCKET}/x"\nendpoint_url = "{url}"\nregion = "us-east-1"'
+            daemons.append(stack.enter_context(Daemon(tmp_path / name, cold=cold, environ=ENVIRONMENT)))
+        trainers = stack.enter_context(connected(daemons, 2))
+        together(trainers, "restore")
+        save(trainers)
+        cut_off.add("b")
+        together(trainers, "train", 1)
+        together(trainers, "durable")
+        together(trainers, "train", 1)
+        together(trainers, "durable")
+        wait_until(lambda: "503" in daemons[1].log, "an upload that fails")
+        assert all((daemon.hot / "run" / "000000000003-g0001").is_dir() for daemon in daemons)
+        cut_off.clear()
+        together(trainers, "wait_replicated", timeout_s=100)
+
+
+def test_hot_is_full_on_one_node(tmp_path: Path) -> None:
+    """Its older parts go as cold has them; where none may go, its snapshots wait, and the others' parts stay."""
+    with small_disk(tmp_path / "b" / "hot", size_mib=10) as hot, nodes(tmp_path) as (a, b):
+        assert hot == b.hot
+        with joined(tmp_path, 2, width=16 << 10) as trainers:  # 2 MiB of parameters, 4 of moments
+            connect_on([a, b], trainers)
+            together(trainers, "restore")
+            digests = [save(trainers) for _ in range(6)][-1]
+        with joined(tmp_path, 2, width=16 << 10) as trainers:
+            connect_on([a, b], trainers)
+            assert {each.step for each in together(trainers, "restore")} == {6}
+            assert together(trainers, "digest") == digests
