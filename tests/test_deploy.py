@@ -342,3 +342,84 @@ def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_finished(t
         assert done.returncode == 0, done.stderr.decode()
         assert (said.read_text() if said.exists() else "") == expected
         said.unlink(missing_ok=True)
+
+
+# ── slurm-nodes.sbatch ──
+
+SRUN = """
+import os, signal, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+command = sys.argv[1 + len(options):]
+per_node = 1 if "--ntasks-per-node=1" in options else 2
+socket = os.environ["TIERD_SOCKET"]
+tasks = []
+for number in range(2 * per_node):
+    node = number // per_node
+    at = f"{socket}.{node}" if node else socket
+    own = {"TIERD_SOCKET": at, "TIERD_DAEMON_SOCKET": at, "SLURM_PROCID": str(number)}
+    own |= {"TIERD_HOT_PATH": "hot-1"} if node else {}
+    own |= {"SLURM_LOCALID": str(number % per_node), "SLURM_NTASKS": str(2 * per_node)}
+    tasks.append(subprocess.Popen(command, env=os.environ | own))
+signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+TRAIN_ON_NODES = """
+import os, signal, time, tierd_client, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+state = tierd_client.TrainingState(model=torch.nn.Linear(2, 2))
+with tierd_client.connect("gpt-124m") as client:
+    found = client.restore(state)
+    begun = found.step if found else 0
+    for step in range(begun + 1, begun + (3 if found else 2000)):
+        time.sleep(0.02)
+        if step == 2 and dist.get_rank() == 0:
+            os.kill(int(os.environ["BATCH_PID"]), signal.SIGTERM)  # as Slurm does before the time limit
+        if client.due(step) or client.stopping:
+            client.snapshot(step, state)
+        if client.stopping:
+            break
+"""
+
+
+@pytest.mark.long
+def test_slurm_job_on_several_nodes_is_requeued_when_it_was_stopped_and_not_when_it_is_finished(tmp_path: Path) -> None:
+    """Runs the script itself. Two nodes of two tasks are on this machine, each node with a socket and a hot tier."""
+    (tmp_path / "train.py").write_text(TRAIN_ON_NODES)
+    (tmp_path / "tierd.toml").write_text(
+        '[daemon]\nlisten = "127.0.0.1:0"\n[snapshot]\nevery_steps = 0\n[hot]\npath = "hot"\n'
+        '[[cold]]\nname = "cold"\nurl = "file://cold"\n'
+    )
+    (tmp_path / "srun.py").write_text(SRUN)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    said = tmp_path / "said"
+    for name, line in (
+        ("srun", f'exec "{sys.executable}" "{tmp_path}/srun.py" "$@"'),
+        ("scontrol", f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {said}'),
+    ):
+        (commands / name).write_text(f"#!/bin/sh\n{line}\n")
+        (commands / name).chmod(0o755)
+    environ = {
+        **os.environ,
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+        "TIERD_CONFIG": str(tmp_path / "tierd.toml"),
+        "SLURM_JOB_ID": f"nodes-{os.getpid()}",
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_JOB_NUM_NODES": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = str(DEPLOY / "slurm-nodes.sbatch")
+    for expected in (f"requeue {environ['SLURM_JOB_ID']}\n", ""):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        command = ["bash", "-c", f'export BATCH_PID=$$; exec bash "{script}"']
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=240, check=False)
+        said_all = (done.stdout + done.stderr).decode()
+        assert done.returncode == 0, said_all
+        assert (said.read_text() if said.exists() else "") == expected, said_all
+        said.unlink(missing_ok=True)

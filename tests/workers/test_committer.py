@@ -366,6 +366,10 @@ async def test_a_run_that_has_left_memory_still_has_a_home(nodes: Nodes) -> None
         node.rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
         assert RUN not in node.rooms.memory.runs()
     assert [node.rooms.context.is_home(RUN) for node in nodes.nodes] == [True, False, False]
+    await nodes.wait(HOME_S + 1)
+    await committed(nodes.nodes[0], 10)
+    assert not [message for message in nodes.nodes[0].rooms.sent if isinstance(message, wire.Fenced)]
+    assert not nodes.nodes[0].rooms.context.incidents.recent()
 
 
 async def test_a_healthy_part_does_not_make_the_whole_checkpoint_healthy(nodes: Nodes) -> None:

@@ -223,6 +223,8 @@ class Committer:
         end. What they have sealed is still committed."""
         context = self._context
         generation = context.memory.generation(run)
+        if not generation:  # no trainer since the daemon's start
+            return
         newest = await newest_claim(context.catalog, self._cold, run, above=generation)
         if newest > generation and context.memory.generation(run) == generation:
             context.catalog.saw_generation(run, Generation(newest))
