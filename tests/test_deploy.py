@@ -300,6 +300,34 @@ def test_memory_of_the_daemon_is_bounded_and_has_room() -> None:
     assert trainer()["resources"]["limits"]["memory"]
 
 
+# ── kubernetes-nodes.yaml ──
+
+
+def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training() -> None:
+    """The schema of JobSet itself is not in this release of Kubernetes; that of its jobs and of the config is."""
+    found = yaml.safe_load_all((DEPLOY / "kubernetes-nodes.yaml").read_text(encoding="utf-8"))
+    config_map, jobset = found
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    kubernetes_validate.validate(config_map, KUBERNETES, strict=True)
+    assert config_map == documents()["ConfigMap"]
+    (nodes,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": nodes["name"]}, **nodes["template"]}
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    inner = spec["template"]["spec"]
+    options = dict(word.lstrip("-").split("=") for word in inner["containers"][0]["command"] if "=" in word)
+    assert options["nnodes"] == str(spec["parallelism"])
+    assert options["nproc-per-node"] == inner["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert options["master-addr"] == f"{jobset['metadata']['name']}-{nodes['name']}-0-0.{jobset['metadata']['name']}"
+    # The sidecar is the same as of one node, and the volumes too, except for the hot tier.
+    assert inner["initContainers"] == pod()["initContainers"]
+    assert inner["securityContext"] == pod()["securityContext"]
+    differing = [one["name"] for one, other in zip(inner["volumes"], pod()["volumes"], strict=True) if one != other]
+    assert differing == ["hot"]
+
+
 # ── slurm.sbatch ──
 
 TRAIN = """
