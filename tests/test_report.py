@@ -5,12 +5,22 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 import pytest
+from msgspec import UNSET
 
 from tests.support.cli import make_manifest
 from tierd.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.format.manifest import Manifest, file_entry
-from tierd.report import age_s, checkpoint_rows, newest_report, run_report, tier_report
+from tierd.format.manifest import Head, Manifest, file_entry
+from tierd.format.node_file import NodeFile
+from tierd.report import (
+    age_s,
+    checkpoint_rows,
+    everywhere_report,
+    newest_report,
+    run_report,
+    tier_report,
+    tiers_text,
+)
 
 NONE: frozenset[str] = frozenset()
 NOW = datetime.fromisoformat("2025-01-01T00:01:30+00:00")
@@ -19,6 +29,14 @@ NOW = datetime.fromisoformat("2025-01-01T00:01:30+00:00")
 def manifest_of(step: int, *, run: str = "run42", generation: int = 1) -> Manifest:
     files = [file_entry("rank-00000-of-00001.safetensors", 10, 4096, [step])]
     return make_manifest(checkpoint_id(run, step, generation), files)
+
+
+def part_of(step: int) -> NodeFile:
+    """Rank 0 of two ranks on two nodes."""
+    files = [file_entry("rank-00000-of-00002.safetensors", 10, 4096, [step])]
+    manifest = make_manifest(checkpoint_id("run42", step, 1), files)
+    fields = {name: getattr(manifest, name) for name in Head.__struct_fields__} | {"world_size": 2}
+    return NodeFile(**fields, files=files, claim="0" * 32, ranks=[0], is_healthy=None, milestone="")
 
 
 A, B = manifest_of(100), manifest_of(200)
@@ -81,3 +99,35 @@ def test_age_of_a_checkpoint_is_none_without_a_valid_time_and_never_negative(
 ) -> None:
     assert age_s(created_at, NOW) == expected
     assert newest_report(A.id, created_at, NOW + timedelta(seconds=0.04)).age_s == expected
+
+
+def test_of_a_run_over_several_nodes_the_report_tells_parts_from_what_is_whole(catalog: Catalog) -> None:
+    older, newer = part_of(100), part_of(200)
+    catalog.add(older, "hot")
+    catalog.add(newer, "hot")
+    catalog.saw_everywhere(older.id)
+    report = run_report(catalog, older.id.run, NOW)
+    assert set(report.tiers.values()) == {None}
+    assert report.nodes is not UNSET
+    assert (str(report.nodes), report.nodes.parts["hot"].step) == ("ranks 0 of 2", 200)
+    assert report.nodes.everywhere == newest_report(older.id, older.created_at, NOW)
+    assert tier_report(catalog, "hot", "file:///hot", None).parts == 2
+    rows = checkpoint_rows(catalog, in_memory=[newer])
+    assert [(row.step, tiers_text(row.tiers, row.parts)) for row in rows] == [
+        (200, "memory(part 1/2 ranks),hot(part 1/2 ranks)"),
+        (100, "hot(part 1/2 ranks)"),
+    ]
+
+
+def test_age_of_what_all_nodes_have_stays_known_after_its_part_has_gone(catalog: Catalog) -> None:
+    part = part_of(100)
+    catalog.add(part, "hot")
+    catalog.saw_everywhere(part.id)
+    catalog.drop(part.id, "hot")
+    everywhere = everywhere_report(catalog, part.id.run, NOW)
+    assert everywhere is not None
+    assert everywhere.age_s == 90.0
+    catalog.saw_everywhere(checkpoint_id("run42", 300, 1))
+    everywhere = everywhere_report(catalog, part.id.run, NOW)
+    assert everywhere is not None
+    assert (everywhere.step, everywhere.age_s) == (300, None)

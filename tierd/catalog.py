@@ -33,6 +33,7 @@ class Catalog:
         self._copying: dict[str, CheckpointId] = {}  # by tier
         self._copying_unknown: set[str] = set()  # tiers
         self.everywhere: dict[Run, CheckpointId] = {}  # the newest that every node of the run has persisted
+        self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
@@ -126,6 +127,7 @@ class Catalog:
         """The claims of a run without checkpoints were deleted."""
         self._generations.pop(run, None)
         self.everywhere.pop(run, None)
+        self.everywhere_created.pop(run, None)
         self.claims.forget(run)
 
     def enter_listing(
@@ -244,7 +246,11 @@ class Catalog:
         known = self.everywhere.get(checkpoint.run)
         if known is None or checkpoint.recency > known.recency:
             self.everywhere[checkpoint.run] = checkpoint
+            self.everywhere_created.pop(checkpoint.run, None)
             self.changes += 1
+        entry = self._entries.get(checkpoint)
+        if entry is not None and self.everywhere.get(checkpoint.run) == checkpoint:
+            self.everywhere_created[checkpoint.run] = entry.manifest.created_at
 
     def part_sent(self, tier: str, node_file: NodeFile) -> None:
         """This node's part is in `tier`. The checkpoint is committed there when all parts are."""
@@ -291,10 +297,15 @@ class Catalog:
         return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
 
     def newest(self, run: Run, tier: str) -> Manifest | None:
-        """The newest checkpoint in `tier` that is not known to be unhealthy."""
-        entries = self._entries.values()
-        candidates = [e for e in entries if e.id.run == run and tier in e.tiers and e.healthy is not False]
+        """The newest checkpoint that `tier` has whole and that is not known to be unhealthy."""
+        entries = [e for e in self._entries.values() if e.id.run == run and tier in e.tiers]
+        candidates = [e for e in entries if e.healthy is not False and not e.is_part_in(tier)]
         return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
+
+    def newest_part(self, run: Run) -> NodeFile | None:
+        """The newest part in hot that is not known to be unhealthy."""
+        parts = [e.part for e in self._entries.values() if e.id.run == run and e.part and e.healthy is not False]
+        return max(parts, key=lambda part: part.id.recency) if parts else None
 
     def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
         """Replicas that a listing lacks which was begun when `changes` was `since` and shows those in `committed`.
@@ -361,11 +372,9 @@ class Catalog:
             for (tier, checkpoint), reason in self.unreadable().items()
         ]
         unreadable += [
-            UnreadableReplica(
-                id=entry.id, tier=HOT, reason=f"{entry.id} in {HOT}: only the part of one node", is_part=True
-            )
-            for entry in listed.values()
-            if entry.part is not None
+            UnreadableReplica(id=part.id, tier=HOT, reason=f"{part.id} in {HOT}: {part.extent}", is_part=True)
+            for part in (entry.part for entry in listed.values())
+            if part is not None
         ]
         unlisted = self.unlisted() if unlisted is None else unlisted
         foreign = [

@@ -125,16 +125,25 @@ class Metrics:
             "bytes_total", "Bytes of checkpoints read from or written to the tier.", ["tier", "direction"]
         )
         self.last_committed_step = gauge(
-            "last_committed_step", "Step of the newest checkpoint committed in the tier.", ["run", "tier"]
+            "last_committed_step",
+            "Step of the newest checkpoint that the tier has whole.",
+            ["run", "tier"],
         )
         self.last_committed_timestamp_seconds = gauge(
             "last_committed_timestamp_seconds",
             "Creation time of the newest checkpoint committed in the tier (Unix time).",
             ["run", "tier"],
         )
+        self.everywhere_age_seconds = gauge(
+            "everywhere_age_seconds",
+            "Age of the newest checkpoint that all nodes of the run have persisted; no series where the run is on one "
+            "node, or none is known.",
+            ["run"],
+        )
         self.checkpoints = gauge(
             "checkpoints",
-            f"Checkpoints committed in the tier. Of more than {RUNS_MAX} runs, the older ones are run={OTHER_RUNS}.",
+            "Checkpoints committed in the tier; in hot also parts of those over several nodes. Of more than "
+            f"{RUNS_MAX} runs, the older ones are run={OTHER_RUNS}.",
             ["run", "tier"],
         )
         self.tier_used_bytes = gauge("tier_used_bytes", "Size of the checkpoints committed in the tier.", ["tier"])

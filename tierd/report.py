@@ -11,6 +11,7 @@ from datetime import datetime
 from types import MappingProxyType
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tierd.catalog import Catalog
 from tierd.catalog_entry import Entry
@@ -20,8 +21,10 @@ from tierd.errors import TierdError
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.forecast import Forecast
-from tierd.lifecycle.policy import Action
+from tierd.lifecycle.policy import HOT, Action
+from tierd.lifecycle.selection import MEMORY, Candidate
 from tierd.tiers.tier import ReadableTier, Tier
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
@@ -36,8 +39,42 @@ class NewestCheckpoint(msgspec.Struct, kw_only=True):
     age_s: float | None = None
 
 
+class PartReport(msgspec.Struct, kw_only=True):
+    """What a tier here has of a checkpoint over several nodes: the shards of `ranks`, of `world_size`. Nothing restores
+    the checkpoint from this alone."""
+
+    ranks: list[int]
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"part {len(self.ranks)}/{self.world_size} ranks"
+
+
+class NewestPart(PartReport, kw_only=True):
+    """The newest part of a run in one tier that is not unhealthy."""
+
+    step: int
+    generation: int
+    created_at: str
+    age_s: float | None = None
+
+
+class NodesReport(msgspec.Struct, kw_only=True):
+    """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier.
+    `everywhere`: the newest checkpoint that all nodes have persisted; only the daemon knows, once trainers told it."""
+
+    ranks: list[int]
+    world_size: int
+    parts: dict[str, NewestPart] = {}
+    everywhere: NewestCheckpoint | None = None
+
+    def __str__(self) -> str:
+        return f"ranks {ranks_text(self.ranks)} of {self.world_size}"
+
+
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended): only the daemon knows."""
+    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended): only the daemon knows.
+    `tiers`: what each has whole. `nodes`: only of a run over several nodes."""
 
     run: str
     generation: int
@@ -47,13 +84,15 @@ class RunReport(msgspec.Struct, kw_only=True):
     reason: str = ""
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
+    nodes: NodesReport | UnsetType = UNSET
 
 
 class TierReport(msgspec.Struct, kw_only=True):
     """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed.
 
     `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
-    that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself."""
+    that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself. `parts`: how
+    many of `checkpoints` are only this node's part of one over several nodes; not set if none is."""
 
     name: str
     url: str
@@ -64,6 +103,7 @@ class TierReport(msgspec.Struct, kw_only=True):
     free_bytes: int | None = None
     listed_age_s: float | None = None
     to_reap: int | None = None
+    parts: int | UnsetType = UNSET
 
 
 class LostReplica(msgspec.Struct, kw_only=True):
@@ -122,7 +162,8 @@ class StatusReport(msgspec.Struct, kw_only=True):
 
 
 class CheckpointRow(msgspec.Struct, kw_only=True):
-    """One row of `tierd ls`. `tiers`: nearest first. `healthy` None: not examined."""
+    """One row of `tierd ls`. `tiers`: those that have it whole, nearest first. `healthy` None: not examined. `parts`:
+    what tiers of this node have of a checkpoint over several nodes; not set if they have no part."""
 
     run: str
     step: int
@@ -133,6 +174,7 @@ class CheckpointRow(msgspec.Struct, kw_only=True):
     size_bytes: int
     created_at: str
     metrics: dict[str, float | str]
+    parts: dict[str, PartReport] | UnsetType = UNSET
 
     @property
     def id(self) -> CheckpointId:
@@ -140,13 +182,14 @@ class CheckpointRow(msgspec.Struct, kw_only=True):
 
 
 class CheckpointReport(msgspec.Struct, kw_only=True):
-    """What `tierd show` prints."""
+    """What `tierd show` prints. `manifest`: of the part, where no tier here has it whole. `parts`: as of a row."""
 
     manifest: Manifest
     tiers: list[str]
     milestones: list[str]
     healthy: bool | None
     diagnosis: Diagnosis | None
+    parts: dict[str, PartReport] | UnsetType = UNSET
 
 
 class PlannedAction(msgspec.Struct, kw_only=True):
@@ -172,6 +215,27 @@ def newest_report(checkpoint: CheckpointId, created_at: str, now: datetime) -> N
     )
 
 
+def part_report(part: NodeFile) -> PartReport:
+    return PartReport(ranks=part.ranks, world_size=part.world_size)
+
+
+def newest_part_report(part: NodeFile, now: datetime) -> NewestPart:
+    newest = newest_report(part.id, part.created_at, now)
+    return NewestPart(ranks=part.ranks, world_size=part.world_size, **msgspec.to_builtins(newest))
+
+
+def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckpoint | None:
+    checkpoint = catalog.everywhere.get(run)
+    return checkpoint and newest_report(checkpoint, catalog.everywhere_created.get(run, ""), now)
+
+
+def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType) -> str:
+    """The tiers of a checkpoint as a person reads them: a part is never taken for the whole."""
+    parts = {} if parts is UNSET else parts
+    near = [f"{name}({parts[name]})" for name in (MEMORY, HOT) if name in parts]
+    return ",".join([*near, *tiers])
+
+
 def age_s(created_at: str, now: datetime) -> float | None:
     """Seconds from `created_at` to `now`; None if it is no time: a manifest may hold any text."""
     try:
@@ -184,6 +248,11 @@ def age_s(created_at: str, now: datetime) -> float | None:
 def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
     """What the tiers say of a run."""
     newest = {tier: catalog.newest(run, tier) for tier in catalog.tiers}
+    in_hot, part = newest.get(HOT), catalog.newest_part(run)
+    nodes = None
+    if part is not None and (in_hot is None or part.id.recency > in_hot.id.recency):
+        parts, everywhere = {HOT: newest_part_report(part, now)}, everywhere_report(catalog, run, now)
+        nodes = NodesReport(ranks=part.ranks, world_size=part.world_size, parts=parts, everywhere=everywhere)
     return RunReport(
         run=run,
         generation=catalog.generation_max(run),
@@ -192,6 +261,7 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
             for tier, manifest in newest.items()
         },
         unhealthy_steps=[entry.id.step for entry in reversed(catalog.entries(run)) if entry.healthy is False],
+        nodes=nodes or UNSET,
     )
 
 
@@ -223,6 +293,7 @@ def tier_report(
         free_bytes=free_bytes,
         listed_age_s=listed_age_s,
         to_reap=to_reap,
+        parts=sum(isinstance(one, NodeFile) for one in manifests) or UNSET,
     )
 
 
@@ -233,10 +304,19 @@ def checkpoint_rows(
     in_memory: Iterable[Manifest] = (),
     health: Mapping[CheckpointId, bool] = MappingProxyType({}),
 ) -> list[CheckpointRow]:
-    """Newest first within a run, runs by name. `health`: of the checkpoints in memory."""
-    manifests = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
-    candidates = catalog.inventory(run, in_memory=manifests.keys(), health=health).candidates
-    manifests |= {entry.id: entry.manifest for entry in catalog.entries(run)}
+    """Newest first within a run, runs by name. `in_memory`: manifests, and node files of parts. `health`: of the
+    checkpoints in memory."""
+    held = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
+    whole = [checkpoint for checkpoint, manifest in held.items() if not isinstance(manifest, NodeFile)]
+    entries = {entry.id: entry for entry in catalog.entries(run)}
+    manifests = held | {checkpoint: entry.manifest for checkpoint, entry in entries.items()}
+    candidates = {each.id: each for each in catalog.inventory(run, in_memory=whole, health=health).candidates}
+    parts = {checkpoint: parts_of(entries.get(checkpoint), held.get(checkpoint)) for checkpoint in manifests}
+    for checkpoint in manifests.keys() - candidates.keys():  # a part, and no tier has it whole
+        entry = entries.get(checkpoint)
+        is_healthy = entry.healthy if entry is not None else False if health.get(checkpoint) is False else None
+        names = entry.all_milestones if entry is not None else frozenset[str]()
+        candidates[checkpoint] = Candidate(id=checkpoint, milestones=names, tiers=(), is_healthy=is_healthy)
     rows = [
         CheckpointRow(
             **msgspec.to_builtins(candidate.id),
@@ -246,10 +326,17 @@ def checkpoint_rows(
             size_bytes=manifests[candidate.id].size_bytes,
             created_at=manifests[candidate.id].created_at,
             metrics=manifests[candidate.id].metrics,
+            parts=parts[candidate.id] or UNSET,
         )
-        for candidate in candidates
+        for candidate in candidates.values()
     ]
     return sorted(rows, key=lambda row: (row.run, -row.generation, -row.step))
+
+
+def parts_of(entry: Entry | None, in_memory: Manifest | None = None) -> dict[str, PartReport]:
+    """What memory and hot have of a checkpoint over several nodes."""
+    parts = {MEMORY: part_report(in_memory)} if isinstance(in_memory, NodeFile) else {}
+    return parts | ({HOT: part_report(entry.part)} if entry is not None and entry.part is not None else {})
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
@@ -260,13 +347,17 @@ async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Dia
     return await tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
 
 
-def checkpoint_report(entry: Entry, tiers: list[str], diagnosis: Diagnosis | None) -> CheckpointReport:
+def checkpoint_report(
+    entry: Entry, tiers: list[str], diagnosis: Diagnosis | None, in_memory: Manifest | None = None
+) -> CheckpointReport:
+    """`in_memory`: its manifest, or the node file of a part."""
     return CheckpointReport(
         manifest=entry.manifest,
         tiers=tiers,
         milestones=sorted(entry.all_milestones),
         healthy=diagnosis.healthy if diagnosis else None,
         diagnosis=diagnosis,
+        parts=parts_of(entry, in_memory) or UNSET,
     )
 
 

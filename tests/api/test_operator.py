@@ -22,6 +22,7 @@ from tierd.api.operator import Operator
 from tierd.copies import Reason
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format.ids import Run, checkpoint_id
+from tierd.format.wire import NodeRanks
 from tierd.metrics import OTHER_RUNS
 
 NOW = datetime.fromisoformat(CREATED_AT) + timedelta(seconds=90)
@@ -110,6 +111,36 @@ async def test_status_reports_newest_checkpoints_tiers_and_queues(house: House) 
     assert status["slots"] == {"free": 0, "filling": 0, "sealed": 2, "persisting": 0, "retained": 2}
     assert [(one["stage"], one["step"]) for one in status["failures"]] == [("persist", 8)]
     assert (status["is_ready"], status["halted"], status["pid"]) == (True, [], 42)
+
+
+async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(house: House) -> None:
+    node = NodeRanks(ranks=[0, 1], lowest=[0, 2], claim="0" * 32, base=0)
+    house.rooms.seal(7, [b"seven", b"7"], node=node, world_size=4, number=1)
+    await house.rooms.persister().run_once()
+    await house.rooms.look()
+    house.rooms.seal(8, [b"eight!", b"8"], node=node, world_size=4, number=2)
+    status = await house.json("/api/v1/status")
+    (run,) = status["runs"]
+    assert set(run["tiers"].values()) == {None}
+    assert (run["nodes"]["ranks"], run["nodes"]["world_size"]) == ([0, 1], 4)
+    assert {tier: part["step"] for tier, part in run["nodes"]["parts"].items()} == {"memory": 8, "hot": 7}
+    assert [(one["name"], one["checkpoints"], one.get("parts")) for one in status["tiers"]] == [
+        ("hot", 1, 1),
+        ("cold", 0, None),
+    ]
+    part = {"ranks": [0, 1], "world_size": 4}
+    rows = await house.json("/api/v1/checkpoints")
+    assert [(row["step"], row["tiers"], row["parts"]) for row in rows] == [
+        (8, [], {"memory": part}),
+        (7, [], {"memory": part, "hot": part}),
+    ]
+    shown = await house.json(f"/api/v1/checkpoints/{RUN}/000000000008-g0001")
+    assert (shown["tiers"], shown["parts"]) == ([], {"memory": part})
+    names = {name for name, _ in await house.samples()}
+    assert not names & {"tierd_last_committed_step", "tierd_everywhere_age_seconds"}
+    house.rooms.catalog.saw_everywhere(checkpoint_id(RUN, 7, 1))
+    assert (await house.samples())["tierd_everywhere_age_seconds", (RUN,)] == 90.0
+    assert "step 7: part 2/4 ranks" in (await house.get("/"))[1]
 
 
 async def test_gauges_equal_the_current_state(house: House) -> None:

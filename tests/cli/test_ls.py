@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house
+from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house, make_part
 from tierd.cli import daemon_http as daemon
 from tierd.cli.app import make_app
 
@@ -76,6 +76,23 @@ def test_ls_prints_a_table_that_is_never_truncated(house: House) -> None:
     cells = lines[1].split()
     assert cells[:7] == ["a-run-with-quite-a-long-name-" + "x" * 60, "100", "1", "hot", "best-so-far", "40", "kB"]
     assert cells[-1] == "loss=2.5"
+
+
+def test_ls_says_of_a_part_how_many_ranks_are_here(house: House) -> None:
+    make_checkpoint(house.cold, step=100, world_size=4)
+    make_part(house.hot, [0, 1], step=100)
+    make_part(house.hot, [0, 1], step=200, sequence=2)
+
+    rows = house.json("ls")
+    part = {"hot": {"ranks": [0, 1], "world_size": 4}}
+    assert [(row["step"], row["tiers"], row["parts"]) for row in rows] == [(200, [], part), (100, ["cold"], part)]
+    cells = [line.split()[1:7] for line in house.tierd("ls").stdout.splitlines()[1:]]
+    assert cells == [
+        ["200", "1", "hot(part", "2/4", "ranks)", "40"],
+        ["100", "1", "hot(part", "2/4", "ranks),cold", "80"],
+    ]
+    assert [row["step"] for row in house.json("ls", "--tier", "hot")] == [200, 100]
+    assert [row["step"] for row in house.json("ls", "--tier", "cold")] == [100]
 
 
 def test_ls_filters_by_run_and_by_tier(house: House) -> None:
@@ -212,7 +229,50 @@ def test_show_of_an_unknown_run_is_exit_10_and_names_the_runs(house: House) -> N
     assert "run42" in result.stderr
 
 
+def test_show_of_a_part_says_which_ranks_are_here_and_that_no_tier_has_it_whole(house: House) -> None:
+    make_checkpoint(house.cold, step=100, world_size=4)
+    make_part(house.hot, [0, 1], step=100)
+    make_part(house.hot, [0, 1], step=200, sequence=2)
+
+    part = house.json("show", "run42", "200")
+    assert part["tiers"] == []
+    assert part["parts"] == {"hot": {"ranks": [0, 1], "world_size": 4}}
+    text = house.tierd("show", "run42", "200").stdout
+    assert "tiers         none has it whole" in text
+    assert "in hot        only ranks 0-1 of 4" in text
+
+    newest = house.tierd("show", "run42")
+    assert "step          100" in newest.stdout
+    assert "run42/000000000200-g0001 hot(part 2/4 ranks)" in newest.stderr
+    assert house.json("show", "run42", "100")["tiers"] == ["cold"]
+
+
 # ── status ──
+
+
+def test_status_names_a_part_as_a_part_and_never_offers_to_restore_it(house: House) -> None:
+    make_checkpoint(house.cold, step=100, world_size=4)
+    make_part(house.hot, [0, 1], step=200, sequence=2)
+
+    lines = house.tierd("status").stdout.splitlines()
+
+    assert any(line.split() == ["this", "node", "ranks", "0-1", "of", "4"] for line in lines)
+    assert any(line.split()[:3] == ["hot", "step", "200"] and line.endswith("part 2/4 ranks") for line in lines)
+    assert any("--step 100 " in line for line in lines if "get it back:" in line)
+    assert any(line.split()[:4] == ["hot", "1", "(1", "parts)"] for line in lines)
+    report = msgspec.json.decode(house.tierd("status", "--json").stdout)
+    (run,) = report["runs"]
+    assert run["tiers"]["hot"] is None
+    assert run["nodes"]["parts"]["hot"]["step"] == 200
+
+
+def test_status_of_parts_alone_says_that_a_restart_reads_them(house: House) -> None:
+    make_part(house.hot, [2, 3], step=200)
+
+    text = house.tierd("status").stdout
+
+    assert "get it back" not in text
+    assert "a restart of the run reads the parts of all nodes" in text
 
 
 def test_status_without_a_daemon_is_exit_13_and_prints_newest_checkpoints_and_a_restore_command(house: House) -> None:

@@ -70,7 +70,8 @@ def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> N
             together(trainers, "snapshot")
             trainers[0].wait_persisted(30)
         b.kill()
-        assert a.json("ls") == []
+        parts = {tier: {"ranks": [0], "world_size": 2} for tier in ("memory", "hot")}
+        assert [(row["step"], row["tiers"], row["parts"]) for row in a.json("ls")] == [(2, [], parts)]
         target = tmp_path / "restored"
         restored = a.tierd("restore", "--run", "run", "--to", target)
         assert restored.returncode == 10

@@ -14,7 +14,7 @@ from tierd.errors import Corrupt, NewerFormat
 from tierd.format import layout, manifest
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import FileEntry, Head, file_entry
-from tierd.format.node_file import NodeFile, assemble, decode_node_file, milestones, missing_ranks, verdict
+from tierd.format.node_file import NodeFile, assemble, decode_node_file, milestones, missing_ranks, ranks_text, verdict
 
 CHECKPOINT = checkpoint_id("run42", 120, 3)
 CLAIM = "0123456789abcdef" * 2
@@ -151,3 +151,16 @@ def test_a_node_file_is_neither_a_shard_nor_a_marker() -> None:
         assert layout.parse_node_file(name) is None
     assert layout.is_ours("node-00002-of-00004.json")
     assert not layout.is_marker("node-00002-of-00004.json")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([3], "3"),
+        ([0, 1, 2], "0-2"),
+        ([0, 1, 4, 6, 7], "0-1, 4, 6-7"),
+        (list(range(0, 40, 2)), "0, 2, 4, 6, 8, 10, 12, 14, … (20 ranks)"),
+    ],
+)
+def test_ranks_are_shown_as_ranges_and_bounded(ranks: list[int], expected: str) -> None:
+    assert ranks_text(ranks) == expected

@@ -17,8 +17,9 @@ from typer.testing import CliRunner, Result
 from tests.support.store_contract import BytesSource
 from tierd.cli.app import make_app
 from tierd.format import checksum, layout
-from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.format.manifest import FileEntry, Manifest, file_entry
+from tierd.format.ids import CheckpointId, Rank, checkpoint_id
+from tierd.format.manifest import FileEntry, Head, Manifest, file_entry
+from tierd.format.node_file import NodeFile
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 
@@ -119,6 +120,28 @@ def make_checkpoint(
     for root in roots:
         asyncio.run(write(root))
     return manifest
+
+
+def make_part(
+    root: Path, ranks: list[int], *, world_size: int = 4, step: int = 100, sequence: int = 1, size_bytes: int = 20_000
+) -> NodeFile:
+    """One node's part of a checkpoint over several nodes, in the tier at `root`."""
+    checkpoint = checkpoint_id("run42", step, 1)
+    shards = {layout.shard_name(Rank(rank), world_size): content(checkpoint, rank, size_bytes) for rank in ranks}
+    manifest = make_manifest(checkpoint, [_entry(name, shard) for name, shard in shards.items()], sequence=sequence)
+    fields = {name: getattr(manifest, name) for name in Head.__struct_fields__} | {"world_size": world_size}
+    part = NodeFile(**fields, files=manifest.files, claim="0" * 32, ranks=ranks, is_healthy=None, milestone="")
+
+    async def write() -> None:
+        store = DirectoryStore(root)
+        for name, shard in shards.items():
+            key = layout.file_key(checkpoint, name)
+            await store.put(key, BytesSource(shard), size_bytes=len(shard), chunk_bytes=CHUNK_BYTES)
+        await store.put_bytes(part.key, part.encode())
+        await store.close()
+
+    asyncio.run(write())
+    return part
 
 
 def make_manifest(

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 import tierd
 from tierd.catalog_entry import Entry
@@ -23,6 +24,7 @@ from tierd.context import DaemonContext
 from tierd.decisions import halted, to_reap, waiting
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
+from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
@@ -32,14 +34,17 @@ from tierd.report import (
     LOOK_S,
     FailureReport,
     LostReplica,
+    NodesReport,
     QueueReport,
     RunReport,
     StatusReport,
     age_s,
     checkpoint_report,
     checkpoint_rows,
+    everywhere_report,
     free_bytes,
     lifecycle_report,
+    newest_part_report,
     newest_report,
     read_diagnosis,
     run_report,
@@ -123,6 +128,19 @@ class Operator:
         report = run_report(self._catalog, run, self._now())
         newest = self._memory.newest_restorable(run)
         in_memory = newest and newest_report(newest.id, newest.head.created_at, self._now())
+        node = self._memory.node(run)
+        if node is not None:
+            parts = report.nodes.parts if report.nodes is not UNSET else {}
+            if newest is not None and newest.node is not None:
+                in_memory, parts = None, {MEMORY: newest_part_report(newest.make_node_file(), self._now())} | parts
+            report.nodes = NodesReport(
+                ranks=node.ranks,
+                world_size=self._memory.world_size(run),
+                parts=parts,
+                everywhere=everywhere_report(self._catalog, run, self._now()),
+            )
+        elif run in self._memory.runs():  # on this node alone now
+            report.nodes = UNSET
         report.tiers = {MEMORY: in_memory, **report.tiers}
         if generation := self._memory.generation(run):
             report.generation = max(report.generation, generation)
@@ -137,9 +155,12 @@ class Operator:
         return report
 
     def _in_memory(self) -> list[Manifest]:
-        """The memory tier's checkpoints as manifests. Sizes are exact; checksums may be missing."""
+        """The memory tier's checkpoints as manifests, and parts as node files. Sizes are exact; checksums may be
+        missing."""
         return [
-            one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
+            one.make_node_file()
+            if one.node is not None
+            else one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
             for one in self._memory.complete()
         ]
 
@@ -167,6 +188,7 @@ class Operator:
             metrics.last_committed_step,
             metrics.last_committed_timestamp_seconds,
             metrics.checkpoints,
+            metrics.everywhere_age_seconds,
             metrics.unhealthy_checkpoints,
             metrics.tier_free_bytes,
         ):
@@ -178,6 +200,9 @@ class Operator:
                 continue
             metrics.begin_run(run.run)
             metrics.unhealthy_checkpoints.labels(run.run).set(len(run.unhealthy_steps))
+            everywhere = run.nodes.everywhere if run.nodes is not UNSET else None
+            if everywhere is not None and everywhere.age_s is not None:
+                metrics.everywhere_age_seconds.labels(run.run).set(everywhere.age_s)
             for tier, newest in run.tiers.items():
                 if newest is None or tier == MEMORY:
                     continue
@@ -215,11 +240,14 @@ class Operator:
         in_memory = set(self._memory.runs())
 
         def age(report: RunReport) -> tuple[bool, float]:
-            ages_s = [newest.age_s for newest in report.tiers.values() if newest is not None]
+            parts = report.nodes.parts if report.nodes is not UNSET else {}
+            ages_s = [newest.age_s for newest in (*report.tiers.values(), *parts.values()) if newest is not None]
             return report.run not in in_memory, min((each for each in ages_s if each is not None), default=math.inf)
 
-        live = [report for report in reports if report.run in in_memory or any(report.tiers.values())]
-        return {report.run for report in sorted(live, key=age)[:RUNS_MAX]}
+        def is_live(report: RunReport) -> bool:
+            return report.run in in_memory or report.nodes is not UNSET or any(report.tiers.values())
+
+        return {report.run for report in sorted(filter(is_live, reports), key=age)[:RUNS_MAX]}
 
     # ── routes ──
 
@@ -246,10 +274,11 @@ class Operator:
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
-        health = {one.id: one.diagnosis.healthy for one in self._memory.complete() if one.diagnosis is not None}
-        # A part of a run over several nodes can not be restored from here.
-        whole = [one for one in self._in_memory() if self._memory.node(Run(one.run)) is None]
-        rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=whole, health=health)
+        diagnoses = {one.id: (one.diagnosis, one.node) for one in self._memory.complete()}
+        # That this node's part is healthy says nothing about the others.
+        health = {c: of.healthy for c, (of, node) in diagnoses.items() if of and not (node and of.healthy)}
+        in_memory = self._in_memory()
+        rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=in_memory, health=health)
         return _json(rows)
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
@@ -263,8 +292,9 @@ class Operator:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
         snapshot_set = self._memory.find(entry.id)
         diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
-        tiers = [MEMORY] * (in_memory is not None) + [tier for tier in self._context.tiers if tier in entry.tiers]
-        return _json(checkpoint_report(entry, tiers, diagnosis))
+        is_whole_in_memory = in_memory is not None and not isinstance(in_memory, NodeFile)
+        whole_in = [tier for tier in self._context.tiers if tier in entry.tiers and not entry.is_part_in(tier)]
+        return _json(checkpoint_report(entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory))
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         return _json(lifecycle_report(self._catalog, self._context.config))
@@ -294,7 +324,8 @@ def _render(status: StatusReport) -> str:
         for tier in tiers:
             newest = run.tiers.get(tier)
             age = f", {newest.age_s:.0f} s ago" if newest and newest.age_s is not None else ""
-            cells.append(f"step {newest.step}{age}" if newest else "none")
+            part = run.nodes.parts.get(tier) if run.nodes is not UNSET else None
+            cells.append(f"step {newest.step}{age}" if newest else f"step {part.step}: {part}" if part else "none")
         runs.append([*cells, ", ".join(map(str, run.unhealthy_steps))])
     tier_rows = [
         [

@@ -91,8 +91,9 @@ async def _sizes(settings: Settings, loaded: Config) -> list[Advice]:
     """What depends on the size of a checkpoint: the space of the hot tier, and the memory of the slots."""
     async with open_tiers(settings, only=HOT) as tiers:
         manifests = tiers.catalog.manifests_in(HOT)
-        newest = [manifest for run in tiers.catalog.runs() if (manifest := tiers.catalog.newest(run, HOT))]
-    largest = max(newest, key=lambda manifest: manifest.size_bytes, default=None)
+    # Of each run the newest; over several nodes, this node's part of it.
+    newest = {manifest.run: manifest for manifest in sorted(manifests, key=lambda manifest: manifest.id.recency)}
+    largest = max(newest.values(), key=lambda manifest: manifest.size_bytes, default=None)
     checkpoint_bytes = largest.size_bytes if largest else 0
     space = probe_space(
         HOT,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from msgspec import UNSET
 
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
@@ -16,7 +17,7 @@ from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
 from tierd.format.ids import check_run
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
-from tierd.report import LOOK_S, CheckpointRow, checkpoint_rows
+from tierd.report import LOOK_S, CheckpointRow, checkpoint_rows, tiers_text
 
 
 async def ls(
@@ -58,7 +59,7 @@ async def ls(
             code = tiers.check_reachable()
             tiers.report_unreadable(CheckpointQuery(run=only_run))
             rows = checkpoint_rows(tiers.catalog, only_run)
-    rows = [row for row in rows if run in (None, row.run) and (tier is None or tier in row.tiers)]
+    rows = [row for row in rows if run in (None, row.run) and (tier is None or _is_in(tier, row))]
     if json:
         print_json(rows)
     elif rows:
@@ -69,6 +70,10 @@ async def ls(
     return code
 
 
+def _is_in(tier: str, row: CheckpointRow) -> bool:
+    return tier in row.tiers or (row.parts is not UNSET and tier in row.parts)
+
+
 def _print(rows: list[CheckpointRow]) -> None:
     table(
         ["RUN", "STEP", "GEN", "TIERS", "MILESTONE", "SIZE", "AGE", "METRICS"],
@@ -77,7 +82,7 @@ def _print(rows: list[CheckpointRow]) -> None:
                 row.run,
                 str(row.step),
                 str(row.generation),
-                ",".join(row.tiers),
+                tiers_text(row.tiers, row.parts),
                 row.milestone or "",
                 size(row.size_bytes),
                 age(row.created_at),

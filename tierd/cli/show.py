@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from msgspec import UNSET
 
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, metrics_line, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
-from tierd.lifecycle.selection import AUTO, select
-from tierd.report import CheckpointReport, checkpoint_report, read_diagnosis
+from tierd.format.node_file import ranks_text
+from tierd.lifecycle.selection import AUTO, MEMORY, select
+from tierd.report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis, tiers_text
+
+NOT_WHOLE = "the other ranks' shards are on other nodes"
 
 
 async def show(
@@ -27,19 +31,31 @@ async def show(
     query = parse_query(run, step, generation, tier=place or AUTO)
     settings = settings_of(context)
     daemon = None if place else daemon_http.find_or_none(settings.config())
-    health = daemon.health_in_memory() if daemon else {}
+    rows = daemon.rows() if daemon else []
+    health = {row.id: row.healthy for row in rows if MEMORY in row.tiers}
     async with open_tiers(settings, place=place) as tiers:
         code = tiers.check_reachable()
         tiers.report_unreadable(query)
-        chosen = select(query, tiers.catalog.inventory(in_memory=health.keys(), health=health)).candidate
-        entry = tiers.catalog.get(chosen.id)
+        rows = rows or checkpoint_rows(tiers.catalog, query.run)
+        parts = [row for row in rows if row.parts is not UNSET and not row.tiers and query.matches(row.id)]
+        part = max(parts, key=lambda row: row.id.recency, default=None)
+        try:
+            chosen = select(query, tiers.catalog.inventory(in_memory=health.keys(), health=health)).candidate
+            checkpoint, whole_in = chosen.id, list(chosen.tiers)
+            if part is not None and part.id.recency > checkpoint.recency:
+                print_note(f"tierd: newer, and no tier here has it whole: {part.id} {tiers_text([], part.parts)}")
+        except NotFound:
+            if part is None:
+                raise
+            checkpoint, whole_in = part.id, list[str]()
+        entry = tiers.catalog.get(checkpoint)
         if entry is not None:
             diagnosis = await read_diagnosis(entry, tiers.by_name)
-            report = checkpoint_report(entry, list(chosen.tiers), diagnosis)
+            report = checkpoint_report(entry, whole_in, diagnosis)
         elif daemon is not None:
-            report = daemon.checkpoint(chosen.id)  # in memory only, not persisted yet
+            report = daemon.checkpoint(checkpoint)  # in memory only, not persisted yet
         else:
-            raise NotFound(f"show {chosen.id}: it has been deleted", hint="`tierd ls` shows what there is")
+            raise NotFound(f"show {checkpoint}: it has been deleted", hint="`tierd ls` shows what there is")
     print_report(report, as_json=json, text=_print)
     return code
 
@@ -57,7 +73,7 @@ def _print(report: CheckpointReport) -> None:
         "ranks": manifest.world_size,
         "size": f"{size(manifest.size_bytes)} in {len(manifest.files)} files",
         "metrics": metrics_line(manifest.metrics) or "-",
-        "tiers": ", ".join(report.tiers),
+        "tiers": ", ".join(report.tiers) or "none has it whole",
         "milestones": ", ".join(report.milestones) or "-",
         "healthy": f"{'yes' if diagnosis.healthy else 'NO'}: {diagnosis}" if diagnosis else "not examined",
         "architecture": manifest.architecture_hash or "-",
@@ -65,6 +81,8 @@ def _print(report: CheckpointReport) -> None:
     }
     for key, value in lines.items():
         print_result(f"{key:<14}{value}")
+    for tier, part in ({} if report.parts is UNSET else report.parts).items():
+        print_result(f"{f'in {tier}':<14}only ranks {ranks_text(part.ranks)} of {part.world_size}: {NOT_WHOLE}")
     print_result("")
     rows = [[file.name, str(file.size_bytes), str(len(file.chunks)), file.crc64nvme] for file in manifest.files]
     table(["FILE", "BYTES", "CHUNKS", "CRC64NVME"], rows, right=("BYTES", "CHUNKS"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 
 import typer
+from msgspec import UNSET
 
 from tierd import __version__
 from tierd.cli import daemon_http, options
@@ -16,7 +17,17 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.decisions import halted, to_reap
 from tierd.errors import DaemonUnreachable
-from tierd.report import QueueReport, RunReport, StatusReport, TierReport, free_bytes, run_report, tier_report
+from tierd.report import (
+    NewestCheckpoint,
+    NewestPart,
+    QueueReport,
+    RunReport,
+    StatusReport,
+    TierReport,
+    free_bytes,
+    run_report,
+    tier_report,
+)
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
@@ -75,7 +86,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
         [
             [
                 tier.name,
-                str(tier.checkpoints),
+                str(tier.checkpoints) if tier.parts is UNSET else f"{tier.checkpoints} ({tier.parts} parts)",
                 "" if tier.used_bytes is None else size(tier.used_bytes),
                 "" if tier.free_bytes is None else size(tier.free_bytes),
                 tier.url + (f"  {'note' if tier.is_known else 'NOT REACHABLE'}: {tier.error}" if tier.error else ""),
@@ -120,19 +131,34 @@ def _print_queue(queue: QueueReport) -> None:
 
 
 def _print_run(run: RunReport, settings: Settings) -> None:
-    count = f"{run.ranks_attached} of {run.world_size}" if run.world_size else "no"
-    ranks = "" if run.ranks_attached is None else f", {count} ranks attached"
+    nodes = None if run.nodes is UNSET else run.nodes
+    expected = run.world_size and (len(nodes.ranks) if nodes else run.world_size)
+    count = f"{run.ranks_attached} of {expected}" if expected else "no"
+    here = " of this node" if nodes else ""
+    ranks = "" if run.ranks_attached is None else f", {count} ranks{here} attached"
     state = f", {_STATES.get(run.state, run.state)}" if run.state else ""
     reason = f" ({run.reason})" if run.reason else ""
     print_result(f"{run.run}  generation {run.generation}{ranks}{state}{reason}")
     newest = {tier: checkpoint for tier, checkpoint in run.tiers.items() if checkpoint}
+    if nodes:
+        print_result(f"  this node  {nodes}")
+        if nodes.everywhere:
+            print_result(f"  all nodes  {_newest(nodes.everywhere)}, persisted on every node")
+        for tier, part in nodes.parts.items():
+            print_result(f"  {tier:<10} {_newest(part)}, {part}")
     for tier, checkpoint in newest.items():
-        age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
-        print_result(f"  {tier:<10} step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}")
+        print_result(f"  {tier:<10} {_newest(checkpoint)}")
     if run.unhealthy_steps:
         print_result(f"  UNHEALTHY: step {', '.join(map(str, run.unhealthy_steps))}: numbers that are not finite")
-    print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else "  nothing restorable")
+    nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
+    nothing = f"  {nothing}" if nodes and nodes.parts else "  nothing restorable"
+    print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
     print_result("")
+
+
+def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
+    age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
+    return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
 
 
 def _restore_command(run: RunReport, settings: Settings) -> str:

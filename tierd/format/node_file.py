@@ -21,6 +21,7 @@ from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FileEntry, Head, Manifest, check_files, decode_file
 
 CLAIM_DIGITS = 32  # hexadecimal: 128 bits
+RANGES_SHOWN_MAX = 8
 _HINT = "the checkpoint is not committed, nothing is overwritten; docs/RUNBOOK.md#unreadable-manifest"
 
 
@@ -43,6 +44,11 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return layout.node_file_name(self.ranks[0], self.world_size)
+
+    @property
+    def extent(self) -> str:
+        """Which ranks it has, as a person reads it."""
+        return f"only the part of one node: ranks {ranks_text(self.ranks)} of {self.world_size}"
 
     @property
     def head(self) -> Head:
@@ -77,6 +83,18 @@ def decode_node_file(raw: bytes, *, name: str, where: str, expect: CheckpointId)
             raise ValueError(f"its name should be {node_file.name}")
 
     return decode_file(raw, NodeFile, check, action=f"decode {name} of {expect} in {where}", expect=expect)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks for a person: "0-3, 8", of many only the first ranges and the number."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:RANGES_SHOWN_MAX])
+    return shown if len(ranges) <= RANGES_SHOWN_MAX else f"{shown}, … ({len(ranks)} ranks)"
 
 
 def missing_ranks(node_files: Collection[NodeFile]) -> list[int]:
