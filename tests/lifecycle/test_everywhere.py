@@ -33,6 +33,11 @@ def test_without_knowledge_what_cold_does_not_replace_is_needed() -> None:
     assert steps(newest_in_cold=at(5)) == [5, 6]
 
 
+def test_what_all_nodes_of_an_earlier_start_had_does_not_count_once_cold_has_one_of_a_later_start() -> None:
+    assert steps(everywhere=at(3), newest_in_cold=at(1, generation=2)) == []
+    assert steps(everywhere=at(3), newest_in_cold=at(5)) == [3, 4, 5, 6]
+
+
 def test_hot_that_is_full_gives_up_only_what_cold_replaces() -> None:
     assert steps(everywhere=at(4), is_full=True) == [4, 5, 6]
     assert steps(everywhere=at(4), newest_in_cold=at(5), is_full=True) == [6]

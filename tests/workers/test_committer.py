@@ -22,9 +22,9 @@ from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
-from tierd.tiers.tier import GONE_CONTENT
+from tierd.tiers.tier import GONE_CONTENT, Tier
 from tierd.transfer.verify import verify_replica
-from tierd.workers.committer import HOME_S, LIST_MAX_S, Committer
+from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import clear_uncommitted
 from tierd.workers.replicator import VERDICT_S
@@ -156,6 +156,42 @@ async def test_a_new_home_commits_what_lost_nodes_have_sent(nodes: Nodes, tmp_pa
         assert [entry.name for entry in (await committed(spare, 10)).files] == [
             layout.shard_name(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)
         ]
+
+
+async def test_a_start_on_one_node_commits_what_lost_nodes_have_sent(nodes: Nodes, tmp_path: Path) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+    clocks = {"monotonic_s": lambda: nodes.now_s}
+    async with rooms_at(tmp_path / "alone", cold=nodes.nodes[0].rooms.config.cold, clocks=clocks) as rooms:
+        alone = Node(rooms, 0)
+        await rooms.list_tiers()
+        rooms.seal(40, [b"all of it"], generation=2, number=4)
+        await nodes.wait(1, alone)
+        assert rooms.steps("cold") == [10]
+
+
+async def test_what_lost_nodes_have_sent_is_looked_at_again_when_reading_it_took_too_long(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in nodes.nodes:
+        await node.send(10)
+    clocks = {"monotonic_s": lambda: nodes.now_s}
+    async with rooms_at(tmp_path / "spare", cold=nodes.nodes[0].rooms.config.cold, clocks=clocks) as rooms:
+        spare = Node(rooms, 0)
+        await rooms.list_tiers()
+        await spare.persist(40, number=4)
+        decode_many = Tier.decode_many
+
+        async def read_slowly(cold: Tier, keys: Sequence[str]) -> Any:
+            nodes.now_s += LISTING_VALID_S + 1
+            return await decode_many(cold, keys)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Tier, "decode_many", read_slowly)
+            await nodes.wait(1, spare)
+        assert rooms.steps("cold") == []
+        await nodes.wait(1, spare)
+        assert rooms.steps("cold") == [10]
 
 
 async def test_all_nodes_make_the_same_manifest(nodes: Nodes) -> None:

@@ -60,6 +60,15 @@ async def held(rooms: Rooms, run: str = RUN, **fields: Any) -> list[wire.HeldChe
     return answer.checkpoints
 
 
+async def test_a_node_that_is_far_ahead_tells_of_all_its_parts_page_by_page(rooms: Rooms) -> None:
+    count = wire.HELD_MAX + 3
+    for step in range(1, count + 1):
+        await persist(rooms, step)
+    first = await held(rooms)
+    assert [each.step for each in first] == list(range(count, 3, -1))
+    assert [each.step for each in await held(rooms, older_than=(1, first[-1].step))] == [3, 2, 1]
+
+
 async def test_parts_in_memory_and_in_hot_are_named_newest_first(rooms: Rooms) -> None:
     await persist(rooms, 1)
     await persist(rooms, 2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.rooms import rooms_at
 from tests.workers.test_committer import WORLD_SIZE, Node, Nodes, id_of, nodes  # noqa: F401
 from tierd.decisions import decisions
 from tierd.descriptors import close_all
@@ -191,3 +193,22 @@ async def test_a_fetch_that_ends_while_the_part_is_deleted_commits_no_checkpoint
 def action_in_hot(node: Node, step: int) -> Action:
     decided = decisions(node.rooms.catalog, node.rooms.config)
     return next(each.action for each in decided if each.checkpoint == id_of(step) and each.tier == HOT)
+
+
+async def test_a_start_on_one_node_buries_the_parts_of_an_earlier_one_before_it_deletes_them(
+    nodes: Nodes,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A node that slept may send the last part just now, and commit."""
+    await nodes.nodes[1].send(10)
+    clocks = {"monotonic_s": lambda: nodes.now_s}
+    async with rooms_at(tmp_path / "alone", cold=nodes.nodes[0].rooms.config.cold, clocks=clocks) as rooms:
+        alone = Node(rooms, 0)
+        await rooms.list_tiers()
+        rooms.seal(40, [b"all of it"], generation=2, number=4)
+        assert await rooms.persister().run_once()
+        replicator = replicator_of(alone)
+        age(alone, 10)
+        await look(nodes, alone, replicator)  # copies its own checkpoint
+        await look(nodes, alone, replicator)
+        assert layout.GONE in names_in_cold(alone, 10)

@@ -148,13 +148,15 @@ class Find(_Message, frozen=True, kw_only=True):
 
 class Inventory(_Message, frozen=True, kw_only=True):
     """Asks which checkpoints of the run this daemon knows, or those with this step, generation and milestone. Answered
-    by Held or Refused. `lists_cold`: after a new listing of the run in the cold tiers."""
+    by Held or Refused. `lists_cold`: after a new listing of the run in the cold tiers. `older_than`: only those older
+    than this generation and step."""
 
     request: int
     step: int | None
     generation: int | None
     milestone: str | None
     lists_cold: bool
+    older_than: tuple[int, int] | None = None
 
 
 class Ask(_Message, frozen=True, kw_only=True):

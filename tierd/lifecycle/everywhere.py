@@ -19,11 +19,13 @@ def needed_parts(
     is_full: bool = False,
 ) -> set[CheckpointId]:
     """Of the parts in hot of one run, those that are not deleted: at or above `everywhere`, the newest checkpoint that
-    is known to be durable on every node; while none is known, at or above the newest that a cold tier has whole.
+    is known to be durable on every node; while none is known, at or above the newest that a cold tier has whole. One of
+    an earlier start than that says nothing about the nodes of the later start, and does not count.
 
     `is_full`: hot needs room. Then a part may go if a cold tier has that checkpoint or a newer one.
     """
-    floor = everywhere or newest_in_cold
+    is_former = everywhere and newest_in_cold and everywhere.generation < newest_in_cold.generation
+    floor = newest_in_cold if everywhere is None or is_former else everywhere
     needed = {part for part in parts if floor is None or part.recency >= floor.recency}
     if is_full and newest_in_cold is not None:
         needed = {part for part in needed if part.recency > newest_in_cold.recency}

@@ -91,8 +91,10 @@ class Committer:
         self._looked &= uncommitted
         for checkpoint in sorted(uncommitted - self._looked, key=lambda each: each.recency, reverse=True):
             run = checkpoint.run
-            spans_nodes = run in context.memory.runs() and context.memory.node(run) is not None
-            if not spans_nodes or not context.is_home(run) or self._catalog.is_part_sent(self._cold.name, checkpoint):
+            if run not in context.memory.runs() or not context.is_home(run):
+                continue
+            is_own = checkpoint.generation == context.memory.generation(run)  # on one node it has no node files
+            if (is_own and context.memory.node(run) is None) or self._catalog.is_part_sent(self._cold.name, checkpoint):
                 continue
             listed_s = context.monotonic_s()
             names = await self._names(checkpoint)
@@ -100,8 +102,9 @@ class Committer:
             try:
                 if not names & {layout.GONE, layout.MANIFEST}:
                     await self._read(checkpoint, names, node_files, unreadable={})
-                if node_files and not missing_ranks(node_files.values()):
-                    await self._commit(list(node_files.values()), listed_s)
+                is_complete = bool(node_files) and not missing_ranks(node_files.values())
+                if is_complete and not await self._commit(list(node_files.values()), listed_s):
+                    continue
             except Transient:
                 raise
             except TierdError as error:
@@ -194,16 +197,16 @@ class Committer:
             assert isinstance(node_file, NodeFile)
             node_files[name] = node_file
 
-    async def _commit(self, node_files: list[NodeFile], listed_s: float, part: NodeFile | None = None) -> None:
-        """`part`: of this node, if it has one. Does nothing if the listing is too old: the checkpoint may have been
-        deleted since."""
+    async def _commit(self, node_files: list[NodeFile], listed_s: float, part: NodeFile | None = None) -> bool:
+        """`part`: of this node, if it has one. False, and nothing is written, if the listing is too old: the checkpoint
+        may have been deleted since."""
         manifest = self._context.signed(assemble(node_files))
         if part is not None:
             self._check(part, manifest)
         if self._context.is_home(manifest.id.run):
             await self._fence_if_replaced(manifest.id.run)
         if self._context.monotonic_s() - listed_s > LISTING_VALID_S:
-            return
+            return False
         is_healthy = verdict(node_files)
         diagnosis = None if is_healthy is None else Diagnosis(healthy=is_healthy)
         failpoint("cold.assemble")
@@ -217,6 +220,7 @@ class Committer:
             manifest = committed
         self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
+        return True
 
     async def _fence_if_replaced(self, run: Run) -> None:
         """If another start of the run, on other nodes, has claimed a newer generation, the trainers here are told to

@@ -32,7 +32,8 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
     known = [
         checkpoint
         for checkpoint in {*entries, *in_memory}
-        if query.matches(checkpoint, _milestones(entries.get(checkpoint), in_memory.get(checkpoint)))
+        if (asked.older_than is None or (checkpoint.generation, checkpoint.step) < asked.older_than)
+        and query.matches(checkpoint, _milestones(entries.get(checkpoint), in_memory.get(checkpoint)))
     ]
     newest = nlargest(HELD_MAX, known, key=lambda checkpoint: checkpoint.recency)
     reasons = [f"{printable(name)}: {printable(why)}"[:UNLISTED_CHARS] for name, why in unlisted.items()]

@@ -309,8 +309,9 @@ class Replicator:
     async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
         """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and
         another node commit."""
-        spans_nodes = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
-        if spans_nodes and await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s):
+        keys = await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s)
+        has_part_here = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
+        if keys and (has_part_here or layout.node_files(key.rpartition("/")[2] for key in keys)):
             await self._cold.bury(checkpoint)
         await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)
 

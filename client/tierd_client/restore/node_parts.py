@@ -37,6 +37,8 @@ from tierd_client.restore.node_choice import (
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
 from tierd_client.session import DaemonSession
 
+HELD_OF_NODE_MAX = 16 * wire.HELD_MAX  # checkpoints that a node tells of
+
 
 class Problem(enum.IntEnum):
     """Why the ranks have not read a replica, by severity."""
@@ -121,7 +123,16 @@ class NodeReplicas:
         held = self._session.inventory(question)
         for reason in held.unlisted if is_first else ():
             log.error("tierd: a tier could not be listed, a newer checkpoint may be there: %s", reason)
-        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=held.checkpoints))
+        checkpoints = list(held.checkpoints)
+        # A node may be far ahead of another one: what both have is then far down its list.
+        while len(held.checkpoints) == wire.HELD_MAX and any(each.part_in for each in held.checkpoints):
+            if len(checkpoints) >= HELD_OF_NODE_MAX:
+                break
+            oldest = held.checkpoints[-1]
+            older_than = oldest.generation, oldest.step
+            held = self._session.inventory(msgspec.structs.replace(question, lists_cold=False, older_than=older_than))
+            checkpoints += held.checkpoints
+        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=checkpoints))
 
     def next(self) -> Attempt:
         """Raises on all ranks when there is nothing left to try."""
@@ -176,6 +187,7 @@ class NodeReplicas:
             except TierdError as error:
                 if parts is None:
                     raise self._refusal(error, passed_over) from error
+                log.error("tierd: the newer checkpoint %s is passed over: %s", whole, error.message)
         if replica is not None and parts is not None and parts.checkpoint.recency >= replica.manifest.id.recency:
             with replica:  # close it: an older one than was expected
                 replica = None
