@@ -140,6 +140,7 @@ class Catalog:
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
+        gone: Iterable[CheckpointId] = (),
         newer_format: Iterable[CheckpointId] = (),
         foreign: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -149,10 +150,14 @@ class Catalog:
         damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
         known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
-        has_changed = False
+        buried = frozenset(gone) - changed
+        has_changed = buried != former.gone
+        for checkpoint in buried:  # a daemon has deleted it: that is no loss
+            former.missing.pop(checkpoint, None)
         for checkpoint in (known | listed.keys() - damaged.keys()) - changed:
             if checkpoint not in listed or checkpoint in damaged:
-                if not (checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign):
+                is_there = checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign
+                if not is_there and checkpoint not in buried:
                     former.missing[checkpoint] = view_of(self._entries[checkpoint])
                 self._remove(checkpoint, tier)
                 has_changed = True
@@ -181,6 +186,7 @@ class Catalog:
             unreadable=unreadable,
             fingerprints=dict(fingerprints),
             partial=uncommitted,
+            gone=buried,
             damaged=damaged,
             newer_format=frozenset(newer_format) | (former.newer_format & changed),
             missing=former.missing,
@@ -392,7 +398,11 @@ class Catalog:
 
     def _gone(self, checkpoint: CheckpointId) -> frozenset[str]:
         """The tiers that will not get this node's part of it."""
-        return frozenset(tier for tier in self.tiers if self._sent_parts.get((tier, checkpoint), ...) is None)
+        return frozenset(
+            tier
+            for tier, knowledge in self.tiers.items()
+            if self._sent_parts.get((tier, checkpoint), ...) is None or checkpoint in knowledge.gone
+        )
 
     def foreign(self) -> dict[tuple[str, str], str]:
         """Why a replica or marker is not one of this run's daemons, by (tier, key)."""

@@ -67,16 +67,18 @@ class Entry:
 @dataclass(slots=True)
 class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
-    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `damaged`: the unreadable
-    ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later
-    tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key. `missing`: replicas that were
-    there and that a listing did not show any more, as they were."""
+    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `gone`: those that a daemon
+    has deleted there, while another node may still have its part. `damaged`: the unreadable ones whose bytes were found
+    to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later tierd wrote. `foreign`:
+    replicas and markers that count for nothing, and why, by key. `missing`: replicas that were there and that a listing
+    did not show any more, as they were."""
 
     is_known: bool = False
     error: str = NOT_LISTED_YET
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
+    gone: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
     newer_format: frozenset[CheckpointId] = frozenset()
     missing: dict[CheckpointId, CheckpointView] = field(default_factory=dict)

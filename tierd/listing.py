@@ -119,6 +119,7 @@ async def enter_listing(
         diagnoses=listed.diagnoses,
         fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in listed.replicas},
         partial=listing.partial,
+        gone=listing.gone,
         newer_format=listed.newer_format,
         foreign=listed.foreign,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.rooms import rooms_at
 from tests.workers.test_committer import WORLD_SIZE, Node, Nodes, id_of, nodes  # noqa: F401
-from tierd.decisions import decisions
+from tierd.decisions import decisions, pending
 from tierd.descriptors import close_all
 from tierd.format import layout
 from tierd.format.health import Diagnosis
@@ -212,3 +212,23 @@ async def test_a_start_on_one_node_buries_the_parts_of_an_earlier_one_before_it_
         await look(nodes, alone, replicator)  # copies its own checkpoint
         await look(nodes, alone, replicator)
         assert layout.GONE in names_in_cold(alone, 10)
+
+
+async def test_what_the_daemon_of_rank_0_has_deleted_is_no_loss_and_is_not_sent_again(
+    nodes: Nodes,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    home, second, _ = nodes.nodes
+    await commit_all(nodes, 10, 1)
+    await second.rooms.list_tiers()
+    assert id_of(10) in [manifest.id for manifest in second.rooms.catalog.manifests_in("cold")]
+    assert await home.rooms.cold["cold"].delete(id_of(10))
+    await second.rooms.list_tiers()
+    assert id_of(10) not in second.rooms.catalog.tiers["cold"].missing
+    assert not pending(second.rooms.catalog, second.rooms.config, "cold")
+
+    # A daemon that starts later has not seen the checkpoint in cold, only the tombstone.
+    async with rooms_at(tmp_path / "1", cold=second.rooms.config.cold) as restarted:
+        await restarted.list_tiers()
+        assert [manifest.id for manifest in restarted.catalog.manifests_in(HOT)] == [id_of(10)]
+        assert not pending(restarted.catalog, restarted.config, "cold")

@@ -169,6 +169,8 @@ class Tier(ReadableTier):
                 listing.node_files[checkpoint] = names
             is_committed = layout.MANIFEST in files or (self.name == HOT and checkpoint in listing.node_files)
             (listing.committed if is_committed and layout.GONE not in files else listing.partial).add(checkpoint)
+            if layout.GONE in files:
+                listing.gone.add(checkpoint)
         return listing
 
     async def _leave_out_foreign_markers(self, listing: Listing, keyring: Keyring, *, is_whole: bool) -> None:

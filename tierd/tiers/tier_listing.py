@@ -16,10 +16,11 @@ class Listing:
     `numbers`: all generations in the names of claims and manifests, of each run, trusted or not.
     `markers`: what tells whether one has changed, by key. `foreign`: why a marker does not count, by key. `identities`:
     those that the markers at the root give it. `node_files`: of folders without a manifest; in hot they are this node's
-    parts, and count as committed."""
+    parts, and count as committed. `gone`: folders with a tombstone, which hold no checkpoint."""
 
     committed: set[CheckpointId] = field(default_factory=set)
     partial: set[CheckpointId] = field(default_factory=set)
+    gone: set[CheckpointId] = field(default_factory=set)
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, Fingerprint] = field(default_factory=dict)
