@@ -241,7 +241,7 @@ class NodesChecker(Checker):
             in_hot = {*self.parts[node], *self.committed[node]}
             kept = {max(healthy, default=None), max(healthy & in_hot, default=None)}
             for checkpoint, part in self.parts[node].items():
-                newer = [each for each in in_hot if each > checkpoint]
+                newer = [each for each in in_hot - self.unhealthy if each > checkpoint]  # "last N" counts no others
                 is_passed = any(each.step >= checkpoint.step for each in newer)
                 is_sent = part.node_file in self.sent_ever[checkpoint]
                 is_kept = checkpoint in self.unhealthy or checkpoint in kept
