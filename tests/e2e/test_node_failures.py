@@ -154,6 +154,7 @@ def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
         together(trainers, "wait_replicated", timeout_s=100)
 
 
+@pytest.mark.long
 def test_hot_is_full_on_one_node(tmp_path: Path) -> None:
     """Its older parts go as cold has them; where none may go, its snapshots wait, and the others' parts stay."""
     with small_disk(tmp_path / "b" / "hot", size_mib=10) as hot, nodes(tmp_path) as (a, b):

@@ -108,6 +108,7 @@ def finish(started: list[Agent]) -> dict[str, float]:
     return next(said[-1] for agent in started if (said := agent.said()))
 
 
+@pytest.mark.long
 def test_torchrun_over_two_nodes_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         static = ("--nnodes=2", "--master-addr=127.0.0.1")
