@@ -130,12 +130,21 @@ async def test_wrong_token_and_a_node_that_has_gone_are_unreachable(two: TwoNode
     with pytest.raises(PeerUnreachable, match="401"):
         await two.bring({LONG: [0]}, peer=PeerAddress(address=address, token="0" * 64))
     with pytest.raises(PeerUnreachable):
-        await two.bring({LONG: [0]}, peer=PeerAddress(address="127.0.0.1:1", token=""))
+        await two.bring({LONG: [0]}, peer=PeerAddress(address="127.0.0.1:1", token="0" * 64))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"node_file": "../../secret"}, {"files": []}, {"chunks": []}, {"files": ["x"] * 300, "chunks": [b""] * 300}],
+    [
+        {"node_file": "../../secret"},
+        {"files": []},
+        {"chunks": []},
+        {"files": ["x"] * 300, "chunks": [b""] * 300},
+        {"peer": PeerAddress(address="127.0.0.1:1/admin?", token="0" * 64)},
+        {"peer": PeerAddress(address="user@127.0.0.1:1", token="0" * 64)},
+        {"peer": PeerAddress(address="127.0.0.1", token="0" * 64)},
+        {"peer": PeerAddress(address="127.0.0.1:1", token="0\r\nX: y")},
+    ],
 )
 async def test_request_that_breaks_the_rules_is_refused(two: TwoNodes, fields: dict[str, object]) -> None:
     with pytest.raises(BadRequest):

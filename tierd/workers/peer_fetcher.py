@@ -10,12 +10,14 @@ import logging
 
 import msgspec
 
+from tierd.config_file import is_host
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import PeerAddress
 from tierd.format.wire import DESCRIPTORS_MAX, FindElsewhere, unpack_indexes
 from tierd.tiers.peer_store import PeerStore
 from tierd.tiers.tier import ReadableTier
@@ -38,6 +40,7 @@ class PeerFetcher:
         checkpoint = checkpoint_id(run, asked.step, asked.generation)
         if not 0 < len(asked.files) == len(asked.chunks) <= DESCRIPTORS_MAX:
             raise BadRequest(f"find files of {checkpoint} on another node: {len(asked.files)} files")
+        _check(asked.peer)
         descriptors: list[int] = []
         started_s, size_bytes = self._context.monotonic_s(), 0
         async with PeerStore(asked.peer) as store:
@@ -94,3 +97,10 @@ class PeerFetcher:
         count(0)
         if fetch.missing_bytes and (problem := await fetch.take(tier, count)) is not None:
             raise problem
+
+
+def _check(peer: PeerAddress) -> None:
+    """Raises BadRequest unless a request to this address asks for nothing but a part."""
+    host, _, port = peer.address.rpartition(":")
+    if not is_host(host.strip("[]")) or not port.isdecimal() or not peer.token.isalnum():
+        raise BadRequest(f"read from the node at {peer.address[:80]!r}: not host:port, or no token")
