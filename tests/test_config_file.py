@@ -441,3 +441,27 @@ def test_watchdog_of_systemd_counts_for_the_process_that_it_names() -> None:
     assert systemd(ours).watchdog_s == 60.0
     assert systemd(other).watchdog_s == 0.0
     assert systemd({}) == Systemd()
+
+
+# ── peers ──
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "host"),
+    [
+        ("10.0.0.7:9465", "", "10.0.0.7"),
+        ("0.0.0.0:9465", "", "gpu-7"),
+        ("[::]:9465", "", "gpu-7"),
+        ("[fd00::7]:9465", "", "fd00::7"),
+        ("0.0.0.0:9465", "fd00::7", "fd00::7"),
+        ("0.0.0.0:9465", "gpu-7.cluster", "gpu-7.cluster"),
+    ],
+)
+def test_other_nodes_use_the_address_that_is_advertised(tmp_path: Path, listen: str, advertise: str, host: str) -> None:
+    text = f'[daemon]\nnode = "gpu-7"\n[peers]\nlisten = "{listen}"\nadvertise = "{advertise}"'
+    assert loaded(tmp_path, text).peers_host == host
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("listen", "9465"), ("listen", "host:70000"), ("advertise", "gpu-7:9465")])
+def test_wrong_address_for_other_nodes_is_refused(tmp_path: Path, key: str, wrong: str) -> None:
+    assert f"peers.{key} is '{wrong}', expected" in refusal(tmp_path, f'[peers]\n{key} = "{wrong}"')

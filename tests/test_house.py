@@ -106,9 +106,14 @@ DOORS = {
         },
     ),
     "metrics": Door(modules=frozenset({"prometheus_client"}), files={"tierd/metrics.py": "declares all metrics"}),
-    "HTTP server": Door(
+    "HTTP": Door(
         modules=frozenset({"aiohttp"}),
-        files={"tierd/api/operator.py": "the routes", "tierd/api/http_server.py": "opens and closes it"},
+        files={
+            "tierd/api/operator.py": "the routes",
+            "tierd/api/http_server.py": "opens and closes it",
+            "tierd/api/peer_parts.py": "the route for other nodes",
+            "tierd/tiers/peer_store.py": "reads from other nodes",
+        },
     ),
     "sockets": Door(
         modules=frozenset({"socket"}),

@@ -150,6 +150,17 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     key_file: str = ""  # its private key; empty: in cert_file
 
 
+class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a run over several nodes: what the daemons of other nodes may read here."""
+
+    listen: str = (
+        ""  # host:port where this daemon serves its parts of checkpoints; port 0: any free port; empty: nowhere
+    )
+    advertise: str = (
+        ""  # the host name or address that other nodes use; empty: that of listen, or daemon.node for 0.0.0.0
+    )
+
+
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group: str = ""  # who may read the tiers and connect besides the user: the name of a group; empty: nobody
     # who may join runs besides the user, and not read the tiers: the name or number of a group; empty: nobody
@@ -190,6 +201,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drill: DrillConfig = DrillConfig()
     limits: LimitsConfig = LimitsConfig()
     listen: ListenConfig = ListenConfig()
+    peers: PeersConfig = PeersConfig()
     security: SecurityConfig = SecurityConfig()
 
     @property
@@ -234,5 +246,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def listen_address(self) -> tuple[str, int]:
-        host, _, port = self.daemon.listen.rpartition(":")
-        return host.strip("[]"), int(port)
+        return split_address(self.daemon.listen)
+
+    @property
+    def peers_host(self) -> str:
+        """Where other nodes reach this daemon."""
+        host = split_address(self.peers.listen)[0]
+        is_any = host in ("0.0.0.0", "::")  # noqa: S104
+        return self.peers.advertise or (self.daemon.node if is_any else host)
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """(host, port) of host:port."""
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -7,6 +7,7 @@ relative to the config file.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -27,6 +28,7 @@ from tierd.systemd import Systemd
 
 DEFAULT_FILE = "tierd.toml"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _TIER_WORDS = ("auto", "memory", "hot")
 
 _Mistake = tuple[str, object, str]  # (key, its value, what is expected)
@@ -206,9 +208,12 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
 
 def _mistakes(config: Config) -> Iterator[_Mistake]:
     daemon = config.daemon
-    host, _, port = daemon.listen.rpartition(":")
-    if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        yield "daemon.listen", daemon.listen, "host:port, with a port up to 65535"
+    for key, address in (("daemon.listen", daemon.listen), ("peers.listen", config.peers.listen or "localhost:0")):
+        host, _, port = address.rpartition(":")
+        if not host.strip("[]") or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+            yield key, address, "host:port, with a port up to 65535"
+    if config.peers.advertise and not is_host(config.peers.advertise):
+        yield "peers.advertise", config.peers.advertise, "a host name or an IP address, without a port"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", daemon.node):
         yield "daemon.node", daemon.node, "a host name"
     for key, group in (("group", config.security.group), ("trainer_group", config.security.trainer_group)):
@@ -217,7 +222,7 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
         except KeyError:
             yield f"security.{key}", group, "the name of a group of this machine"
     for host in config.listen.hosts:
-        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?", host):
+        if not _HOST_NAME.fullmatch(host):
             yield "listen.hosts", host, "a host name without a port"
     if config.listen.key_file and not config.listen.cert_file:
         yield "listen.cert_file", "", "the certificate of listen.key_file"
@@ -234,6 +239,15 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
     for cold in config.cold:
         yield from _mistakes_of_cold(cold, cold.lifecycle or config.lifecycle.cold)
     yield from _shared_places(config)
+
+
+def is_host(text: str) -> bool:
+    """Whether it is a host name or an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST_NAME.fullmatch(text.lower()) is not None
+    return True
 
 
 def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake]:

@@ -31,6 +31,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
+from tierd.peer_key import PeerKey
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -88,6 +89,7 @@ class DaemonContext:
     keyring: Keyring | None = None
     audit: AuditTrail = field(default_factory=AuditTrail)
     copies: CopyRecords = field(default_factory=CopyRecords)
+    peer_key: PeerKey = field(default_factory=PeerKey)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)

@@ -27,6 +27,7 @@ from tierd import logs
 from tierd.api.http_server import HttpServer
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
+from tierd.api.peer_parts import PeerParts
 from tierd.api.trainer import TrainerDoor
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.catalog import Catalog
@@ -142,6 +143,7 @@ class _Daemon:
         self._workers = self._make_workers()
         restorer = Restorer(context, self._judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
+        self._peers = PeerParts(context, restorer) if config.peers.listen else None
         self._operator = Operator(context, self._listers, pid=os.getpid())
 
     def _make_workers(self) -> dict[str, Worker]:
@@ -178,6 +180,8 @@ class _Daemon:
         http = HttpServer(self._operator.app(), self._config)
         try:
             await http.start()
+            if self._peers is not None:
+                await self._peers.start()
             hot_lock.describe({**about, "listen": http.address})
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -199,6 +203,8 @@ class _Daemon:
             _unlink(self._config.daemon.socket)
             listener.close()
             await http.close()
+            if self._peers is not None:
+                await self._peers.close()
             if self._lock_error is None:  # else the trail is the other daemon's
                 await context.audit.close()
             for tier in context.tiers.values():

@@ -161,6 +161,10 @@ class TierUnreachable(Transient):
     exit_code = 14
 
 
+class PeerUnreachable(TierUnreachable):
+    """Raised when the daemon of another node cannot be reached, or does not serve its part of a checkpoint now."""
+
+
 class TargetNotEmpty(TierdError):
     """Raised when the target already exists: a directory to restore into, or a run to start from scratch."""
 

@@ -128,8 +128,8 @@ class DaemonSession:
         detail = detail[: wire.TEXT_CHARS_MAX]
         self.send(wire.Report(outcome=outcome, step=step, tier=tier, seconds=seconds, detail=detail, run=run))
 
-    def find(self, find: wire.Find) -> tuple[wire.FoundReplica, list[int]]:
-        """(answer, descriptors of the manifest and then of its files; the caller closes them). The session numbers the
+    def find(self, find: wire.Find | wire.FindElsewhere) -> tuple[wire.FoundReplica, list[int]]:
+        """(answer, descriptors as of wire.FoundReplica; the caller closes them). The session numbers the
         request. Raises DaemonUnreachable after 60 s of silence, or the error that the daemon answers."""
         answer, descriptors = self._request(find)
         assert isinstance(answer, wire.FoundReplica)
@@ -142,7 +142,7 @@ class DaemonSession:
         assert isinstance(answer, wire.Held)
         return answer
 
-    def _request(self, message: wire.Find | wire.Inventory) -> tuple[_Answer, list[int]]:
+    def _request(self, message: wire.Find | wire.FindElsewhere | wire.Inventory) -> tuple[_Answer, list[int]]:
         number, question = next(self._numbers), _Question()
         with self.lock:
             if self.ended_by is not None:

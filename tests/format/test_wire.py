@@ -11,6 +11,7 @@ from tests.support.slots import make_sealed
 from tierd.errors import BadRequest, from_kind
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
+from tierd.format.peers import PeerAddress
 
 TO_DAEMON: list[wire.ToDaemon] = [
     wire.Hello(protocol=1, version="0.1.0", run="run42", rank=None, world_size=1, generation=None),
@@ -22,6 +23,15 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="hot", exclude=[], is_node_part=True),
+    wire.FindElsewhere(
+        request=1,
+        step=7,
+        generation=2,
+        peer=PeerAddress(address="10.0.0.7:9465", token="ab" * 32),
+        node_file="node-00002-of-00004.json",
+        files=["rank-00003-of-00004.safetensors"],
+        chunks=[b"\x05"],
+    ),
     wire.Inventory(request=1, step=None, generation=None, milestone="best", lists_cold=True),
     wire.Ask(step=7, generation=1),
     wire.Ask(step=7, generation=1, needs_slot=True, is_last=True),

@@ -23,6 +23,7 @@ from tierd.api.packets import open_listener
 from tierd.api.trainer import TrainerDoor
 from tierd.format import wire
 from tierd.format.ids import Run
+from tierd.format.peers import PeerAddress
 from tierd.format.run_secret import PROOF_CHARS
 from tierd.workers.restorer import Restorer
 
@@ -36,6 +37,15 @@ MESSAGES: list[wire.ToDaemon] = [
     make_sealed(1, 1, slot=0),
     wire.Lost(step=1, kind="transient", message="", hint=""),
     FIND,
+    wire.FindElsewhere(
+        request=1,
+        step=7,
+        generation=2,
+        peer=PeerAddress(address="127.0.0.1:1", token="ab" * 32),
+        node_file="node-00002-of-00004.json",
+        files=["rank-00003-of-00004.safetensors"],
+        chunks=[b"\x05"],
+    ),
     wire.Inventory(request=1, step=None, generation=None, milestone=None, lists_cold=False),
     wire.Ask(step=1, generation=1),
     wire.Report(outcome="restored", step=1, tier="hot", seconds=1.0, detail=""),

@@ -16,7 +16,7 @@ import logging
 import math
 import resource
 import ssl
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tierd.config import Config
+from tierd.config import Config, split_address
 from tierd.errors import BadConfig
 
 log = logging.getLogger("tierd")
@@ -35,11 +35,24 @@ DESCRIPTORS_SHARE = 16  # one of so many descriptors may be a connection here
 PROBES = ("/healthz", "/readyz")  # answered without a token: they tell nothing of a run
 
 
-class HttpServer:
-    """Serves `app` at `daemon.listen` from `start` until `close`."""
+Check = Callable[[web.Request], web.Response | None]
+"""The answer to a request that is refused; None admits it."""
 
-    def __init__(self, app: web.Application, config: Config) -> None:
+
+class HttpServer:
+    """Serves `app` at `daemon.listen` from `start` until `close`.
+
+    `peers_check`: serves at `peers.listen` instead, in plain HTTP, the requests that it admits."""
+
+    def __init__(self, app: web.Application, config: Config, *, peers_check: Check | None = None) -> None:
         self._config = config
+        self._key, self._listen = "daemon.listen", config.daemon.listen
+        self._tls_files = config.listen.cert_file, config.listen.key_file
+        self._check = self._check_name_and_token
+        if peers_check is not None:
+            self._key, self._listen = "peers.listen", config.peers.listen
+            self._tls_files = "", ""
+            self._check = peers_check
         self._hosts = {"localhost", config.daemon.node.lower(), config.listen_address[0].lower(), *config.listen.hosts}
         self._token = ""
         self._connections: dict[int, _Bounded] = {}  # by the id of the transport, oldest first
@@ -53,17 +66,17 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._config.listen.cert_file else 'http'}://{self.address}"
+        return f"{'https' if self._tls_files[0] else 'http'}://{self.address}"
 
     async def start(self) -> None:
         """Raises BadConfig."""
         config = self._config
-        host, port = config.listen_address
+        host, port = split_address(self._listen)
         self._token = await asyncio.to_thread(read_token, config.listen.token_file)
         await self._runner.setup()
         serve = self._runner.server
         assert serve is not None
-        tls = await asyncio.to_thread(_tls, config.listen.cert_file, config.listen.key_file)
+        tls = await asyncio.to_thread(_tls, *self._tls_files)
 
         def accept() -> asyncio.Protocol:
             connection = _Connection(serve(), self._connections, self._connections_max)
@@ -73,8 +86,8 @@ class HttpServer:
             self._listener = await asyncio.get_running_loop().create_server(accept, host, port)
         except OSError as error:
             raise BadConfig(
-                f"listen on {config.daemon.listen}: {error.strerror}",
-                hint="set daemon.listen to a free port; port 0 takes any",
+                f"listen on {self._listen}: {error.strerror}",
+                hint=f"set {self._key} to a free port; port 0 takes any",
             ) from error
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
@@ -90,20 +103,28 @@ class HttpServer:
         if isinstance(connection, _Connection):
             connection.begin_request()
         try:
-            if not is_named(request.headers.get("Host", ""), self._hosts):
-                hint = "use an IP address or localhost, or add the name to listen.hosts"
-                return web.Response(status=421, text=f"this daemon has another name; {hint}\n")
-            if self._token and request.path not in PROBES and not self._has_token(request):
-                headers = {"WWW-Authenticate": "Bearer"}
-                return web.Response(status=401, headers=headers, text="a token is needed: listen.token_file\n")
-            return await handler(request)
+            return self._check(request) or await handler(request)
         finally:
             if isinstance(connection, _Connection):
                 connection.wait_for_request()
 
-    def _has_token(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())
+    def _check_name_and_token(self, request: web.Request) -> web.Response | None:
+        if not is_named(request.headers.get("Host", ""), self._hosts):
+            hint = "use an IP address or localhost, or add the name to listen.hosts"
+            return web.Response(status=421, text=f"this daemon has another name; {hint}\n")
+        if self._token and request.path not in PROBES and not has_token(request, self._token):
+            return no_token("a token is needed: listen.token_file\n")
+        return None
+
+
+def has_token(request: web.Request, token: str) -> bool:
+    """Whether the request has this bearer token. Compares in constant time."""
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
+
+
+def no_token(text: str) -> web.Response:
+    return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}, text=text)
 
 
 class _Bounded(asyncio.Protocol):

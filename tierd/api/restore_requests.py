@@ -1,4 +1,4 @@
-"""Answers a peer's Find with the descriptors of a checkpoint's files, and its Inventory with what this daemon has.
+"""Answers a peer's Find and FindElsewhere with descriptors of a checkpoint's files, its Inventory with what is here.
 
 Until the answer, the peer receives Progress every second. A fetch is finished even if its peer disconnects, so a
 trainer that was killed during a fetch finds the checkpoint in the hot tier after its restart.
@@ -18,6 +18,7 @@ from tierd.descriptors import close_all
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.workers.inventory import inventory
+from tierd.workers.peer_fetcher import PEER
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together
@@ -37,7 +38,7 @@ class RestoreRequests:
         self._spawn = spawn
         self._pending = 0
 
-    def answer(self, session: TrainerSession, asked: wire.Find | wire.Inventory) -> None:
+    def answer(self, session: TrainerSession, asked: wire.Find | wire.FindElsewhere | wire.Inventory) -> None:
         """Start to look for the checkpoint. The answer is posted to the session."""
         if self._pending >= FINDS_MAX:
             session.post(refused(asked.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
@@ -45,7 +46,7 @@ class RestoreRequests:
         self._pending += 1
         self._spawn(self._answer(session, asked))
 
-    async def _answer(self, session: TrainerSession, asked: wire.Find | wire.Inventory) -> None:
+    async def _answer(self, session: TrainerSession, asked: wire.Find | wire.FindElsewhere | wire.Inventory) -> None:
         loop = asyncio.get_running_loop()
         progress = wire.Progress(request=asked.request, done_bytes=0, total_bytes=0)
 
@@ -62,6 +63,9 @@ class RestoreRequests:
         try:
             if isinstance(asked, wire.Inventory):
                 session.post(await inventory(self._context, self._restorer, session.run, asked))
+            elif isinstance(asked, wire.FindElsewhere):
+                descriptors = await self._restorer.peer_fetcher.bring(session.run, asked, on_progress)
+                session.post(wire.FoundReplica(request=asked.request, tier=PEER, is_part=True), descriptors)
             else:
                 session.post(*await self._open(session, asked, on_progress))
         except Exception as error:  # a bug too is answered: the peer waits, and the daemon must go on

@@ -178,7 +178,7 @@ class TrainerDoor:
                 if isinstance(message, wire.Goodbye):
                     self._end(session, message)
                     return
-                if isinstance(message, wire.Find | wire.Inventory):
+                if isinstance(message, wire.Find | wire.FindElsewhere | wire.Inventory):
                     self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._throttle.hurry(session)  # it waits for the result

@@ -15,6 +15,7 @@ import msgspec
 
 from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId
+from tierd.format.peers import PeerAddress
 
 PROTOCOL_VERSION = 1
 PROTOCOLS_SPOKEN = range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1)  # by a daemon: its own, the previous one
@@ -49,7 +50,8 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
-    `rank` None: not a trainer; only `Find`, `Inventory` and `Request` may follow. `starts_anew`: start from scratch
+    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `Inventory` and `Request` may
+    follow. `starts_anew`: start from scratch
     even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see
     run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows this
     one. `node` None: all ranks are on one node."""
@@ -157,6 +159,20 @@ class Inventory(_Message, frozen=True, kw_only=True):
     milestone: str | None
     lists_cold: bool
     older_than: tuple[int, int] | None = None
+
+
+class FindElsewhere(_Message, frozen=True, kw_only=True):
+    """Requests files of the part of a checkpoint that another node has: the daemon reads them there. `node_file`: the
+    name of that part's node file. `chunks`: for each of `files` those that are needed, as a bitmap of `pack_indexes`.
+    Answered by Found, whose descriptors are the files in order."""
+
+    request: int
+    step: int
+    generation: int
+    peer: PeerAddress
+    node_file: str
+    files: list[str]
+    chunks: list[bytes]
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -371,11 +387,12 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Held(_Message, frozen=True, kw_only=True):
     """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: the tiers that could not be
-    listed, with the reason."""
+    listed, with the reason. `peer`: how other nodes read the parts that are here; None if they cannot."""
 
     request: int
     checkpoints: list[HeldCheckpoint]
     unlisted: list[str] = []
+    peer: PeerAddress | None = None
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -396,8 +413,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | Ask | Report | Stepped | Everywhere
-    | Convene | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | Ask | Report | Stepped
+    | Everywhere | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed

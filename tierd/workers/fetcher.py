@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
@@ -39,7 +40,18 @@ class _PartialFetch:
     raw: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PeerFetches:
+    """What is being fetched of a checkpoint from other nodes: by file name, with a lock for each."""
+
+    checkpoint: CheckpointId
+    fetches: dict[str, Fetch] = field(default_factory=dict[str, Fetch])
+    locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+
+
 class Fetcher:
+    """`from_peers`: of each run that is being restored from other nodes; its files are kept until it is restored."""
+
     def __init__(self, context: DaemonContext, make_room: MakeRoom = no_room) -> None:
         self._context = context
         self._space = HotSpace(context.hot, make_room)
@@ -48,6 +60,7 @@ class Fetcher:
         # Ranks ask for the same checkpoint at once, and each chunk is fetched once.
         self._locks: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
         self._parts: dict[Run, _PartialFetch] = {}  # the last of each run
+        self.from_peers: dict[Run, PeerFetches] = {}
         self._sweeping = asyncio.Lock()  # while it is held, no fetch begins
         self._swept: set[Run] = set()
 
@@ -92,7 +105,8 @@ class Fetcher:
 
     async def restored(self, run: Run) -> None:
         """All ranks of the run have read what they asked for: delete the part."""
-        if self._parts.pop(run, None) is not None:
+        was_in_part = self._parts.pop(run, None) is not None
+        if self.from_peers.pop(run, None) is not None or was_in_part:
             await self.sweep(run)
 
     async def sweep(self, run: Run) -> None:
@@ -102,6 +116,7 @@ class Fetcher:
         async with self._sweeping:
             active = {layout.checkpoint_prefix(checkpoint) for checkpoint, lock in self._locks.items() if lock.locked()}
             active |= {layout.checkpoint_prefix(part.fetch.manifest.id) for part in self._parts.values()}
+            active |= {layout.checkpoint_prefix(fetches.checkpoint) for fetches in self.from_peers.values()}
             with contextlib.suppress(TierdError):  # it is tried again, and the restore does not depend on it
                 prefixes = tuple(active)
                 await self._hot_store.sweep_partials(run, is_given_up=lambda path, _: not path.startswith(prefixes))
@@ -128,6 +143,19 @@ class Fetcher:
         if fetch.missing_bytes:
             await self._fetch(fetch, cold, on_progress)
 
+    async def begin(self, fetch: Fetch) -> None:
+        """Makes room in hot, and files for what is missing."""
+        # Without space in hot, the trainer would get an older checkpoint that is there.
+        if missing_space_bytes := await self._space.missing_bytes(fetch.missing_bytes):
+            await self._space.free(missing_space_bytes)
+        self._swept.discard(fetch.manifest.id.run)
+        try:
+            async with self._sweeping:
+                await fetch.begin()
+        except Full:
+            await self._remove_partials(fetch.manifest.id)
+            raise
+
     async def _fetch(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
         """Fetch and verify all that is wanted. On failure, what arrived stays for the next attempt, from any tier."""
         manifest = fetch.manifest
@@ -138,16 +166,7 @@ class Fetcher:
             on_progress(fetch.wanted_bytes - fetch.missing_bytes, fetch.wanted_bytes)
 
         count(0)
-        # Without space in hot, the trainer would get an older checkpoint that is there.
-        if missing_space_bytes := await self._space.missing_bytes(fetch.missing_bytes):
-            await self._space.free(missing_space_bytes)
-        self._swept.discard(manifest.id.run)
-        try:
-            async with self._sweeping:
-                await fetch.begin()
-        except Full:
-            await self._remove_partials(manifest.id)
-            raise
+        await self.begin(fetch)
         missing_bytes = fetch.missing_bytes
         try:
             problem = await fetch.take(cold, count)

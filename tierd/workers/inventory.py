@@ -41,6 +41,7 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
         request=asked.request,
         checkpoints=[_held(each, entries.get(each), in_memory.get(each), list(catalog.tiers)) for each in newest],
         unlisted=reasons[:UNLISTED_MAX],
+        peer=context.peer_key.of(run),
     )
 
 

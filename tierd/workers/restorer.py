@@ -36,6 +36,7 @@ from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
 from tierd.workers.hot_space import MakeRoom, no_room
+from tierd.workers.peer_fetcher import PeerFetcher
 
 PASSED_OVER_MAX, PASSED_OVER_CHARS = 8, 1000  # bounds of the wire message that carries them
 log = logging.getLogger("tierd")
@@ -69,6 +70,7 @@ class Restorer:
         self._hot = context.hot
         self._cold = context.cold
         self.fetcher = Fetcher(context, make_room)
+        self.peer_fetcher = PeerFetcher(context, self.fetcher)
         self._judge = judge
 
     async def find(self, run: Run, find: Find, on_progress: OnProgress) -> OpenCheckpoint:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tierd.errors import Corrupt, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.errors import Corrupt, NotFound, PeerUnreachable, TierdError, TierUnreachable, Unhealthy
 from tierd.format.ids import CheckpointId
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
@@ -69,6 +69,8 @@ def _problem(error: TierdError | None) -> Problem:
         return Problem.NONE
     if isinstance(error, Corrupt):
         return Problem.DAMAGED
+    if isinstance(error, PeerUnreachable):
+        return Problem.NO_PEER
     return Problem.UNHEALTHY if isinstance(error, Unhealthy) else Problem.NOT_READABLE
 
 

@@ -113,11 +113,15 @@ class SourceFile:
 
 
 class FileElsewhere(SourceFile):
-    """A file that only another node can read. `header`: its verified header, from there."""
+    """A file that another node has. `header`: its verified header, from there. Nothing else can be read before
+    `receive`."""
 
     def __init__(self, name: str, entry: FileEntry, header: bytes) -> None:
         self.name = name
         self.entry = entry
+        self._fd = -1
+        self._mapping = None
+        self._verified = set()
         self._header = header
         self._shard = None
 
@@ -125,11 +129,17 @@ class FileElsewhere(SourceFile):
     def is_here(self) -> bool:
         return False
 
+    def receive(self, fd: int) -> None:
+        """The daemon has fetched chunks of it into this file, which the caller closes."""
+        self._fd = fd
+
     def header(self) -> bytearray:
         return bytearray(self._header)
 
-    def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        raise NotFound(f"read chunk {index} of {self.name}: only another node has it")
+    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._fd < 0:
+            raise NotFound(f"read {self.name}: only another node has it")
+        return super().read_unverified(begin, end, scratch)
 
 
 def read_headers(files: Sequence[SourceFile]) -> tuple[dict[str, Shard], dict[str, list[TensorEntry]]]:

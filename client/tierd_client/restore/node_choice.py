@@ -1,8 +1,8 @@
 """Which checkpoint a training over several nodes restores from the nodes themselves: the one place that decides it.
 
 Pure: it takes what the daemons of all nodes have, and what has failed since. A checkpoint is covered when the parts of
-the nodes together have every rank that saved it. Nodes do not read from each other yet: a covered checkpoint is chosen
-only if the shard of every rank is on the node where that rank is now.
+the nodes together have every rank that saved it. Where nodes cannot read from each other, a covered checkpoint is
+chosen only if the shard of every rank is on the node where that rank is now.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.peers import PeerAddress
 from tierd.format.wire import HeldCheckpoint
 
 AUTO, MEMORY, HOT = "auto", "memory", "hot"
@@ -20,10 +21,12 @@ RANKS_SHOWN = 8
 
 
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon of one node has. `ranks`: those that are on this node now."""
+    """What the daemon of one node has. `ranks`: those that are on this node now. `peer`: how other nodes read it; None
+    if they cannot."""
 
     ranks: list[int]
     checkpoints: list[HeldCheckpoint]
+    peer: PeerAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,9 @@ def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
 
 def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
     """Why a rank cannot read what the nodes have of a covered checkpoint, as the end of a sentence; empty if each rank
-    is on the node that has its shard. Nodes that read from each other would need no such rule."""
+    is on the node that has its shard, or all nodes read from each other."""
+    if all(node.peer is not None for node in nodes):
+        return ""
     world_size = next(held.world_size for held in _held(nodes, checkpoint) if held.part_in)
     ranks = sum(len(node.ranks) for node in nodes)
     if ranks != world_size:

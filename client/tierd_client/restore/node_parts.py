@@ -2,14 +2,14 @@
 
 The lowest rank of each node asks its daemon what it has, and all ranks gather the answers. Rank 0 chooses
 (node_choice.py). Each rank reads the shards that its own daemon has; of the others it has the headers, from their
-nodes. A tensor that only they contain cannot be read yet: then all ranks try the next source.
+nodes. What only they contain, its daemon reads from theirs. Where it cannot, all ranks try the next source.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from tierd.format.node_file import NodeFile, assemble, decode_node_file
 from tierd_client.log import log
 from tierd_client.nodes import is_lowest_of_node
 from tierd_client.ranks import Ranks
-from tierd_client.restore.load import FileElsewhere, SourceFile
 from tierd_client.restore.node_choice import (
     AUTO,
     HOT,
@@ -34,6 +33,7 @@ from tierd_client.restore.node_choice import (
     newest_whole,
     part_of,
 )
+from tierd_client.restore.part_replica import PEER, PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
 from tierd_client.session import DaemonSession
 
@@ -45,8 +45,9 @@ class Problem(enum.IntEnum):
 
     NONE = 0
     NOT_READABLE = 1
-    UNHEALTHY = 2
-    DAMAGED = 3
+    NO_PEER = 2
+    UNHEALTHY = 3
+    DAMAGED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +57,6 @@ class Attempt:
     checkpoint: CheckpointId
     tier: str
     open: Callable[[], Replica]
-
-
-@dataclass(slots=True)
-class PartReplica(Replica):
-    """A checkpoint of which this rank's daemon has the shards with `descriptors`, those of its node. `headers`: of the
-    other files, by name."""
-
-    headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
-
-    def files(self) -> list[SourceFile]:
-        descriptors = iter(self.descriptors)
-        files: list[SourceFile] = []
-        for entry in self.manifest.files:
-            name = f"{self.manifest.id}/{entry.name}"
-            header = self.headers.get(entry.name)
-            if header is None:
-                files.append(SourceFile(f"{name} in {self.tier}", next(descriptors), entry))
-            else:
-                files.append(FileElsewhere(f"{name} on another node", entry, header))
-        return files
 
 
 class _Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +113,7 @@ class NodeReplicas:
             older_than = oldest.generation, oldest.step
             held = self._session.inventory(msgspec.structs.replace(question, lists_cold=False, older_than=older_than))
             checkpoints += held.checkpoints
-        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=checkpoints))
+        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=checkpoints, peer=held.peer))
 
     def next(self) -> Attempt:
         """Raises on all ranks when there is nothing left to try."""
@@ -149,6 +130,9 @@ class NodeReplicas:
         """A rank could not read it: the next attempt is another one."""
         self._failed.append((attempt.checkpoint, attempt.tier))
         self._is_damaged |= problem is Problem.DAMAGED
+        if problem is Problem.NO_PEER:
+            # Where packets are dropped, each attempt takes half a minute, and older checkpoints are there, too.
+            self._nodes = [msgspec.structs.replace(node, peer=None) for node in self._nodes]
         if problem is Problem.UNHEALTHY:
             self._unhealthy.add(attempt.checkpoint)
 
@@ -231,26 +215,43 @@ class NodeReplicas:
         opened: list[PartReplica] = []
         try:
             shared = self._ranks.run_on_all(lambda: self._open_own(checkpoint, tier, opened))
-            (replica,) = opened
             node_files: list[NodeFile] = []
+            elsewhere: list[PartElsewhere] = []
             for rank, raw in enumerate(self._ranks.gather(shared)):
                 if not raw:
                     continue
                 part = msgspec.msgpack.decode(raw, type=_SharedPart)
                 node_file = self._decode(part.node_file, rank, checkpoint, where="the daemon of another node")
                 node_files.append(node_file)
-                if self._ranks.rank not in node_file.ranks:
+                if rank not in self._own.ranks:
                     names = (entry.name for entry in node_file.files)
-                    replica.headers.update(zip(names, part.headers, strict=True))
-            replica.manifest = assemble(node_files)
+                    headers = dict(zip(names, part.headers, strict=True))
+                    elsewhere.append(PartElsewhere(rank, node_file.name, headers, self._node_of(rank).peer))
+            manifest = assemble(node_files)
+            if not opened:
+                opened.append(PartReplica(PEER, manifest, []))
+            # Each node begins with the part of the next one: else all would read from the first one at once.
+            elsewhere.sort(key=lambda part: part.lowest_rank < self._ranks.rank)
+            (replica,) = opened
+            replica.manifest, replica.elsewhere, replica.daemon = manifest, elsewhere, self._session
         except BaseException:
             for each in opened:
                 close_all(each.descriptors)
             raise
         return replica
 
+    @property
+    def _own(self) -> NodeInventory:
+        return self._node_of(self._ranks.rank)
+
+    def _node_of(self, rank: int) -> NodeInventory:
+        return next(node for node in self._nodes if rank in node.ranks)
+
     def _open_own(self, checkpoint: CheckpointId, tier: str, opened: list[PartReplica]) -> bytes:
-        """Adds to `opened` what this rank's daemon has. Returns what the lowest rank of the node sends to all."""
+        """Adds to `opened` what this rank's daemon has, if it has a part. Returns what the lowest rank of the node
+        sends to all."""
+        if part_of(self._own, checkpoint) is None:
+            return b""
         message = wire.Find(
             request=0,
             step=checkpoint.step,
@@ -261,11 +262,9 @@ class NodeReplicas:
             allow_unhealthy=self._request.allow_unhealthy,
             is_node_part=True,
         )
-        node = self._session.hello.node
-        assert node is not None
         try:
             answer, node_file, descriptors = hand_over(
-                self._session, message, partial(self._decode, rank=node.ranks[0], checkpoint=checkpoint)
+                self._session, message, partial(self._decode, rank=self._ranks.rank, checkpoint=checkpoint)
             )
         except DaemonUnreachable:
             raise
@@ -285,8 +284,7 @@ class NodeReplicas:
 
     def _decode(self, raw: bytes, rank: int, checkpoint: CheckpointId, *, where: str) -> NodeFile:
         """The node file that the node of `rank` has of the checkpoint."""
-        node = next(node for node in self._nodes if rank in node.ranks)
-        part = part_of(node, checkpoint)
+        part = part_of(self._node_of(rank), checkpoint)
         if part is None:
             raise NotFound(f"restore {checkpoint}: the node of rank {rank} has no part of it")
         name = layout.node_file_name(part.ranks[0], part.world_size)

@@ -91,12 +91,13 @@ class Replica(AbstractContextManager["Replica"]):
         them.
         """
         reads = ReadPlan(files, requested)
-        for file, chunks in zip(files, reads.chunks, strict=True):
-            if chunks and not file.is_here:
-                raise NotFound(f"read {file.name}: only another node has it")
-        if self.session is not None and any(reads.chunks):
-            self._fetch(self.session, reads.chunks)
+        self._prepare(files, reads.chunks)
         reads.run(is_verified=is_verified)
+
+    def _prepare(self, files: Sequence[SourceFile], chunks: Sequence[Sequence[int]]) -> None:
+        """Makes these chunks of `files` readable."""
+        if self.session is not None and any(chunks):
+            self._fetch(self.session, chunks)
 
     def _fetch(self, session: DaemonSession, chunks: Sequence[Sequence[int]]) -> None:
         try:

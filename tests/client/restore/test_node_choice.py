@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tierd_client.restore.node_choice import NodeInventory, PartsSource, choose_parts, newest_whole
 
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.peers import PeerAddress
 from tierd.format.wire import HeldCheckpoint
 
 RUN = "run"
@@ -113,6 +114,21 @@ def test_ranks_that_were_placed_elsewhere_are_named() -> None:
     assert "another node has the part with ranks 1, 2" in passed_over.reason
     fewer = [NodeInventory(ranks=[0], checkpoints=[part(5, [0, 1])]), two([], [part(5, [2, 3])])[1]]
     assert "now there are 3" in choose_parts(fewer, RUN)[1][0].reason
+
+
+def test_nodes_that_read_from_each_other_restore_whatever_they_have_together() -> None:
+    def nodes(*peers: PeerAddress | None) -> list[NodeInventory]:
+        held = [part(5, [0, 2])], [], [part(5, [1, 3])]
+        placed = [0], [1, 2], [3]
+        return [
+            NodeInventory(ranks=ranks, checkpoints=checkpoints, peer=peer)
+            for ranks, checkpoints, peer in zip(placed, held, peers, strict=True)
+        ]
+
+    peer = PeerAddress(address="gpu-7:9465", token="")
+    assert choose_parts(nodes(peer, peer, peer), RUN)[0] == PartsSource(at(5), "hot")
+    source, (passed_over,) = choose_parts(nodes(peer, None, peer), RUN)
+    assert (source, passed_over.is_covered) == (None, True)
 
 
 def test_the_newest_whole_one_is_that_of_rank_0_and_healthy() -> None:

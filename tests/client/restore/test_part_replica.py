@@ -10,7 +10,7 @@ import pytest
 import torch
 from tierd_client import NotFound
 from tierd_client.restore.load import FileElsewhere, read_headers
-from tierd_client.restore.node_parts import PartReplica
+from tierd_client.restore.part_replica import PartElsewhere, PartReplica
 from tierd_client.state.tensors import capture_tensor
 
 from tests.support.cli import make_manifest
@@ -30,7 +30,8 @@ def replica() -> Iterator[PartReplica]:
     descriptor = os.memfd_create("shard")
     os.pwrite(descriptor, here, 0)
     header = elsewhere[: header_length(elsewhere[:8], len(elsewhere), where="")]
-    with PartReplica("hot", manifest, [descriptor], headers={ELSEWHERE: header}) as replica:
+    part = PartElsewhere(0, "node-00000-of-00002.json", {ELSEWHERE: header}, None)
+    with PartReplica("hot", manifest, [descriptor], elsewhere=[part]) as replica:
         yield replica
 
 
@@ -56,4 +57,4 @@ def test_tensor_that_only_another_node_has_is_refused_before_a_byte_changes(repl
     file = replica.files()[0]
     assert isinstance(file, FileElsewhere)
     with pytest.raises(NotFound):
-        file.read_chunk(0, torch.empty(0))
+        list(file.read_chunk(0, torch.empty(0)))

@@ -1,0 +1,128 @@
+"""What a daemon serves to other nodes: the files of its own parts, to whoever has the run's token, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.api.peer_parts import PIECE_BYTES, PeerParts
+from tierd.config import PeersConfig
+from tierd.format import wire
+from tierd.format.ids import Rank, Run, checkpoint_id
+from tierd.format.node_file import decode_node_file
+from tierd.workers.restorer import Restorer
+
+NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
+NODE_FILE, SHARD = "node-00001-of-00003.json", "rank-00002-of-00003.safetensors"
+LONG = bytes(range(251)) * (3 * PIECE_BYTES // 251)
+
+
+class Served:
+    def __init__(self, rooms: Rooms) -> None:
+        self.rooms = rooms
+        self.key = rooms.context.peer_key
+
+    def seal(self, step: int) -> None:
+        self.rooms.seal(step, [b"rank 1", LONG], node=NODE, world_size=3, number=step)
+
+    async def get(
+        self, path: str, *, token: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        token = self.key.token(RUN) if token is None else token
+        given = {"Authorization": f"Bearer {token}", **(headers or {})}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{self.key.address}/{path}", headers=given, allow_redirects=False) as answer,
+        ):
+            return answer.status, await answer.read()
+
+    async def part(self, name: str, step: int = 5, **given: str) -> tuple[int, bytes]:
+        return await self.get(f"parts/v1/{RUN}/{step:012d}-g0001/{name}", headers=given)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with rooms_at(tmp_path, peers=PeersConfig(listen="127.0.0.1:0")) as rooms:
+        await rooms.list_tiers()
+
+        async def judge(_: object) -> bool | None:
+            return None
+
+        parts = PeerParts(rooms.context, Restorer(rooms.context, judge))
+        assert rooms.context.peer_key.of(RUN) is None
+        await parts.start()
+        yield Served(rooms)
+        await parts.close()
+
+
+@pytest.mark.parametrize("is_persisted", [False, True])
+async def test_part_is_served_from_memory_and_from_hot(served: Served, is_persisted: bool) -> None:
+    served.seal(5)
+    if is_persisted:
+        assert await served.rooms.persister().run_once()
+        for rank in NODE.ranks:
+            served.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        served.rooms.memory.forget_departed(now_s=1e9, grace_s=0.0)
+        assert served.rooms.memory.find(checkpoint_id(RUN, 5, 1)) is None
+    status, raw = await served.part(NODE_FILE)
+    part = decode_node_file(raw, name=NODE_FILE, where="the other node", expect=checkpoint_id(RUN, 5, 1))
+    assert (status, part.ranks, len(part.files[1].chunks)) == (200, [1, 2], 1)
+    assert await served.part(SHARD) == (200, LONG)
+    assert await served.part(SHARD, Range=f"bytes=7-{PIECE_BYTES + 9}") == (206, LONG[7 : PIECE_BYTES + 10])
+    assert (await served.part(SHARD, Range=f"bytes=0-{len(LONG)}"))[0] == 416
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "of another run", "\N{SNOWMAN}"])
+async def test_nothing_is_served_without_the_token_of_the_run(served: Served, token: str) -> None:
+    served.seal(5)
+    if token == "of another run":
+        token = served.key.token(Run("another"))
+    for path in (f"parts/v1/{RUN}/{5:012d}-g0001/{SHARD}", f"parts/v1/{RUN}/none/{SHARD}", "", "metrics", "parts/v1/"):
+        status, body = await served.get(path, token=token.encode().decode("latin-1"))
+        assert (status, SHARD.encode() in body) == (401, False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{7:012d}-g0001/{SHARD}",
+        f"5-g1/{SHARD}",
+        f"{5:012d}-g0001/rank-00000-of-00003.safetensors",
+        f"{5:012d}-g0001/node-00000-of-00003.json",
+        f"{5:012d}-g0001/manifest.json",
+        f"{5:012d}-g0001/..%2f..%2f.tierd.lock",
+        f"..%2f..%2f/{SHARD}",
+    ],
+)
+async def test_only_files_of_a_part_are_served(served: Served, path: str) -> None:
+    served.seal(5)
+    assert await served.rooms.persister().run_once()
+    assert (await served.get(f"parts/v1/{RUN}/{path}"))[0] == 404
+
+
+@pytest.mark.parametrize("text", ["bytes=5-2", "bytes=-5", "bytes=0-1,3-4", "lines=1-2", "bytes=99999999999-", ""])
+async def test_any_other_range_is_refused(served: Served, text: str) -> None:
+    served.seal(5)
+    assert (await served.part(SHARD, Range=text))[0] == 416
+
+
+async def test_node_that_stops_reading_is_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 0.2)
+    served.rooms.seal(6, [b"rank 1", bytes(64 << 20)], node=NODE, world_size=3, number=6)
+    host, _, port = served.key.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+    path = f"/parts/v1/{RUN}/{6:012d}-g0001/{SHARD}"
+    writer.write(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {served.key.token(RUN)}\r\n\r\n".encode())
+    await asyncio.sleep(1.0)
+    read_bytes = 0
+    with suppress(ConnectionError):
+        while piece := await reader.read(1 << 20):
+            read_bytes += len(piece)
+    assert read_bytes < 64 << 20
+    writer.close()

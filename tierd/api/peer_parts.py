@@ -1,0 +1,106 @@
+"""Serves this node's parts of checkpoints to the daemons of other nodes: GET /parts/v1/<run>/<checkpoint>/<file>.
+
+Read-only. Every request must have the run's token. `Range` selects bytes of a shard. Spec: docs/FORMAT.md#peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+from aiohttp import web
+
+import tierd
+from tierd.api.http_server import HttpServer, has_token, no_token
+from tierd.config import Config
+from tierd.context import DaemonContext
+from tierd.errors import NotFound, TierdError
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Run, is_run, parse_name
+from tierd.peer_key import PeerKey
+from tierd.workers.part_files import PartFile, PartFiles
+from tierd.workers.restorer import Restorer
+
+log = logging.getLogger("tierd")
+
+PIECE_BYTES = 1 << 20  # of an answer in memory: each connection has one
+ANSWER_TIMEOUT_S = 30.0  # without progress: the other node has gone
+
+_RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{1,15})")
+
+
+class PeerParts:
+    """The listener at `peers.listen`."""
+
+    def __init__(self, context: DaemonContext, restorer: Restorer) -> None:
+        self._config: Config = context.config
+        self._key: PeerKey = context.peer_key
+        self._files = PartFiles(context, restorer)
+        app = web.Application()
+        app.router.add_get("/parts/v1/{run}/{checkpoint}/{file}", self._answer)
+        self._server = HttpServer(app, context.config, peers_check=self._check)
+
+    async def start(self) -> None:
+        """Raises BadConfig."""
+        await self._server.start()
+        host, port = self._config.peers_host, self._server.address.rpartition(":")[2]
+        self._key.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        log.info("tierd %s serves parts at %s", tierd.__version__, self._key.address)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _check(self, request: web.Request) -> web.Response | None:
+        run = request.match_info.get("run", "")
+        is_admitted = is_run(run) and has_token(request, self._key.token(Run(run)))
+        return None if is_admitted else no_token("the token of the run is needed\n")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["file"]
+        checkpoint = parse_name(Run(request.match_info["run"]), request.match_info["checkpoint"])
+        if checkpoint is None:
+            return web.Response(status=404, text="no checkpoint has such a name\n")
+        try:
+            if layout.parse_node_file(name) is not None:
+                return web.Response(body=await self._node_file(checkpoint, name), content_type="application/json")
+            async with self._files.open(checkpoint, name) as file:
+                return await self._send(request, file)
+        except NotFound as error:
+            return web.Response(status=404, text=f"{error.message}\n")
+        except TierdError as error:
+            return web.Response(status=503, text=f"{error.message}\n")
+
+    async def _node_file(self, checkpoint: CheckpointId, name: str) -> bytes:
+        node_file = await self._files.node_file(checkpoint)
+        if node_file.name != name:
+            raise NotFound(f"open {name} of {checkpoint}: this node has {node_file.name}")
+        return node_file.encode()
+
+    async def _send(self, request: web.Request, file: PartFile) -> web.StreamResponse:
+        begin, end, status = 0, file.size_bytes, 200
+        if "Range" in request.headers:
+            match = _RANGE.fullmatch(request.headers["Range"])
+            begin, end, status = (int(match[1]), int(match[2]) + 1, 206) if match else (0, 0, 416)
+            if not begin < end <= file.size_bytes:
+                headers = {"Content-Range": f"bytes */{file.size_bytes}"}
+                return web.Response(status=416, headers=headers, text="no such range\n")
+        response = web.StreamResponse(status=status)
+        response.content_type = "application/octet-stream"
+        response.content_length = end - begin
+        if status == 206:
+            response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{file.size_bytes}"
+        await response.prepare(request)
+        try:
+            for offset in range(begin, end, PIECE_BYTES):
+                # A new buffer each time: what the socket does not take at once is not copied.
+                piece = bytearray(min(PIECE_BYTES, end - offset))
+                await self._files.read(file, offset, memoryview(piece))
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await response.write(piece)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await response.write_eof()
+        except (TierdError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()  # the other node sees that the answer is not complete
+        return response

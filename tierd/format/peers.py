@@ -1,0 +1,15 @@
+"""How a node reads the parts of checkpoints that another one has. The trainers carry it between them, see wire.py."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where other nodes read the parts of a run that a daemon has: host:port, and the token that opens them."""
+
+    address: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"PeerAddress({self.address!r})"  # without the token

@@ -1,0 +1,29 @@
+"""How other nodes read from this daemon: its address, and a token for each run. Both are lost when the daemon restarts.
+
+The tokens are made from random bytes, so that nothing is stored. The daemon tells them to the trainers of the run only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from tierd.format.ids import Run
+from tierd.format.peers import PeerAddress
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerKey:
+    """`address`: host:port; empty while this daemon serves nothing to other nodes."""
+
+    address: str = ""
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def token(self, run: Run) -> str:
+        """What a request for the parts of this run must have."""
+        return hmac.digest(self._secret, run.encode(), "sha256").hex()
+
+    def of(self, run: Run) -> PeerAddress | None:
+        """For the trainers of the run; None if other nodes cannot read here."""
+        return PeerAddress(address=self.address, token=self.token(run)) if self.address else None

@@ -1,0 +1,105 @@
+"""The parts of checkpoints that the daemon of another node serves, as a store for reading. Spec: docs/FORMAT.md#peers.
+
+Bytes are not verified here. An answer that breaks off is requested again a few times, then it is PeerUnreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
+import aiohttp
+
+from tierd.backoff import backoff_s
+from tierd.errors import Corrupt, NotFound, PeerUnreachable
+from tierd.format.peers import PeerAddress
+from tierd.tiers.store import Source, check_key
+
+ATTEMPTS = 6
+RETRY_MIN_S, RETRY_MAX_S = 0.2, 3.0
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 30.0  # without a byte
+CONNECTIONS_MAX = 4  # to one node, which others read too
+RECEIVED_BYTES = 1 << 20  # of an answer, before they are copied
+
+
+class PeerStore(AbstractAsyncContextManager["PeerStore"]):
+    """`close` ends its connections."""
+
+    def __init__(self, peer: PeerAddress) -> None:
+        self.url = f"http://{peer.address}/parts/v1"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+            headers={"Authorization": f"Bearer {peer.token}", "Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            timeout=timeout,
+            read_bufsize=RECEIVED_BYTES,
+        )
+
+    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        async def get() -> bytes:
+            async with self._answer(key, {}, 200) as answer:
+                content = bytearray()
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > size_max:
+                        raise Corrupt(f"read {key} from {self.url}: more than {size_max} bytes")
+                return bytes(content)
+
+        return await self._try(get, f"read {key} from {self.url}")
+
+    async def read(self, key: str, offset: int, buffer: memoryview) -> None:
+        async def read() -> bytes:
+            done = 0
+            headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+            async with self._answer(key, headers, 206) as answer:
+                async for piece in answer.content.iter_any():
+                    if len(piece) > len(buffer) - done:
+                        raise Corrupt(f"read {key} from {self.url}: more bytes than were requested")
+                    buffer[done : done + len(piece)] = piece
+                    done += len(piece)
+            if done < len(buffer):
+                raise PeerUnreachable(f"read {key} from {self.url}: the answer ended {len(buffer) - done} bytes early")
+            return b""
+
+        if buffer:
+            await self._try(read, f"read {key} from {self.url}")
+
+    def source(self, key: str) -> Source:
+        return Source(partial(self.read, key))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _try(self, call: Callable[[], Awaitable[bytes]], action: str) -> bytes:
+        failures = 0
+        while True:
+            try:
+                return await call()
+            except PeerUnreachable as error:
+                failure = error
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                failure = PeerUnreachable(f"{action}: {error or type(error).__name__}", hint="docs/RUNBOOK.md#peers")
+            failures += 1
+            if failures == ATTEMPTS:
+                raise failure
+            await asyncio.sleep(backoff_s(failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S))
+
+    @asynccontextmanager
+    async def _answer(self, key: str, headers: dict[str, str], status: int) -> AsyncGenerator[aiohttp.ClientResponse]:
+        url = f"{self.url}/{check_key(key)}"
+        async with self._session.get(url, headers=headers, allow_redirects=False) as answer:
+            if answer.status == 404:
+                raise NotFound(f"read {key} from {self.url}: that node has no such file")
+            if answer.status == 416:
+                raise Corrupt(f"read {key} from {self.url}: the file is shorter there")
+            if answer.status != status:
+                raise PeerUnreachable(f"read {key} from {self.url}: HTTP status {answer.status}")
+            yield answer
