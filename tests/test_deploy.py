@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -446,8 +448,14 @@ def test_slurm_job_on_several_nodes_is_requeued_when_it_was_stopped_and_not_when
             probe.bind(("127.0.0.1", 0))
             environ["MASTER_PORT"] = str(probe.getsockname()[1])
         command = ["bash", "-c", f'export BATCH_PID=$$; exec bash "{script}"']
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=240, check=False)
-        said_all = (done.stdout + done.stderr).decode()
-        assert done.returncode == 0, said_all
+        job = subprocess.Popen(
+            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            said_all = job.communicate(timeout=240)[0].decode()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)  # a job that hangs leaves no tasks
+        assert job.returncode == 0, said_all
         assert (said.read_text() if said.exists() else "") == expected, said_all
         said.unlink(missing_ok=True)

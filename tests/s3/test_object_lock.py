@@ -37,6 +37,7 @@ def store_at(url: str) -> S3Store:
 @pytest.mark.parametrize(
     ("until", "said"),
     [(LATER, f"until {LATER:%Y-%m-%d %H:%M} UTC"), (None, "as long as its legal hold")],
+    ids=["retention", "legal hold"],  # the time of day is no part of a test's name
 )
 @pytest.mark.parametrize("keys", [["run/a"], ["run/b", "run/a", "run/c"]], ids=["one", "in a batch"])
 async def test_delete_of_a_locked_object_raises_retained(
