@@ -6,6 +6,7 @@ config_file.py reads it from a TOML file and the environment. It never holds sec
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -151,7 +152,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a run over several nodes: what the daemons of other nodes may read here."""
+    """Of a run over several nodes: what the daemons of other nodes may read here, and which of them has the copies."""
 
     listen: str = (
         ""  # host:port where this daemon serves its parts of checkpoints; port 0: any free port; empty: nowhere
@@ -159,6 +160,7 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     advertise: str = (
         ""  # the host name or address that other nodes use; empty: that of listen, or daemon.node for 0.0.0.0
     )
+    domain: str = ""  # what may fail together with this node, such as a rack; empty: as $SLURM_TOPOLOGY_ADDR says
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,6 +249,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def listen_address(self) -> tuple[str, int]:
         return split_address(self.daemon.listen)
+
+    @property
+    def peers_domain(self) -> str:
+        """What may fail together with this node. Slurm tells the switches above it: "s1.s7.node3" is below s7, which
+        is below s1."""
+        return self.peers.domain or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
     @property
     def peers_host(self) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,6 +24,7 @@ from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring, SomeManifest
 from tierd.identity import Identities
 from tierd.incidents import Incidents
@@ -34,6 +35,7 @@ from tierd.metrics import Metrics
 from tierd.peer_key import PeerKey
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 
 
@@ -71,9 +73,18 @@ class Notifier(Protocol):
         """The run's slots were given back to the system."""
 
 
+class Partner(NamedTuple):
+    """The node whose parts of a generation are copied here. `node_file`: the name of its node files."""
+
+    generation: Generation
+    peer: PeerAddress
+    node_file: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonContext:
-    """`now` is the wall clock, in UTC; `monotonic_s` a clock that never goes back, in seconds."""
+    """`now` is the wall clock, in UTC; `monotonic_s` a clock that never goes back, in seconds. `part_copies`: None
+    where nodes do not read from each other. `partners`: of the runs of which parts are copied here."""
 
     config: Config
     catalog: Catalog
@@ -90,6 +101,8 @@ class DaemonContext:
     audit: AuditTrail = field(default_factory=AuditTrail)
     copies: CopyRecords = field(default_factory=CopyRecords)
     peer_key: PeerKey = field(default_factory=PeerKey)
+    part_copies: PartCopies | None = None
+    partners: dict[Run, Partner] = field(default_factory=dict[Run, Partner])
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)

@@ -54,11 +54,14 @@ from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.lock import Lock
+from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.committer import Committer
 from tierd.workers.driller import Driller
+from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
+from tierd.workers.part_copier import PEERS, PartCopier
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover, refuse_signed
@@ -108,11 +111,12 @@ class _Daemon:
         keyring = self._keyring = keyring_of(config.security.key_file, to_sign=True)
         self._memory = MemoryTier(algorithm="" if keyring is None else preferred())
         self._throttle = WriteThrottle(
-            names, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
+            [*names, PEERS], config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
         hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=config.access)
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         files, on_event = TrailFiles(config.hot_path, keyring, create=True), self._wakes["audit"].set
+        self._copies = PartCopies(config, keyring) if config.peers.listen else None
         context = self._context = DaemonContext(
             config=config,
             catalog=Catalog(names),
@@ -126,6 +130,7 @@ class _Daemon:
             throttle=self._throttle,
             notify=self,
             keyring=keyring,
+            part_copies=self._copies,
             audit=AuditTrail(files, node=config.daemon.node, now=lambda: context.timestamp(), on_event=on_event),
         )
         self._group: asyncio.TaskGroup
@@ -139,18 +144,22 @@ class _Daemon:
             for name, tier in context.tiers.items()
         }
         self._examiner = Examiner(context)
-        self._reaper = Reaper(context)
+        copier = self._copier = PartCopier(context, self._copies) if self._copies is not None else None
+        self._reaper = Reaper(context, more_room=copier.make_room if copier is not None else no_room)
         self._workers = self._make_workers()
         restorer = Restorer(context, self._judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         self._peers = PeerParts(context, restorer) if config.peers.listen else None
-        self._operator = Operator(context, self._listers, pid=os.getpid())
+        lag_s = copier.lag_s if copier is not None else lambda run: None
+        self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s)
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config, reaper = self._context, self._config, self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
         workers |= {"expire": RunExpirer(context), "audit": context.audit}
+        if self._copier is not None:
+            workers["copy"] = self._copier
         if config.cold:
             workers["write through"] = WriteThrough(context)
         if config.health.examine:
@@ -175,6 +184,8 @@ class _Daemon:
         context.audit.begin()
         await context.identities.begin(context.tiers)
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
+        if self._copies is not None:
+            await self._copies.recover()
         await self._door.admission.secrets.load()
         listener = open_listener(self._config.daemon.socket, self._config.socket_access)
         http = HttpServer(self._operator.app(), self._config)
@@ -207,7 +218,7 @@ class _Daemon:
                 await self._peers.close()
             if self._lock_error is None:  # else the trail is the other daemon's
                 await context.audit.close()
-            for tier in context.tiers.values():
+            for tier in (*context.tiers.values(), *([self._copies.tier] if self._copies is not None else [])):
                 await tier.store.close()
         if self._lock_error:
             raise self._lock_error
@@ -317,7 +328,11 @@ class _Daemon:
         """Apply the lower of the config's upload cap and the write throttle."""
         caps = [cold.max_upload_mib_s for cold in self._config.cold if cold.name == tier and cold.max_upload_mib_s > 0]
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
-        self._context.tiers[tier].store.limit_writes(limit_mib_s if limit_mib_s < math.inf else 0.0)
+        limit_mib_s = limit_mib_s if limit_mib_s < math.inf else 0.0
+        if tier != PEERS:
+            self._context.tiers[tier].store.limit_writes(limit_mib_s)
+        elif self._copies is not None:
+            self._copies.bandwidth.limit(limit_mib_s)
 
     # ── Notifier ──
 
@@ -334,6 +349,7 @@ class _Daemon:
         self._door.release_slots(run)
         self._door.forget_ended(run)
         self._persist_ended.set()
+        self._wakes["copy"].set()
         self.examined()
         self._wakes["examine"].set()
 

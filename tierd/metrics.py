@@ -31,6 +31,7 @@ SNAPSHOT_OUTCOMES = ("persisted", "written_through", "skipped", "failed", "lost"
 STAGES = (
     "stage",
     "persist",
+    "copy",
     "replicate",
     "reap",
     "list",
@@ -138,6 +139,12 @@ class Metrics:
             "everywhere_age_seconds",
             "Age of the newest checkpoint that all nodes of the run have persisted; no series where the run is on one "
             "node, or none is known.",
+            ["run"],
+        )
+        self.peer_lag_seconds = gauge(
+            "peer_lag_seconds",
+            "Age of the oldest checkpoint of which this node has its own part, but not yet the copy of its partner's; "
+            "0 if there is none; no series where it keeps no copies.",
             ["run"],
         )
         self.checkpoints = gauge(

@@ -7,7 +7,15 @@ number the last three form a ring. Pairs lose fewer parts than a ring over all: 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+
+import msgspec
+
+from tierd.format import layout, wire
+from tierd.format.peers import PeerAddress
+from tierd_client.log import log
+from tierd_client.ranks import Ranks
 
 
 def partners(domains: Mapping[int, str]) -> dict[int, int]:
@@ -21,3 +29,40 @@ def partners(domains: Mapping[int, str]) -> dict[int, int]:
     if len(ring) == 3:
         keeps |= dict(zip(ring, ring[1:] + ring[:1], strict=True))
     return keeps
+
+
+class _NodePeer(msgspec.Struct, frozen=True, kw_only=True):
+    peer: PeerAddress
+    domain: str
+
+
+def find_partner(ranks: Ranks, node: wire.NodeRanks, welcome: wire.Welcome) -> wire.Partner | None:
+    """All ranks. What the lowest rank of this node tells its daemon: the node whose parts it copies. None if there is
+    none, or the nodes do not read from each other. `welcome`: of this rank's daemon."""
+    own = b""
+    if ranks.rank == node.ranks[0] and welcome.peer is not None:
+        own = msgspec.msgpack.encode(_NodePeer(peer=welcome.peer, domain=welcome.domain))
+    peers = {rank: msgspec.msgpack.decode(raw, type=_NodePeer) for rank, raw in enumerate(ranks.gather(own)) if raw}
+    domains = {lowest: each.domain for lowest, each in peers.items()}
+    if ranks.rank == 0:
+        _warn_of_domains(domains, nodes=len(node.lowest))
+    kept_by = partners(domains)
+    for owner, keeper in kept_by.items():
+        if keeper == node.ranks[0]:
+            return wire.Partner(peer=peers[owner].peer, node_file=layout.node_file_name(owner, ranks.world_size))
+    return None
+
+
+def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:
+    """Where the loss of one domain, or of one node, loses parts."""
+    largest, count = max(Counter(domains.values()).items(), key=lambda each: each[1], default=("", 0))
+    if largest and 2 * count > len(domains):
+        log.warning(
+            "tierd: %d of %d nodes are in domain %s: some have their partner there, and both may be lost with it",
+            count, len(domains), largest,
+        )  # fmt: skip
+    if 0 < len(domains) < nodes:
+        log.warning(
+            "tierd: %d of %d nodes have no peers.listen in their config: nobody keeps copies of their parts",
+            nodes - len(domains), nodes,
+        )  # fmt: skip

@@ -84,6 +84,9 @@ class Training:
     def wait_persisted(self, timeout_s: float = DEADLINE_S) -> None:
         self.shot.wait_persisted(timeout_s)
 
+    def wait_everywhere(self, timeout_s: float = DEADLINE_S) -> None:
+        self.client.wait_everywhere(timeout_s)
+
     def wait_replicated(self, tier: str = "cold", timeout_s: float = DEADLINE_S) -> None:
         self.shot.wait_replicated(tier, timeout_s)
 

@@ -120,6 +120,8 @@ class Admission:
             seen=self._seen(session.run),
             claim=node.claim if node is not None else "",
             base=node.base if node is not None else 0,
+            peer=self._context.peer_key.of(session.run),
+            domain=config.peers_domain,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 

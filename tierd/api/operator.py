@@ -11,7 +11,7 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -56,8 +56,16 @@ from tierd.workers.lister import Lister
 class Operator:
     """`listers`: by tier; they list it when a request asks for a fresh answer."""
 
-    def __init__(self, context: DaemonContext, listers: Mapping[str, Lister], *, pid: int) -> None:
+    def __init__(
+        self,
+        context: DaemonContext,
+        listers: Mapping[str, Lister],
+        *,
+        pid: int,
+        peer_lag_s: Callable[[Run], float | None] = lambda run: None,
+    ) -> None:
         self._context = context
+        self._peer_lag_s = peer_lag_s
         self._listers = listers
         self._catalog = context.catalog
         self._memory = context.memory
@@ -189,6 +197,7 @@ class Operator:
             metrics.last_committed_timestamp_seconds,
             metrics.checkpoints,
             metrics.everywhere_age_seconds,
+            metrics.peer_lag_seconds,
             metrics.unhealthy_checkpoints,
             metrics.tier_free_bytes,
         ):
@@ -203,6 +212,8 @@ class Operator:
             everywhere = run.nodes.everywhere if run.nodes is not UNSET else None
             if everywhere is not None and everywhere.age_s is not None:
                 metrics.everywhere_age_seconds.labels(run.run).set(everywhere.age_s)
+            if (lag_s := self._peer_lag_s(Run(run.run))) is not None:
+                metrics.peer_lag_seconds.labels(run.run).set(lag_s)
             for tier, newest in run.tiers.items():
                 if newest is None or tier == MEMORY:
                     continue

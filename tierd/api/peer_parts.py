@@ -17,7 +17,9 @@ from tierd.config import Config
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Run, is_run, parse_name
+from tierd.format.ids import Run, is_run, parse_name
+from tierd.format.peers import TIER_HEADER
+from tierd.lifecycle.policy import HOT
 from tierd.peer_key import PeerKey
 from tierd.workers.part_files import PartFile, PartFiles
 from tierd.workers.restorer import Restorer
@@ -26,6 +28,7 @@ log = logging.getLogger("tierd")
 
 PIECE_BYTES = 1 << 20  # of an answer in memory: each connection has one
 ANSWER_TIMEOUT_S = 30.0  # without progress: the other node has gone
+RATE_MIN_BYTES_S = 1 << 20  # a node that reads more slowly than this is dropped: it holds a connection
 
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{1,15})")
 
@@ -62,20 +65,16 @@ class PeerParts:
         if checkpoint is None:
             return web.Response(status=404, text="no checkpoint has such a name\n")
         try:
+            is_hot = request.headers.get(TIER_HEADER) == HOT
             if layout.parse_node_file(name) is not None:
-                return web.Response(body=await self._node_file(checkpoint, name), content_type="application/json")
-            async with self._files.open(checkpoint, name) as file:
+                node_file = await self._files.node_file(checkpoint, name, is_hot=is_hot)
+                return web.Response(body=node_file.encode(), content_type="application/json")
+            async with self._files.open(checkpoint, name, is_hot=is_hot) as file:
                 return await self._send(request, file)
         except NotFound as error:
             return web.Response(status=404, text=f"{error.message}\n")
         except TierdError as error:
             return web.Response(status=503, text=f"{error.message}\n")
-
-    async def _node_file(self, checkpoint: CheckpointId, name: str) -> bytes:
-        node_file = await self._files.node_file(checkpoint)
-        if node_file.name != name:
-            raise NotFound(f"open {name} of {checkpoint}: this node has {node_file.name}")
-        return node_file.encode()
 
     async def _send(self, request: web.Request, file: PartFile) -> web.StreamResponse:
         begin, end, status = 0, file.size_bytes, 200
@@ -92,14 +91,15 @@ class PeerParts:
             response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{file.size_bytes}"
         await response.prepare(request)
         try:
-            for offset in range(begin, end, PIECE_BYTES):
-                # A new buffer each time: what the socket does not take at once is not copied.
-                piece = bytearray(min(PIECE_BYTES, end - offset))
-                await self._files.read(file, offset, memoryview(piece))
+            async with asyncio.timeout(ANSWER_TIMEOUT_S + (end - begin) / RATE_MIN_BYTES_S):
+                for offset in range(begin, end, PIECE_BYTES):
+                    # A new buffer each time: what the socket does not take at once is not copied.
+                    piece = bytearray(min(PIECE_BYTES, end - offset))
+                    await self._files.read(file, offset, memoryview(piece))
+                    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                        await response.write(piece)
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await response.write(piece)
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await response.write_eof()
+                    await response.write_eof()
         except (TierdError, TimeoutError):
             if request.transport is not None:
                 request.transport.abort()  # the other node sees that the answer is not complete

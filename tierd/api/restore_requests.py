@@ -18,6 +18,7 @@ from tierd.descriptors import close_all
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.workers.inventory import inventory
+from tierd.workers.open_copy import open_copy
 from tierd.workers.peer_fetcher import PEER
 from tierd.workers.restorer import Restorer
 
@@ -82,7 +83,9 @@ class RestoreRequests:
         self, session: TrainerSession, find: wire.Find, on_progress: Callable[[int, int], None]
     ) -> tuple[wire.FoundReplica, list[int]]:
         """The answer and its descriptors: of the manifest, then of the files."""
-        if find.is_node_part:
+        if find.is_copy:
+            opened = await open_copy(self._context, session.run, find)
+        elif find.is_node_part:
             opened = await self._restorer.find_part(session.run, find)
         else:
             opened = await self._restorer.find(session.run, find, on_progress)

@@ -22,7 +22,7 @@ from tierd.api.rank_requests import RankRequests
 from tierd.api.restore_requests import RestoreRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
 from tierd.catalog import MEMORY
-from tierd.context import DaemonContext
+from tierd.context import DaemonContext, Partner
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, WrongSecret
 from tierd.failpoints import failpoint
@@ -32,6 +32,7 @@ from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
+from tierd.workers.peer_fetcher import check_address
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
@@ -246,6 +247,8 @@ class TrainerDoor:
             case wire.Everywhere():
                 if self._memory.node(run) is not None:
                     self._catalog.saw_everywhere(checkpoint_id(run, message.step, generation))
+            case wire.Partner():
+                self._copy_from(session, message)
             case wire.Report():
                 self._report(session, message)
             case wire.Convene():
@@ -254,6 +257,18 @@ class TrainerDoor:
                 self._requests.forward_answer(session, message)
             case _:
                 raise BadRequest(f"take {type(message).__name__}: it may only be the first message")
+
+    def _copy_from(self, session: TrainerSession, message: wire.Partner) -> None:
+        copies = self._context.part_copies
+        if copies is None or self._memory.node(session.run) is None:
+            return
+        check_address(message.peer)
+        if layout.parse_node_file(message.node_file) is None:
+            raise BadRequest(f"copy the parts {message.node_file[:KIND_CHARS_MAX]!r}: not the name of a node file")
+        self._context.partners[session.run] = Partner(session.generation, message.peer, message.node_file)
+        for part in copies.of_run(session.run):
+            if part.generation == session.generation and part.name == message.node_file:
+                session.post(wire.Copied(step=part.step, generation=part.generation))
 
     def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""
@@ -280,6 +295,8 @@ class TrainerDoor:
         if self._memory.is_unpersisted(checkpoint):
             return  # the persister answers: a committed checkpoint of this id may have other bytes
         entry = self._catalog.get(checkpoint)
+        if self._context.part_copies is not None and self._context.part_copies.get(checkpoint) is not None:
+            session.post(wire.Copied(step=ask.step, generation=ask.generation))
         failpoint("trainer.answer")
         for tier in entry.tiers if entry else ():
             if tier == self._context.hot.name:

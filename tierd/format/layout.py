@@ -26,6 +26,7 @@ PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is co
 LOCK = ".tierd.lock"
 KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
 RUN_SECRETS = ".tierd-secrets"  # a folder of the hot directory: what proves that a peer knows a run's secret
+PEERS = ".peers"  # a folder of the hot directory: copies of other nodes' parts
 AUDIT = ".tierd-audit"  # a folder of the hot directory: the audit trail
 TIER_MARKERS = ".tierd-tier-"  # the prefix of a tier's identity markers; their dot keeps them out of `rm *`
 _DAMAGED_SUFFIX = ".damaged"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+TIER_HEADER = "Tierd-Tier"  # "hot": only what is durable there
+
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where other nodes read the parts of a run that a daemon has: host:port, and the token that opens them."""

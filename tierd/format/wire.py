@@ -24,6 +24,7 @@ SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while
 TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 HELD_MAX = 32  # checkpoints in an inventory
+COPIES_MAX = 8  # copies of other nodes' parts in one answer
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
@@ -50,11 +51,10 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
-    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `Inventory` and `Request` may
-    follow. `starts_anew`: start from scratch
-    even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret, see
-    run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows this
-    one. `node` None: all ranks are on one node."""
+    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `Inventory` and `Request` may follow. `starts_anew`: start
+    from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret,
+    see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows
+    this one. `node` None: all ranks are on one node."""
 
     protocol: int
     version: str
@@ -135,7 +135,7 @@ class Find(_Message, frozen=True, kw_only=True):
     NaN or Inf. `chunks` None: all content. Otherwise only the headers and these chunks must be valid: one
     `pack_indexes` bitmap for each file of the manifest; files after the end of the list need only their headers.
     `is_node_part`: the part of this node, which is in memory or in hot, of the checkpoint with this step and
-    generation; its node file is handed over in place of the manifest."""
+    generation; its node file is handed over in place of the manifest. `is_copy`: the copy of another node's part."""
 
     request: int
     step: int | None
@@ -146,6 +146,7 @@ class Find(_Message, frozen=True, kw_only=True):
     allow_unhealthy: bool = False
     chunks: list[bytes] | None = None
     is_node_part: bool = False
+    is_copy: bool = False
 
 
 class Inventory(_Message, frozen=True, kw_only=True):
@@ -211,6 +212,14 @@ class Everywhere(_Message, frozen=True, kw_only=True):
     step: int
 
 
+class Partner(_Message, frozen=True, kw_only=True):
+    """From the lowest rank of a node: the daemon is to copy the parts of another node, until the next Partner of the
+    run. `node_file`: the name of that node's node files. Answered by Copied after each copy."""
+
+    peer: PeerAddress
+    node_file: str
+
+
 class Convene(_Message, frozen=True, kw_only=True):
     """A rank has a request: call all ranks of its generation, those of this node, to the meeting with this number.
     `is_forced`: there is no meeting; the ranks of another node are being interrupted, and these are to be, too."""
@@ -263,7 +272,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     newest checkpoint of the run in any tier, readable or not. `unseen`: the tiers that could not be listed, with the
     reason. `report_s`: how often to send Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`.
     `seen`: the highest generation of the run that the daemon knows; None from a daemon that does not know of several
-    nodes. `claim` and `base`: see NodeRanks; for rank 0 of a run over several nodes."""
+    nodes. `claim` and `base`: see NodeRanks; for rank 0 of a run over several nodes. `peer`: as of Held. `domain`: what
+    may fail together with this node, such as a rack; empty: unknown."""
 
     protocol: int
     version: str
@@ -285,6 +295,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     seen: int | None = None
     claim: str = ""
     base: int = 0
+    peer: PeerAddress | None = None
+    domain: str = ""
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
@@ -326,6 +338,13 @@ class Failed(_Message, frozen=True, kw_only=True):
     message: str
     hint: str
     is_final: bool
+
+
+class Copied(_Message, frozen=True, kw_only=True):
+    """The daemon has a copy of the part of this step that the node has which it was told of with Partner."""
+
+    step: int
+    generation: int
 
 
 class Fenced(_Message, frozen=True, kw_only=True):
@@ -387,12 +406,14 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Held(_Message, frozen=True, kw_only=True):
     """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: the tiers that could not be
-    listed, with the reason. `peer`: how other nodes read the parts that are here; None if they cannot."""
+    listed, with the reason. `peer`: how other nodes read the parts that are here; None if they cannot.
+    `copies`: the copies of parts of other nodes that are here, at most COPIES_MAX."""
 
     request: int
     checkpoints: list[HeldCheckpoint]
     unlisted: list[str] = []
     peer: PeerAddress | None = None
+    copies: list[HeldCheckpoint] = []
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -414,10 +435,10 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 ToDaemon = (
     Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | Ask | Report | Stepped
-    | Everywhere | Convene | Request | Answer | Goodbye
+    | Everywhere | Partner | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
-    Welcome | Accepted | Released | Persisted | Replicated | Failed | Fenced | Convened | Requested | Agreed
+    Welcome | Accepted | Released | Persisted | Replicated | Copied | Failed | Fenced | Convened | Requested | Agreed
     | FoundReplica | Held | Progress | Refused
 )  # fmt: skip
 

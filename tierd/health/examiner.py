@@ -183,7 +183,7 @@ class Examiner:
         if snapshot_set is not None:
             snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
             files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]
-            diagnosis = await _run_program(checkpoint, files)
+            diagnosis = await examine_files(checkpoint, files)
             if self._memory.find(checkpoint) is snapshot_set:
                 return diagnosis
             # A slot was released while it was read: the program may have read another snapshot.
@@ -195,7 +195,7 @@ class Examiner:
         descriptors = await self._context.hot_store.open_files(keys)
         try:
             sizes = [file.size_bytes for file in manifest.files]
-            diagnosis = await _run_program(checkpoint, list(zip(descriptors, sizes, strict=True)))
+            diagnosis = await examine_files(checkpoint, list(zip(descriptors, sizes, strict=True)))
         finally:
             close_all(descriptors)
         if not diagnosis.healthy and (damage := (await verify_files(self._hot, manifest)).sentences):
@@ -204,9 +204,9 @@ class Examiner:
         return diagnosis
 
 
-async def _run_program(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Diagnosis:
-    """`files`: (descriptor, size in bytes). Raises Transient when the program failed, Corrupt when it can never read
-    them."""
+async def examine_files(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Diagnosis:
+    """`files`: (descriptor, size in bytes) of a checkpoint's shards. Raises Transient when the program failed, Corrupt when
+    it can never read them."""
     timeout_s = TIMEOUT_MIN_S + sum(size_bytes for _, size_bytes in files) / RATE_MIN_BYTES_S
     try:
         process = await asyncio.create_subprocess_exec(

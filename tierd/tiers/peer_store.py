@@ -14,26 +14,31 @@ import aiohttp
 
 from tierd.backoff import backoff_s
 from tierd.errors import Corrupt, NotFound, PeerUnreachable
-from tierd.format.peers import PeerAddress
+from tierd.format.peers import TIER_HEADER, PeerAddress
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Source, check_key
 
 ATTEMPTS = 6
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 3.0
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0  # without a byte
+RATE_MIN_BYTES_S = 1 << 20  # a node that sends more slowly than this counts as one that does not answer
 CONNECTIONS_MAX = 4  # to one node, which others read too
 RECEIVED_BYTES = 1 << 20  # of an answer, before they are copied
 
 
 class PeerStore(AbstractAsyncContextManager["PeerStore"]):
-    """`close` ends its connections."""
+    """`close` ends its connections. `is_hot`: only what is in hot there. `bandwidth`: of what is read."""
 
-    def __init__(self, peer: PeerAddress) -> None:
+    def __init__(self, peer: PeerAddress, *, is_hot: bool = False, bandwidth: Bandwidth | None = None) -> None:
+        self._bandwidth = bandwidth
         self.url = f"http://{peer.address}/parts/v1"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
-            headers={"Authorization": f"Bearer {peer.token}", "Accept-Encoding": "identity"},
+            headers={"Authorization": f"Bearer {peer.token}", "Accept-Encoding": "identity"}
+            | ({TIER_HEADER: HOT} if is_hot else {}),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=timeout,
@@ -42,7 +47,8 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
         async def get() -> bytes:
-            async with self._answer(key, {}, 200) as answer:
+            time_s = READ_TIMEOUT_S + size_max / RATE_MIN_BYTES_S
+            async with asyncio.timeout(time_s), self._answer(key, {}, 200) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
                     content += piece
@@ -56,7 +62,8 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
         async def read() -> bytes:
             done = 0
             headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
-            async with self._answer(key, headers, 206) as answer:
+            time_s = READ_TIMEOUT_S + len(buffer) / RATE_MIN_BYTES_S
+            async with asyncio.timeout(time_s), self._answer(key, headers, 206) as answer:
                 async for piece in answer.content.iter_any():
                     if len(piece) > len(buffer) - done:
                         raise Corrupt(f"read {key} from {self.url}: more bytes than were requested")
@@ -67,6 +74,8 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
             return b""
 
         if buffer:
+            if self._bandwidth is not None:
+                await self._bandwidth.take(len(buffer))
             await self._try(read, f"read {key} from {self.url}")
 
     def source(self, key: str) -> Source:

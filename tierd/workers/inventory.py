@@ -13,7 +13,7 @@ from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
 from tierd.format.text import printable
-from tierd.format.wire import DESCRIPTORS_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
+from tierd.format.wire import COPIES_MAX, DESCRIPTORS_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
 from tierd.memory.snapshot_set import SnapshotSet
@@ -36,12 +36,27 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
         and query.matches(checkpoint, _milestones(entries.get(checkpoint), in_memory.get(checkpoint)))
     ]
     newest = nlargest(HELD_MAX, known, key=lambda checkpoint: checkpoint.recency)
+    copies = context.part_copies.of_run(run) if context.part_copies is not None and asked.older_than is None else []
+    copies = [part for part in copies if query.matches(part.id, frozenset({part.milestone} - {""}))]
     reasons = [f"{printable(name)}: {printable(why)}"[:UNLISTED_CHARS] for name, why in unlisted.items()]
     return Held(
         request=asked.request,
         checkpoints=[_held(each, entries.get(each), in_memory.get(each), list(catalog.tiers)) for each in newest],
         unlisted=reasons[:UNLISTED_MAX],
         peer=context.peer_key.of(run),
+        copies=[_copy(part) for part in copies[:COPIES_MAX]],
+    )
+
+
+def _copy(part: NodeFile) -> HeldCheckpoint:
+    return HeldCheckpoint(
+        step=part.step,
+        generation=part.generation,
+        world_size=part.world_size,
+        part_in=[HOT],
+        ranks=part.ranks,
+        head_digest=part.head_digest,
+        healthy=part.is_healthy,
     )
 
 

@@ -1,7 +1,7 @@
-"""The files of this node's parts of checkpoints, as another node reads them: the node file, and pieces of the shards.
+"""The files of the parts of checkpoints that are here, as another node reads them: node files, and pieces of shards.
 
-From memory, else from hot. Only names that belong to a part are looked for. What is read is not verified here: the
-reader has the checksums, from the node file.
+Of this node's part from memory, else from hot; else of the copy of another node's part. Only names that belong to a
+part are looked for. What is read is not verified here: the reader has the checksums, from the node file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,22 @@ class PartFiles:
         self._context = context
         self._restorer = restorer
 
-    async def node_file(self, checkpoint: CheckpointId) -> NodeFile:
-        """Of this node's part. Raises NotFound without one."""
+    async def node_file(self, checkpoint: CheckpointId, name: str, *, is_hot: bool = False) -> NodeFile:
+        """Of the part with the node file `name`. `is_hot`: only where it is durable. Raises NotFound without one."""
+        entry = self._context.catalog.get(checkpoint)
+        for part in (entry.part if entry is not None and is_hot else None, self._copy(checkpoint)):
+            if part is not None and part.name == name:
+                return part
+        found = None if is_hot else await self._own(checkpoint)
+        if found is None or found.name != name:
+            raise NotFound(f"open {name} of {checkpoint}: it is not here{' in hot' if is_hot else ''}")
+        return found
+
+    def _copy(self, checkpoint: CheckpointId) -> NodeFile | None:
+        copies = self._context.part_copies
+        return copies.get(checkpoint) if copies is not None else None
+
+    async def _own(self, checkpoint: CheckpointId) -> NodeFile:
         find = Find(
             request=0,
             step=checkpoint.step,
@@ -55,9 +69,10 @@ class PartFiles:
         return opened.manifest
 
     @asynccontextmanager
-    async def open(self, checkpoint: CheckpointId, name: str) -> AsyncGenerator[PartFile]:
-        """A shard of this node's part. Raises NotFound without it, TierUnreachable."""
-        file = self._open_in_memory(checkpoint, name) or await self._open_in_hot(checkpoint, name)
+    async def open(self, checkpoint: CheckpointId, name: str, *, is_hot: bool = False) -> AsyncGenerator[PartFile]:
+        """A shard of a part. `is_hot`: not from memory. Raises NotFound without it, TierUnreachable."""
+        file = None if is_hot else self._open_in_memory(checkpoint, name)
+        file = file or await self._open_in_hot(checkpoint, name)
         try:
             yield file
         finally:
@@ -92,4 +107,9 @@ class PartFiles:
             if file.name == name:
                 (descriptor,) = await self._context.hot_store.open_files([layout.file_key(checkpoint, name)])
                 return PartFile(name, descriptor, file.size_bytes, is_in_memory=False)
-        raise NotFound(f"open {name} of {checkpoint}: it is not in this node's part")
+        copies, copy = self._context.part_copies, self._copy(checkpoint)
+        for file in copy.files if copies is not None and copy is not None else ():
+            if copies is not None and copy is not None and file.name == name:
+                (descriptor,) = await copies.open_files(copy, [name])
+                return PartFile(name, descriptor, file.size_bytes, is_in_memory=False)
+        raise NotFound(f"open {name} of {checkpoint}: it is in no part that is here")

@@ -40,7 +40,7 @@ class PeerFetcher:
         checkpoint = checkpoint_id(run, asked.step, asked.generation)
         if not 0 < len(asked.files) == len(asked.chunks) <= DESCRIPTORS_MAX:
             raise BadRequest(f"find files of {checkpoint} on another node: {len(asked.files)} files")
-        _check(asked.peer)
+        check_address(asked.peer)
         descriptors: list[int] = []
         started_s, size_bytes = self._context.monotonic_s(), 0
         async with PeerStore(asked.peer) as store:
@@ -99,7 +99,7 @@ class PeerFetcher:
             raise problem
 
 
-def _check(peer: PeerAddress) -> None:
+def check_address(peer: PeerAddress) -> None:
     """Raises BadRequest unless a request to this address asks for nothing but a part."""
     host, _, port = peer.address.rpartition(":")
     if not is_host(host.strip("[]")) or not port.isdecimal() or not peer.token.isalnum():

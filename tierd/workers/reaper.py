@@ -24,6 +24,7 @@ from tierd.format import audit, layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
 from tierd.listing import files_of, refresh_run
+from tierd.workers.hot_space import MakeRoom, no_room
 
 log = logging.getLogger("tierd")
 
@@ -44,14 +45,16 @@ class Reaper:
         only_run: Run | None = None,
         lists_again: bool = False,
         on_deletion: Callable[[Decision], None] = lambda action: None,
+        more_room: MakeRoom = no_room,
     ) -> None:
         """`only_run`: nothing of another run is deleted by the plan. `lists_again`: list a run again in every cold tier
         before its first deletion in a pass, where no worker lists the tiers meanwhile. `on_deletion`: called after
-        each."""
+        each. `more_room`: frees what is not in the catalog, before anything else."""
         self._only_run = only_run
         self._lists_again = lists_again
         self._listed: set[Run] = set()  # again, in this pass
         self._on_deletion = on_deletion
+        self._more_room = more_room
         self.interval_s = context.config.limits.reconcile_interval_s
         self._context = context
         self._catalog = context.catalog
@@ -79,7 +82,7 @@ class Reaper:
     async def make_room(self, need_bytes: int) -> int:
         """Free `need_bytes` in hot, or as much as may be freed: evict what every cold tier holds, oldest first, beyond
         what the policy keeps. Returns the freed bytes."""
-        freed_bytes = 0
+        freed_bytes = await self._more_room(need_bytes)
         failed_tiers: set[str] = set()
         skipped: set[CheckpointId] = set()
 

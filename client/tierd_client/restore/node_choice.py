@@ -22,11 +22,12 @@ RANKS_SHOWN = 8
 
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon of one node has. `ranks`: those that are on this node now. `peer`: how other nodes read it; None
-    if they cannot."""
+    if they cannot. `copies`: of parts of other nodes."""
 
     ranks: list[int]
     checkpoints: list[HeldCheckpoint]
     peer: PeerAddress | None = None
+    copies: list[HeldCheckpoint] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,31 @@ def part_of(node: NodeInventory, checkpoint: CheckpointId) -> HeldCheckpoint | N
     return next((held for held in _held([node], checkpoint) if held.part_in), None)
 
 
-def is_unhealthy(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> bool:
+def used_copies(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> dict[int, HeldCheckpoint]:
+    """The copies of parts that no node has itself, by the lowest rank of the node that keeps each. None where not all
+    nodes read from each other."""
+    if any(node.peer is None for node in nodes):
+        return {}
+    saved = {rank for held in _held(nodes, checkpoint) if held.part_in for rank in held.ranks}
+    used: dict[int, HeldCheckpoint] = {}
+    for node in nodes:
+        for copy in node.copies:
+            is_of_it = (copy.step, copy.generation) == (checkpoint.step, checkpoint.generation)
+            if is_of_it and saved.isdisjoint(copy.ranks):
+                used[node.ranks[0]] = copy
+                saved.update(copy.ranks)
+    return used
+
+
+def is_unhealthy(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> bool:
     """Whether it holds NaN or Inf: found on one node, that counts for the whole checkpoint."""
-    return any(held.healthy is False for held in _held(nodes, checkpoint))
+    held = [*_held(nodes, checkpoint), *used_copies(nodes, checkpoint).values()]
+    return any(each.healthy is False for each in held)
 
 
 def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
     """Why the parts do not cover the checkpoint, as the end of a sentence; empty if they do."""
-    parts = [held for held in _held(nodes, checkpoint) if held.part_in]
+    parts = _parts(nodes, checkpoint)
     if len({(held.head_digest, held.world_size) for held in parts}) > 1:
         return "the nodes have parts of different starts of the run"
     world_size = parts[0].world_size
@@ -146,13 +164,22 @@ def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
 
 def _tiers(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[str]:
     """The sources of a covered checkpoint, nearest first."""
-    places = [held.part_in for held in _held(nodes, checkpoint) if held.part_in]
+    places = [held.part_in for held in _parts(nodes, checkpoint)]
     tiers = [MEMORY] if any(MEMORY in place for place in places) else []
     return tiers + ([HOT] if all(HOT in place for place in places) else [])
 
 
-def _with_parts(nodes: Iterable[NodeInventory], run: str) -> set[CheckpointId]:
-    return {_id(run, held) for node in nodes for held in node.checkpoints if held.part_in}
+def _with_parts(nodes: Sequence[NodeInventory], run: str) -> set[CheckpointId]:
+    found = {_id(run, held) for node in nodes for held in node.checkpoints if held.part_in}
+    if all(node.peer is not None for node in nodes):
+        found |= {_id(run, held) for node in nodes for held in node.copies}
+    return found
+
+
+def _parts(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
+    """What the nodes have of a checkpoint: their own parts, and copies of those that are missing."""
+    own = [held for held in _held(nodes, checkpoint) if held.part_in]
+    return own + list(used_copies(nodes, checkpoint).values())
 
 
 def _held(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:

@@ -20,6 +20,7 @@ from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierU
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.node_file import NodeFile, assemble, decode_node_file
+from tierd.format.wire import HeldCheckpoint
 from tierd_client.log import log
 from tierd_client.nodes import is_lowest_of_node
 from tierd_client.ranks import Ranks
@@ -32,6 +33,7 @@ from tierd_client.restore.node_choice import (
     is_unhealthy,
     newest_whole,
     part_of,
+    used_copies,
 )
 from tierd_client.restore.part_replica import PEER, PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
@@ -68,10 +70,12 @@ class _Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _SharedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the lowest rank of a node sends to all. `headers`: of the files in `node_file`, in order."""
+    """A part as the lowest rank of a node sends it to all. `headers`: of the files in `node_file`, in order. `is_copy`:
+    of the part of another node."""
 
     node_file: bytes
     headers: list[bytes]
+    is_copy: bool = False
 
 
 class NodeReplicas:
@@ -104,7 +108,7 @@ class NodeReplicas:
         held = self._session.inventory(question)
         for reason in held.unlisted if is_first else ():
             log.error("tierd: a tier could not be listed, a newer checkpoint may be there: %s", reason)
-        checkpoints = list(held.checkpoints)
+        checkpoints, copies = list(held.checkpoints), held.copies
         # A node may be far ahead of another one: what both have is then far down its list.
         while len(held.checkpoints) == wire.HELD_MAX and any(each.part_in for each in held.checkpoints):
             if len(checkpoints) >= HELD_OF_NODE_MAX:
@@ -113,7 +117,8 @@ class NodeReplicas:
             older_than = oldest.generation, oldest.step
             held = self._session.inventory(msgspec.structs.replace(question, lists_cold=False, older_than=older_than))
             checkpoints += held.checkpoints
-        return msgspec.msgpack.encode(NodeInventory(ranks=node.ranks, checkpoints=checkpoints, peer=held.peer))
+        inventory = NodeInventory(ranks=node.ranks, checkpoints=checkpoints, peer=held.peer, copies=copies)
+        return msgspec.msgpack.encode(inventory)
 
     def next(self) -> Attempt:
         """Raises on all ranks when there is nothing left to try."""
@@ -213,20 +218,22 @@ class NodeReplicas:
     def _open_parts(self, checkpoint: CheckpointId, tier: str) -> PartReplica:
         """Raises on all ranks when one cannot open what its daemon has."""
         opened: list[PartReplica] = []
+        copies = used_copies(self._nodes, checkpoint)
         try:
-            shared = self._ranks.run_on_all(lambda: self._open_own(checkpoint, tier, opened))
+            shared = self._ranks.run_on_all(lambda: self._share_parts(checkpoint, tier, opened))
             node_files: list[NodeFile] = []
             elsewhere: list[PartElsewhere] = []
             for rank, raw in enumerate(self._ranks.gather(shared)):
-                if not raw:
-                    continue
-                part = msgspec.msgpack.decode(raw, type=_SharedPart)
-                node_file = self._decode(part.node_file, rank, checkpoint, where="the daemon of another node")
-                node_files.append(node_file)
-                if rank not in self._own.ranks:
-                    names = (entry.name for entry in node_file.files)
-                    headers = dict(zip(names, part.headers, strict=True))
-                    elsewhere.append(PartElsewhere(rank, node_file.name, headers, self._node_of(rank).peer))
+                for part in msgspec.msgpack.decode(raw, type=list[_SharedPart]) if raw else ():
+                    held = copies.get(rank) if part.is_copy else part_of(self._node_of(rank), checkpoint)
+                    node_file = self._decode(part.node_file, held, checkpoint, where="the daemon of another node")
+                    node_files.append(node_file)
+                    if (
+                        part.is_copy or rank not in self._own.ranks
+                    ):  # a copy on this node, too, is read through its daemon
+                        names = (entry.name for entry in node_file.files)
+                        headers = dict(zip(names, part.headers, strict=True))
+                        elsewhere.append(PartElsewhere(rank, node_file.name, headers, self._node_of(rank).peer))
             manifest = assemble(node_files)
             if not opened:
                 opened.append(PartReplica(PEER, manifest, []))
@@ -247,45 +254,59 @@ class NodeReplicas:
     def _node_of(self, rank: int) -> NodeInventory:
         return next(node for node in self._nodes if rank in node.ranks)
 
-    def _open_own(self, checkpoint: CheckpointId, tier: str, opened: list[PartReplica]) -> bytes:
+    def _share_parts(self, checkpoint: CheckpointId, tier: str, opened: list[PartReplica]) -> bytes:
         """Adds to `opened` what this rank's daemon has, if it has a part. Returns what the lowest rank of the node
-        sends to all."""
-        if part_of(self._own, checkpoint) is None:
-            return b""
+        sends to all: its part, and the copy of another one, as far as they are used."""
+        held, copy = part_of(self._own, checkpoint), used_copies(self._nodes, checkpoint).get(self._ranks.rank)
+        shared: list[_SharedPart] = []
+        if held is not None:
+            replica = self._open(checkpoint, HOT if tier == HOT else AUTO, held)
+            opened.append(replica)
+            if is_lowest_of_node(self._session.hello):
+                shared.append(self._shared(replica))
+        if copy is not None:
+            other = self._open(checkpoint, HOT, copy, is_copy=True)
+            with other:
+                shared.append(self._shared(other, is_copy=True))
+        return msgspec.msgpack.encode(shared) if shared else b""
+
+    def _open(self, checkpoint: CheckpointId, tier: str, held: HeldCheckpoint, *, is_copy: bool = False) -> PartReplica:
+        """A part that this rank's daemon has. `held`: what it has told of it."""
         message = wire.Find(
             request=0,
             step=checkpoint.step,
             generation=checkpoint.generation,
             milestone=None,
-            tier=HOT if tier == HOT else AUTO,
+            tier=tier,
             exclude=self._excluded,
             allow_unhealthy=self._request.allow_unhealthy,
             is_node_part=True,
+            is_copy=is_copy,
         )
         try:
             answer, node_file, descriptors = hand_over(
-                self._session, message, partial(self._decode, rank=self._ranks.rank, checkpoint=checkpoint)
+                self._session, message, partial(self._decode, held=held, checkpoint=checkpoint)
             )
         except DaemonUnreachable:
             raise
         except Transient as error:  # for example, a newer snapshot has replaced it in memory
             raise TierUnreachable(error.message, hint=error.hint) from error
-        replica = PartReplica(answer.tier, node_file, descriptors)
-        opened.append(replica)
-        if not is_lowest_of_node(self._session.hello):
-            return b""
+        return PartReplica(answer.tier, node_file, descriptors)
+
+    def _shared(self, replica: PartReplica, *, is_copy: bool = False) -> _SharedPart:
+        node_file = replica.manifest
+        assert isinstance(node_file, NodeFile)
         try:
             headers = [bytes(file.header()) for file in replica.files()]
         except Corrupt as error:
             log.error("tierd: %s; trying the next replica", error.message)
-            self._session.report("corrupt", checkpoint.step, tier=answer.tier, detail=error.message)
+            self._session.report("corrupt", node_file.step, tier=replica.tier, detail=error.message)
             raise
-        return msgspec.msgpack.encode(_SharedPart(node_file=node_file.encode(), headers=headers))
+        return _SharedPart(node_file=node_file.encode(), headers=headers, is_copy=is_copy)
 
-    def _decode(self, raw: bytes, rank: int, checkpoint: CheckpointId, *, where: str) -> NodeFile:
-        """The node file that the node of `rank` has of the checkpoint."""
-        part = part_of(self._node_of(rank), checkpoint)
-        if part is None:
-            raise NotFound(f"restore {checkpoint}: the node of rank {rank} has no part of it")
-        name = layout.node_file_name(part.ranks[0], part.world_size)
+    def _decode(self, raw: bytes, held: HeldCheckpoint | None, checkpoint: CheckpointId, *, where: str) -> NodeFile:
+        """The node file of the part `held`."""
+        if held is None:
+            raise NotFound(f"restore {checkpoint}: {where} has no part of it")
+        name = layout.node_file_name(held.ranks[0], held.world_size)
         return decode_node_file(raw, name=name, where=where, expect=checkpoint)

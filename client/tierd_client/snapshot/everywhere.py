@@ -1,4 +1,5 @@
-"""Which of the last snapshots of a run over several nodes are durable on every node.
+"""Which of the last snapshots of a run over several nodes are safe on every node: durable there, and copied to another
+one where nodes read from each other.
 
 All ranks take the same snapshots. They put their answers together in the exchange that every snapshot makes anyway, so
 what they learn is as old as one snapshot.
@@ -6,45 +7,65 @@ what they learn is as old as one snapshot.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 COUNT = 8  # snapshots; a node that is further behind than this says nothing new
+COPY_TIMEOUT_S = 600.0  # a node that cannot copy for so long holds nothing up: what is durable counts without its copy
 
 
 class EverywherePersisted:
-    """`persisted` is called by the session's thread, all else by the training's. Each line that changes `_persisted` is
-    one call of a set's method, which Python does not interrupt."""
+    """`persisted` and `copied` are called by the session's thread, all else by the training's. Each line that changes
+    what they share is one call of a set's method, which Python does not interrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._generation = 0
         self._steps: deque[int] = deque(maxlen=COUNT)
         self._persisted: set[int] = set()
+        self._copied: set[int] = set()
+        self._now_s = now_s
+        self._uncopied: frozenset[int] = frozenset()  # at the last look
+        self._copying_since_s = 0.0  # since then nothing was copied, and something should have been
+        self.keeps_copies = False
+        """Whether the daemon copies the parts of another node, and this rank counts the copies."""
         self.step: int | None = None
-        """The newest step that is known to be durable on every node, in the generation of the last snapshot."""
+        """The newest step that is known to be safe on every node, in the generation of the last snapshot."""
 
     def taken(self, generation: int, step: int) -> None:
         """All ranks have taken a snapshot."""
         if generation != self._generation:
             self._generation, self.step = generation, None
-            self._steps.clear()
-            self._persisted.clear()
+            for each in (self._steps, self._persisted, self._copied):
+                each.clear()
         self._steps.append(step)
         self._persisted.intersection_update(self._steps)
+        self._copied.intersection_update(self._steps)
 
     def persisted(self, generation: int, step: int) -> None:
         """The daemon of this node has the part of this step in hot, or a cold tier has it whole."""
         if generation == self._generation:
             self._persisted.add(step)
 
+    def copied(self, generation: int, step: int) -> None:
+        """The daemon of this node has the copy of the other node's part of this step, or a cold tier has it whole."""
+        if generation == self._generation:
+            self._copied.add(step)
+
+    def is_safe(self, step: int) -> bool:
+        """Whether it is, as far as this rank's daemon is concerned."""
+        self._look_at_copies()
+        return self._is_safe(step)
+
     def missing(self) -> list[int]:
-        """COUNT numbers for the last snapshots, newest first: 0 if it is durable here, else 1. The ranks exchange their
+        """COUNT numbers for the last snapshots, newest first: 0 if it is safe here, else 1. The ranks exchange their
         maximum and pass it to `agree`."""
-        values = [int(step not in self._persisted) for step in reversed(self._steps)]
+        self._look_at_copies()
+        values = [int(not self._is_safe(step)) for step in reversed(self._steps)]
         return values + [1] * (COUNT - len(values))
 
     def agree(self, maxima: Sequence[int]) -> int | None:
-        """The newest step that is durable on every node, if that is a newer one than was known."""
+        """The newest step that is safe on every node, if that is a newer one than was known."""
         found = next(
             (step for step, is_missing in zip(reversed(self._steps), maxima, strict=False) if not is_missing), None
         )
@@ -52,3 +73,14 @@ class EverywherePersisted:
             return None
         self.step = found
         return found
+
+    def _is_safe(self, step: int) -> bool:
+        has_copy = not self.keeps_copies or step in self._copied
+        return step in self._persisted and (has_copy or self._now_s() - self._copying_since_s > COPY_TIMEOUT_S)
+
+    def _look_at_copies(self) -> None:
+        """Notes when copying last made progress."""
+        uncopied = frozenset(self._persisted - self._copied) if self.keeps_copies else frozenset[int]()
+        if not uncopied or self._uncopied - uncopied or not self._uncopied:
+            self._copying_since_s = self._now_s()
+        self._uncopied = uncopied

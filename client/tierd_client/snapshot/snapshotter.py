@@ -17,15 +17,16 @@ import torch
 
 import tierd
 from tierd.cgroup import memory_limit
-from tierd.errors import BadRequest, SlotsBusy, TierdError, from_kind
+from tierd.errors import BadRequest, SlotsBusy, TierdError, Transient, from_kind
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
+from tierd_client.partners import find_partner
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.everywhere import EverywherePersisted
-from tierd_client.snapshot.handle import Shot
+from tierd_client.snapshot.handle import ASK_INTERVAL_S, Shot
 from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
@@ -34,6 +35,7 @@ from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_o
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
 from tierd_client.step_times import StepTimes
 
+COPIED_POLL_S = 0.05
 METRICS_BYTES_MAX = 32 << 10  # half of a message to the daemon
 VERSIONS = {"tierd": tierd.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
@@ -50,6 +52,8 @@ class Snapshotter:
         self.everywhere = EverywherePersisted()
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
+        self._partner: wire.Partner | None = None  # what the daemon was told
+        self._partner_of: tuple[int, str] | None = None  # `_attached_to` when the nodes last told their addresses
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
@@ -175,9 +179,14 @@ class Snapshotter:
                 self._owned_sizes, self._has_slots = sizes, None
             return captured
         samples = self._comparison.samples(None if has_changed else captured.tensors)
-        over_nodes = self.everywhere.missing() if self._generation.node is not None else []
+        over_nodes: list[int] = []
+        if self._generation.node is not None:
+            over_nodes = [self._partner_of != self._attached_to, *self.everywhere.missing()]
         some_changed, *maxima = self._ranks.maximum([has_changed, *over_nodes, *samples])
         if over_nodes:
+            if maxima.pop(0):
+                self._find_partner()
+            over_nodes.pop(0)
             self._tell_everywhere(maxima[: len(over_nodes)])
             maxima = maxima[len(over_nodes) :]
         if some_changed:
@@ -194,11 +203,45 @@ class Snapshotter:
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
 
     def wait_everywhere(self, shot: Shot, timeout_s: float) -> None:
-        """All ranks. Until the snapshot is durable on every node. Raises on all ranks as `wait_persisted`."""
+        """All ranks. Until the snapshot is durable on every node, and copied to another. Raises on all ranks as
+        `wait_persisted`."""
+        deadline_s = time.monotonic() + timeout_s
         self._ranks.run_on_all(lambda: shot.wait_persisted(timeout_s))
         if self._generation.node is not None:
             self.everywhere.persisted(shot.generation, shot.step)  # also if the message was heard by a former session
+            self._ranks.run_on_all(lambda: self._wait_copied(shot, deadline_s))
             self._tell_everywhere(self._ranks.maximum(self.everywhere.missing()))
+
+    def _wait_copied(self, shot: Shot, deadline_s: float) -> None:
+        asked_s = -ASK_INTERVAL_S
+        while shot.generation == self._generation.number and not self.everywhere.is_safe(shot.step):
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise self._generation.why_waiting() or Transient(
+                    f"wait for step {shot.step} on every node: this node has no copy yet of its partner's part",
+                    hint="docs/RUNBOOK.md#peers",
+                )
+            if now_s > asked_s + ASK_INTERVAL_S:
+                asked_s = now_s
+                self._ask(shot)
+            time.sleep(COPIED_POLL_S)
+
+    @property
+    def _attached_to(self) -> tuple[int, str]:
+        """The generation, and the start of the daemon."""
+        return self._generation.number, self._generation.session.welcome.boot
+
+    def _find_partner(self) -> None:
+        """All ranks: at the first snapshot of a generation, and after a daemon has restarted, which then has another
+        address and knows nothing of its partner."""
+        generation, attached_to = self._generation, self._attached_to
+        assert generation.node is not None
+        partner = find_partner(self._ranks, generation.node, generation.session.welcome)
+        self._partner_of = attached_to
+        self._partner = partner if generation.is_lowest_of_node else None
+        if self._partner is not None:
+            generation.session.send(self._partner)
+        self.everywhere.keeps_copies = self._partner is not None
 
     def _tell_everywhere(self, maxima: Sequence[int]) -> None:
         """`maxima`: over all ranks, of what `EverywherePersisted.missing` returns."""
@@ -279,7 +322,11 @@ class Snapshotter:
     # ── the session's thread ──
 
     def on_message(self, message: wire.ToClient) -> None:
-        if not isinstance(message, wire.Persisted | wire.Replicated | wire.Failed):
+        if not isinstance(message, wire.Persisted | wire.Replicated | wire.Copied | wire.Failed):
+            return
+        if isinstance(message, wire.Copied | wire.Replicated):
+            self.everywhere.copied(message.generation, message.step)
+        if isinstance(message, wire.Copied):
             return
         if not isinstance(message, wire.Failed):
             self.everywhere.persisted(message.generation, message.step)
@@ -293,7 +340,10 @@ class Snapshotter:
             shot.reached(message.tier if isinstance(message, wire.Replicated) else "hot")
 
     def on_attach(self) -> None:
-        """Does nothing: a handle that is being waited for repeats its own request."""
+        """A daemon that has restarted does not know its partner. A handle that is being waited for repeats its own
+        request."""
+        if self._partner is not None:
+            self._generation.session.send(self._partner)
 
 
 def _model_names(tensors: Sequence[HeldTensor], rank: int) -> frozenset[str]:

@@ -1,0 +1,150 @@
+"""A node's part has a copy on its partner: a node and its disk may be lost, and the training goes on from there.
+
+Names are those of rows of the table in docs/RELIABILITY.md, "When a node fails". In every test one node sends almost
+nothing to cold, so that no checkpoint of the last steps becomes whole there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.test_nodes_peers import PEERS, left_behind, peers
+from tests.e2e.test_nodes_restore import hold_cold, save
+from tests.support.daemon import Daemon
+from tests.support.nodes import connect_on
+from tests.support.trainer import Trainer, joined, together
+from tests.support.waiting import wait_until
+
+
+def lose(daemon: Daemon) -> None:
+    """The node dies with its disk."""
+    daemon.kill()
+    shutil.rmtree(daemon.hot)
+
+
+def safe(trainers: Sequence[Trainer]) -> list[str]:
+    """One more step, durable on every node and copied. The digests of the ranks."""
+    digests = save(trainers)
+    together(trainers, "wait_everywhere")
+    return digests
+
+
+def copies(daemon: Daemon) -> list[int]:
+    """The steps of the copies that the node keeps."""
+    found = (daemon.hot / ".peers" / "run").glob("*/node-*.json")
+    return sorted(int(path.parent.name.partition("-")[0]) for path in found)
+
+
+def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            safe(trainers)
+            digests = safe(trainers)
+        lose(second)
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([first, spare], trainers)
+            found = together(trainers, "restore")
+            assert [(each.step, each.tier) for each in found] == [(2, "memory")] * 2 + [(2, "peer")] * 2
+            assert together(trainers, "digest") == digests
+            assert not list((tmp_path / "cold" / "run").glob("*/manifest.json"))  # cold had nothing whole
+            safe(trainers)
+            wait_until(lambda: copies(first)[-1:] == copies(spare)[-1:] == [3], "copies of the new generation")
+        assert not left_behind([first, spare])
+
+
+def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+        lose(first)
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([spare, second], trainers)
+            found = together(trainers, "restore")
+            assert [each.step for each in found] == [1] * 4
+            assert together(trainers, "digest") == digests
+
+
+def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
+    """The step before is restored, which all have."""
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+            folder = first.hot / ".peers" / "run"
+            folder.chmod(0o500)
+            blocked = folder / "000000000002-g0001"  # not a folder: nothing can be copied there, by root neither
+            folder.chmod(0o700)
+            blocked.write_text("")
+            for _ in range(3):
+                save(trainers)
+                next_step = folder / f"{int(blocked.name[:12]) + 1:012d}-g0001"
+                next_step.write_text("")
+                blocked = next_step
+            assert copies(first) == [1]
+        lose(second)
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([first, spare], trainers)
+            found = together(trainers, "restore")
+            assert [each.step for each in found] == [1] * 4
+            assert together(trainers, "digest") == digests
+
+
+def test_both_of_a_pair(tmp_path: Path) -> None:
+    """The newest in cold is restored."""
+    names = ["a", "b", "c", "d", "e", "f"]
+    with peers(tmp_path, *names) as (*four, fifth, sixth):
+        with joined(tmp_path, 4) as trainers:
+            connect_on(four, trainers)
+            together(trainers, "restore")
+            digests = save(trainers, in_cold=True)
+            hold_cold(four[1])
+            safe(trainers)
+        lose(four[1])
+        lose(four[3])
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([four[0], fifth, four[2], sixth], trainers)
+            found = together(trainers, "restore")
+            assert [(each.step, each.tier) for each in found] == [(1, "cold")] * 4
+            assert together(trainers, "digest") == digests
+
+
+def test_a_whole_domain(tmp_path: Path) -> None:
+    """Every partner is in another one, so that the copies are there."""
+    names = ["a", "b", "c", "d", "e", "f"]
+    with peers(tmp_path, *names) as (*four, fifth, sixth):
+        for daemon, rack in zip(four, ("one", "one", "two", "two"), strict=True):
+            daemon.config.write_text(daemon.config.read_text().replace(PEERS, f'{PEERS}\ndomain = "{rack}"'))
+            daemon.kill()
+            daemon.start()
+        with joined(tmp_path, 4) as trainers:
+            connect_on(four, trainers)
+            together(trainers, "restore")
+            hold_cold(four[1])
+            digests = safe(trainers)
+        lose(four[0])
+        lose(four[1])
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([fifth, sixth, *four[2:]], trainers)
+            found = together(trainers, "restore")
+            assert [each.step for each in found] == [1] * 4
+            assert together(trainers, "digest") == digests
+
+
+def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:
+    with peers(tmp_path) as (first, second), joined(tmp_path, 4) as trainers:
+        connect_on([first, second], trainers)
+        together(trainers, "restore")
+        for _ in range(6):
+            safe(trainers)
+        for daemon in (first, second):
+            wait_until(lambda daemon=daemon: copies(daemon) and min(copies(daemon)) >= 5, "old copies are deleted")

@@ -1,0 +1,79 @@
+"""The copies of other nodes' parts of checkpoints that this node keeps, in a folder of the hot directory.
+
+The folder is laid out as a tier. A copy exists once its node file does, which is written last. Where a node is lost, a
+restore reads its part from here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from tierd.config import Config
+from tierd.errors import NotFound, TierdError
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Run
+from tierd.format.node_file import NodeFile
+from tierd.format.signature import Keyring
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.rate_limit import Bandwidth
+from tierd.tiers.tier import Tier
+
+log = logging.getLogger("tierd")
+
+
+class PartCopies:
+    """One copy of a checkpoint at most: a node keeps the copies of one other node. `bandwidth`: of what is copied."""
+
+    def __init__(self, config: Config, keyring: Keyring | None = None) -> None:
+        self.store = DirectoryStore(
+            config.hot_path / layout.PEERS, timeout_s=2 * config.limits.request_timeout_s, access=config.access
+        )
+        self.tier = Tier(HOT, self.store, limits=config.limits, keyring=keyring)  # there, parts are complete
+        self.bandwidth = Bandwidth(0.0)
+        self._parts: dict[CheckpointId, NodeFile] = {}
+
+    async def recover(self) -> None:
+        """At the start: learns what is there, and deletes what is not complete. A failure is logged: the daemon does
+        not need copies to serve its own node."""
+        try:
+            listing = await self.tier.listing()
+            for checkpoint in listing.partial:
+                await self.tier.delete(checkpoint)
+            keys = [layout.file_key(each, names[0]) for each, names in listing.node_files.items()]
+            for found in await self.tier.decode_many(keys):
+                if isinstance(found, NodeFile):
+                    self._parts[found.id] = found
+                elif isinstance(found, TierdError):
+                    log.warning("a copy of another node's part is left out: %s", found.message)
+        except TierdError as error:
+            log.warning("find the copies of other nodes' parts: %s", error.message)
+
+    def get(self, checkpoint: CheckpointId) -> NodeFile | None:
+        return self._parts.get(checkpoint)
+
+    def of_run(self, run: Run) -> list[NodeFile]:
+        """Newest first."""
+        return sorted(
+            (part for part in self._parts.values() if part.run == run), key=lambda part: part.id.recency, reverse=True
+        )
+
+    def runs(self) -> Collection[Run]:
+        return {checkpoint.run for checkpoint in self._parts}
+
+    async def open_files(self, part: NodeFile, names: Collection[str]) -> list[int]:
+        """Descriptors, which the caller closes. Raises NotFound when it has just been deleted."""
+        if self._parts.get(part.id) != part:
+            raise NotFound(f"open the copy of {part.name} of {part.id}: it was just deleted")
+        return await self.store.open_files(layout.file_key(part.id, name) for name in names)
+
+    async def commit(self, part: NodeFile, raw: bytes) -> None:
+        """Its shards are there and durable. `raw`: the node file."""
+        await self.tier.commit(part, raw=raw)
+        self._parts[part.id] = part
+
+    async def delete(self, checkpoint: CheckpointId) -> None:
+        """Also of one that is not complete. Raises as `Store.delete`."""
+        self._parts.pop(checkpoint, None)
+        await self.tier.delete(checkpoint)

@@ -1,0 +1,155 @@
+"""Copies the parts of one other node, of which this one is the partner, so that they outlive that node and its disk.
+
+The trainers say which node that is. When this node has persisted its part of a checkpoint, it fetches the other node's,
+as soon as that node has persisted it. A copy is deleted when no restart can need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+
+from tierd.context import DaemonContext, Partner
+from tierd.errors import Corrupt, Full, NotFound, TierdError
+from tierd.format import layout, wire
+from tierd.format.ids import CheckpointId, Run
+from tierd.format.node_file import NodeFile, ranks_text
+from tierd.lifecycle.everywhere import needed_parts
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.peer_store import PeerStore
+from tierd.tiers.tier import ReadableTier
+from tierd.transfer.fetch import Fetch
+from tierd.workers.hot_space import HotSpace, no_room
+
+log = logging.getLogger("tierd")
+
+PEERS = "peers"  # the name of this traffic for the throttle
+COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
+LEFT_AFTER = timedelta(days=7)  # a copy of a run without trainers here, if cold has that checkpoint or a newer one
+
+
+class PartCopier:
+    name = "copy"
+    interval_s = 2.0  # until the other node is asked again whether it has persisted its part
+    is_urgent = True
+
+    def __init__(self, context: DaemonContext, copies: PartCopies) -> None:
+        self._context = context
+        self._copies = copies
+        self._space = HotSpace(context.hot, no_room)
+        self._begun: set[CheckpointId] = set()  # copies that are not complete
+        self._deleting = asyncio.Lock()
+
+    async def run_once(self) -> bool:
+        """False when a part could not be copied, or a copy not deleted."""
+        is_well = await self._delete_old()
+        partners = self._context.partners
+        for run in [run for run in partners if run not in self._context.memory.runs()]:
+            del partners[run]  # its trainers left long ago
+        for run, partner in list(partners.items()):
+            for own in self._uncopied(run, partner):
+                try:
+                    await self._copy(own, partner)
+                except NotFound:
+                    continue  # not persisted there yet, or not kept any more
+                except TierdError as error:
+                    self._context.incidents.record(self.name, error, own.id)
+                    is_well = False
+                    break  # the next one would fail, too
+        return is_well
+
+    async def make_room(self, need_bytes: int) -> int:
+        """Deletes copies of what cold has, oldest first. Returns how many bytes that frees."""
+        freed_bytes = 0
+        for run in self._copies.runs():
+            needed = self._needed(run, is_full=True)
+            for part in reversed(self._copies.of_run(run)):
+                if freed_bytes < need_bytes and part.id not in needed and await self._delete(part.id):
+                    freed_bytes += part.size_bytes
+        return freed_bytes
+
+    def lag_s(self, run: Run) -> float | None:
+        """The age of the oldest checkpoint of which this node has its own part and should have the copy, and has not; 0
+        if there is none; None if this node keeps no copies."""
+        partner = self._context.partners.get(run)
+        if partner is None:
+            return None
+        created = [own.created for own in self._uncopied(run, partner) if own.created is not None]
+        return max(((self._context.now() - each).total_seconds() for each in created), default=0.0)
+
+    def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
+        """This node's parts of the newest checkpoints without a copy of the partner's, newest first."""
+        parts = [entry.part for entry in self._context.catalog.entries(run) if entry.part is not None]
+        own = [part for part in parts if part.generation == partner.generation]
+        return [part for part in own[:COPIED_MAX] if self._copies.get(part.id) is None]
+
+    async def _copy(self, own: NodeFile, partner: Partner) -> None:
+        """Raises NotFound while the partner has not persisted its part, PeerUnreachable, Corrupt, Full."""
+        context, config = self._context, self._context.config
+        started_s = context.monotonic_s()
+        async with PeerStore(partner.peer, is_hot=True, bandwidth=self._copies.bandwidth) as store:
+            where = f"the node at {partner.peer.address}"
+            tier = ReadableTier(where, store, limits=config.limits, keyring=context.keyring)
+            part, raw = await tier.read_manifest(layout.file_key(own.id, partner.node_file))
+            assert isinstance(part, NodeFile)
+            if part.head_digest != own.head_digest or not set(part.ranks).isdisjoint(own.ranks):
+                raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
+            if missing_bytes := await self._space.missing_bytes(part.size_bytes):
+                raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
+            fetch = Fetch(part, self._copies.store)
+            self._begun.add(own.id)
+            with context.throttle.writing(PEERS) as count_written:
+                await fetch.begin()
+                problem = await fetch.take(tier, count_written) if fetch.missing_bytes else None
+            if problem is not None:
+                raise problem
+            await fetch.finish()
+            async with self._deleting:
+                await self._copies.commit(part, raw)
+        self._begun.discard(own.id)
+        seconds, ranks = context.monotonic_s() - started_s, ranks_text(part.ranks)
+        log.info("copied %d bytes of %s from %s (ranks %s) in %.3f s", part.size_bytes, own.id, where, ranks, seconds)
+        context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
+
+    async def _delete_old(self) -> bool:
+        """What no restart needs, and what was begun and is not wanted any more."""
+        wanted = {own.id for run, partner in self._context.partners.items() for own in self._uncopied(run, partner)}
+        old = list(self._begun - wanted)
+        for run in self._copies.runs():
+            needed = self._needed(run, is_full=self._is_left(run))
+            old += [part.id for part in self._copies.of_run(run) if part.id not in needed]
+        return all([await self._delete(checkpoint) for checkpoint in old])
+
+    async def _delete(self, checkpoint: CheckpointId) -> bool:
+        async with self._deleting:
+            try:
+                await self._copies.delete(checkpoint)
+            except TierdError as error:
+                self._context.incidents.record(self.name, error, checkpoint)
+                return False
+        self._begun.discard(checkpoint)
+        self._context.notify.space_freed()
+        return True
+
+    def _needed(self, run: Run, *, is_full: bool) -> set[CheckpointId]:
+        """The copies that a restart may need: those of the checkpoints whose parts it may need."""
+        catalog = self._context.catalog
+        in_cold = (
+            entry.id
+            for entry in catalog.entries(run)
+            if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers)
+        )
+        return needed_parts(
+            [part.id for part in self._copies.of_run(run)],
+            everywhere=catalog.everywhere.get(run),
+            newest_in_cold=max(in_cold, key=lambda checkpoint: checkpoint.recency, default=None),
+            is_full=is_full,
+        )
+
+    def _is_left(self, run: Run) -> bool:
+        """Whether no trainer of the run was here for a long time."""
+        created = [part.created for part in self._copies.of_run(run)]
+        is_old = all(each is not None and self._context.now() - each > LEFT_AFTER for each in created)
+        return is_old and run not in self._context.memory.runs()
