@@ -411,6 +411,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/api/admission.py": "api/test_trainer.py",
     "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "tierd/workers/hot_space.py": "workers/test_persister.py",
+    "tierd/workers/part_files.py": "api/test_peer_parts.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
     "client/tierd_client/frameworks/dcp_contents.py": "client/frameworks/test_dcp.py",

@@ -6,7 +6,6 @@ config_file.py reads it from a TOML file and the environment. It never holds sec
 from __future__ import annotations
 
 import ipaddress
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -249,12 +248,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def listen_address(self) -> tuple[str, int]:
         return split_address(self.daemon.listen)
-
-    @property
-    def peers_domain(self) -> str:
-        """What may fail together with this node. Slurm tells the switches above it: "s1.s7.node3" is below s7, which
-        is below s1."""
-        return self.peers.domain or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
     @property
     def peers_host(self) -> str:

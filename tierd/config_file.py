@@ -143,9 +143,13 @@ def _explained(error: msgspec.ValidationError, tree: Any) -> str:
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
     """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on. TIERD_KEY_FILE is
-    short for TIERD_SECURITY_KEY_FILE."""
+    short for TIERD_SECURITY_KEY_FILE. Slurm tells the switches above a node: "s1.s7.node3" is below s7, which is below
+    s1."""
     if "TIERD_KEY_FILE" in environ:
         environ = {"TIERD_SECURITY_KEY_FILE": environ["TIERD_KEY_FILE"], **environ}
+    peers = tree.get("peers", {})
+    if (switches := environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]) and "domain" not in peers:
+        environ = {"TIERD_PEERS_DOMAIN": switches, **environ}
     for keys, kind in _scalars(Config, ()):
         raw = environ.get("TIERD_" + "_".join(keys).upper())
         if raw is None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.partners import partners
+from tierd_client.partners import find_partner, partners
+
+from tests.support.wire_peer import welcome
+from tierd.format import wire
+from tierd.format.peers import PeerAddress
 
 
 def test_two_halves_keep_the_copies_of_each_other() -> None:
@@ -38,3 +46,67 @@ def test_each_node_keeps_one_copy_of_another(domains: dict[int, str]) -> None:
         assert all(keeps[keeper] == node for node, keeper in keeps.items())
         if max(Counter(domains.values()).values()) <= len(domains) // 2:
             assert all(domains[node] != domains[keeper] for node, keeper in keeps.items())
+
+
+class Gathering:
+    """The ranks of a training, of which this is one: `gather` returns what all have. The first call collects."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rank = 0
+        self.sent: dict[int, bytes] = {}
+
+    def gather(self, own: bytes) -> list[bytes]:
+        self.sent[self.rank] = own
+        return [self.sent.get(rank, b"") for rank in range(self.world_size)]
+
+
+def found_partners(welcomes: dict[int, wire.Welcome], world_size: int) -> list[wire.Partner | None]:
+    """By node. `welcomes`: by the lowest rank of each node."""
+    lowest = sorted(welcomes)
+    ranks: Any = Gathering(world_size)
+    found: list[wire.Partner | None] = []
+    for _ in range(2):  # in the second round each rank knows what the others have sent
+        found.clear()
+        for first, end in zip(lowest, [*lowest[1:], world_size], strict=True):
+            ranks.rank = first
+            node = wire.NodeRanks(ranks=list(range(first, end)), lowest=lowest)
+            found.append(find_partner(ranks, node, welcomes[first]))
+    return found
+
+
+def welcome_of(lowest: int, domain: str = "", *, has_peer: bool = True) -> wire.Welcome:
+    peer = PeerAddress(address=f"10.0.0.{lowest}:9465", token="ab") if has_peer else None
+    return msgspec.structs.replace(welcome(), peer=peer, domain=domain)
+
+
+def test_each_node_is_told_whose_parts_it_copies() -> None:
+    found = found_partners({lowest: welcome_of(lowest) for lowest in (0, 2, 4, 6)}, 8)
+    assert [partner and partner.peer.address for partner in found] == [f"10.0.0.{n}:9465" for n in (4, 6, 0, 2)]
+    assert [partner and partner.node_file for partner in found] == [
+        f"node-{lowest:05d}-of-00008.json" for lowest in (4, 6, 0, 2)
+    ]
+
+
+def test_nodes_that_serve_nothing_have_no_partner_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tierd_client"):
+        welcomes = {0: welcome_of(0), 1: welcome_of(1, has_peer=False), 2: welcome_of(2)}
+        found = found_partners(welcomes, 3)
+    assert [partner and partner.node_file for partner in found] == [
+        "node-00002-of-00003.json",
+        None,
+        "node-00000-of-00003.json",
+    ]
+    assert "1 of 3 nodes have no peers.listen" in caplog.text
+
+
+def test_a_domain_with_more_than_half_of_the_nodes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tierd_client"):
+        found_partners({lowest: welcome_of(lowest, "one" if lowest < 3 else "two") for lowest in range(4)}, 4)
+    assert "3 of 4 nodes are in domain one" in caplog.text
+
+
+def test_nodes_without_peers_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tierd_client"):
+        assert found_partners({lowest: welcome_of(lowest, has_peer=False) for lowest in (0, 1)}, 2) == [None, None]
+    assert not caplog.records

@@ -43,7 +43,8 @@ def saved(daemons: Sequence[Daemon], world_size: int, *, steps: int = 1, in_cold
 
 
 def left_behind(daemons: Sequence[Daemon]) -> list[Path]:
-    return [path for daemon in daemons for path in daemon.hot.rglob("*.partial")]
+    """Of restores, not of copies."""
+    return [path for daemon in daemons for path in (daemon.hot / "run").rglob("*.partial")]
 
 
 def test_ranks_placed_elsewhere_read_from_the_nodes_where_they_were(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ MESSAGES: list[wire.ToDaemon] = [
     wire.Report(outcome="restored", step=1, tier="hot", seconds=1.0, detail=""),
     wire.Stepped(seconds=1.0),
     wire.Everywhere(step=1),
+    wire.Partner(peer=PeerAddress(address="127.0.0.1:1", token="ab"), node_file="node-00000-of-00002.json"),
     wire.Convene(meeting=1),
     wire.Request(request=1, kind="stop", milestone=None),
     wire.Answer(request=1, step=1),

@@ -58,7 +58,11 @@ class Rooms:
             for cold in config.cold
         }
         self.throttle = WriteThrottle(
-            ["hot", *names], config.daemon, metrics=self.metrics, on_limit=lambda tier: None, now_s=time.monotonic
+            ["hot", *names, "peers"],
+            config.daemon,
+            metrics=self.metrics,
+            on_limit=lambda tier: None,
+            now_s=time.monotonic,
         )
         self.sent: list[wire.ToClient] = []
         self.events: list[tuple[str, ...]] = []

@@ -121,7 +121,7 @@ class Admission:
             claim=node.claim if node is not None else "",
             base=node.base if node is not None else 0,
             peer=self._context.peer_key.of(session.run),
-            domain=config.peers_domain,
+            domain=config.peers.domain,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 

@@ -205,8 +205,8 @@ class Examiner:
 
 
 async def examine_files(checkpoint: CheckpointId, files: Sequence[tuple[int, int]]) -> Diagnosis:
-    """`files`: (descriptor, size in bytes) of a checkpoint's shards. Raises Transient when the program failed, Corrupt when
-    it can never read them."""
+    """`files`: (descriptor, size in bytes) of a checkpoint's shards. Raises Transient when the program failed, Corrupt
+    when it can never read them."""
     timeout_s = TIMEOUT_MIN_S + sum(size_bytes for _, size_bytes in files) / RATE_MIN_BYTES_S
     try:
         process = await asyncio.create_subprocess_exec(

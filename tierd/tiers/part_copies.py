@@ -38,6 +38,7 @@ class PartCopies:
         """At the start: learns what is there, and deletes what is not complete. A failure is logged: the daemon does
         not need copies to serve its own node."""
         try:
+            await self.store.sweep_partials(is_given_up=_always)
             listing = await self.tier.listing()
             for checkpoint in listing.partial:
                 await self.tier.delete(checkpoint)
@@ -77,3 +78,8 @@ class PartCopies:
         """Also of one that is not complete. Raises as `Store.delete`."""
         self._parts.pop(checkpoint, None)
         await self.tier.delete(checkpoint)
+        await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
+
+
+def _always(key: str, written_at_s: float) -> bool:
+    return True

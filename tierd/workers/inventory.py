@@ -37,7 +37,11 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
     ]
     newest = nlargest(HELD_MAX, known, key=lambda checkpoint: checkpoint.recency)
     copies = context.part_copies.of_run(run) if context.part_copies is not None and asked.older_than is None else []
-    copies = [part for part in copies if query.matches(part.id, frozenset({part.milestone} - {""}))]
+    copies = [
+        part
+        for part in copies
+        if query.matches(part.id, frozenset({part.milestone} - {""})) and len(part.ranks) < DESCRIPTORS_MAX
+    ]
     reasons = [f"{printable(name)}: {printable(why)}"[:UNLISTED_CHARS] for name, why in unlisted.items()]
     return Held(
         request=asked.request,

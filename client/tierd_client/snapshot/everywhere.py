@@ -25,8 +25,8 @@ class EverywherePersisted:
         self._persisted: set[int] = set()
         self._copied: set[int] = set()
         self._now_s = now_s
-        self._uncopied: frozenset[int] = frozenset()  # at the last look
-        self._copying_since_s = 0.0  # since then nothing was copied, and something should have been
+        self._copies = self._copies_seen = 0  # messages of `copied`, in all and at the last look
+        self._waiting_since_s: float | None = None  # since then something should have been copied, and nothing was
         self.keeps_copies = False
         """Whether the daemon copies the parts of another node, and this rank counts the copies."""
         self.step: int | None = None
@@ -51,6 +51,7 @@ class EverywherePersisted:
         """The daemon of this node has the copy of the other node's part of this step, or a cold tier has it whole."""
         if generation == self._generation:
             self._copied.add(step)
+            self._copies += 1  # only here: the training's thread reads it
 
     def is_safe(self, step: int) -> bool:
         """Whether it is, as far as this rank's daemon is concerned."""
@@ -75,12 +76,13 @@ class EverywherePersisted:
         return found
 
     def _is_safe(self, step: int) -> bool:
-        has_copy = not self.keeps_copies or step in self._copied
-        return step in self._persisted and (has_copy or self._now_s() - self._copying_since_s > COPY_TIMEOUT_S)
+        if step not in self._persisted or not self.keeps_copies or step in self._copied:
+            return step in self._persisted
+        return self._waiting_since_s is not None and self._now_s() - self._waiting_since_s > COPY_TIMEOUT_S
 
     def _look_at_copies(self) -> None:
-        """Notes when copying last made progress."""
-        uncopied = frozenset(self._persisted - self._copied) if self.keeps_copies else frozenset[int]()
-        if not uncopied or self._uncopied - uncopied or not self._uncopied:
-            self._copying_since_s = self._now_s()
-        self._uncopied = uncopied
+        if not self.keeps_copies or self._persisted <= self._copied:
+            self._waiting_since_s = None
+        elif self._waiting_since_s is None or self._copies != self._copies_seen:
+            self._waiting_since_s = self._now_s()
+        self._copies_seen = self._copies

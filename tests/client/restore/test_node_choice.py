@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.restore.node_choice import NodeInventory, PartsSource, choose_parts, newest_whole
+from tierd_client.restore.node_choice import NodeInventory, PartsSource, choose_parts, newest_whole, used_copies
 
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.peers import PeerAddress
@@ -210,3 +210,48 @@ def test_each_failure_leads_to_another_source_until_none_is_left(nodes: list[Nod
         assert not failed or source.checkpoint.recency <= failed[-1][0].recency
         failed.append((source.checkpoint, source.tier))
     assert len(failed) <= 8
+
+
+PEER = PeerAddress(address="10.0.0.1:9465", token="ab")
+
+
+def with_copies(
+    first: list[HeldCheckpoint], second: list[HeldCheckpoint], copies: list[HeldCheckpoint]
+) -> list[NodeInventory]:
+    """The first node keeps the copies."""
+    return [
+        NodeInventory(ranks=[0, 1], checkpoints=first, copies=copies, peer=PEER),
+        NodeInventory(ranks=[2, 3], checkpoints=second, peer=PEER),
+    ]
+
+
+def test_a_copy_takes_the_place_of_a_part_that_is_lost() -> None:
+    nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3])])
+    assert choose_parts(nodes, RUN)[0] == PartsSource(at(5), "hot")
+    assert used_copies(nodes, at(5)) == {0: part(5, [2, 3])}
+
+
+def test_the_part_of_the_node_itself_comes_before_its_copy() -> None:
+    nodes = with_copies([part(5, [0, 1])], [part(5, [2, 3], "memory", "hot")], [part(5, [2, 3])])
+    assert choose_parts(nodes, RUN)[0] == PartsSource(at(5), "memory")
+    assert used_copies(nodes, at(5)) == {}
+
+
+def test_a_copy_of_another_start_of_the_run_covers_nothing() -> None:
+    nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3], head="b")])
+    found, passed_over = choose_parts(nodes, RUN)
+    assert found is None
+    assert "different starts" in passed_over[0].reason
+
+
+def test_a_copy_that_holds_nan_makes_the_checkpoint_unhealthy() -> None:
+    nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3], healthy=False)])
+    assert choose_parts(nodes, RUN)[0] is None
+    assert choose_parts(nodes, RUN, allow_unhealthy=True)[0] == PartsSource(at(5), "hot")
+
+
+def test_copies_are_of_no_use_where_a_node_cannot_be_read() -> None:
+    nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3])])
+    nodes[1] = NodeInventory(ranks=[2, 3], checkpoints=[])
+    assert choose_parts(nodes, RUN)[0] is None
+    assert used_copies(nodes, at(5)) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.snapshot.everywhere import COUNT, EverywherePersisted
+from tierd_client.snapshot.everywhere import COPY_TIMEOUT_S, COUNT, EverywherePersisted
 
 
 def exchange(ranks: list[EverywherePersisted]) -> set[int | None]:
@@ -57,3 +57,56 @@ def test_all_ranks_agree_on_the_newest_of_the_last_ones(persisted: list[set[int]
     common = [step for step in range(max(1, last - COUNT + 1), last + 1) if all(step in steps for steps in persisted)]
     assert exchange(ranks) == {max(common, default=None)}
     assert all(len(rank.missing()) == COUNT for rank in ranks)
+
+
+def keeper(now: list[float]) -> EverywherePersisted:
+    """Of a node that copies the parts of another one. `now`: its clock, one element."""
+    rank = EverywherePersisted(lambda: now[0])
+    rank.keeps_copies = True
+    return rank
+
+
+def test_a_step_without_its_copy_is_not_safe() -> None:
+    ranks = [keeper([0.0]), EverywherePersisted()]
+    for step in (1, 2):
+        for rank in ranks:
+            rank.taken(1, step)
+            rank.persisted(1, step)
+    assert exchange(ranks) == {None}
+    ranks[0].copied(1, 1)
+    assert exchange(ranks) == {1}
+    ranks[0].copied(1, 2)
+    assert exchange(ranks) == {2}
+
+
+def test_a_partner_that_fails_for_ten_minutes_holds_nothing_up() -> None:
+    now = [0.0]
+    rank = keeper(now)
+    for step in range(1, 40):
+        rank.taken(1, step)
+        rank.persisted(1, step)
+        now[0] += 20.0
+        assert exchange([rank]) == ({None} if now[0] <= COPY_TIMEOUT_S + 20.0 else {step}), step
+    rank.copied(1, 39)  # it is back: from now on copies count again
+    assert exchange([rank]) == {None}
+    rank.taken(1, 40)
+    rank.persisted(1, 40)
+    assert exchange([rank]) == {None}
+    rank.copied(1, 40)
+    assert exchange([rank]) == {40}
+
+
+def test_rare_snapshots_wait_for_their_copies_too() -> None:
+    """The time is counted from the first look at a snapshot that has no copy, not from the last copy."""
+    now = [0.0]
+    rank = keeper(now)
+    rank.taken(1, 1)
+    rank.persisted(1, 1)
+    rank.copied(1, 1)
+    assert exchange([rank]) == {1}
+    now[0] = 3600.0
+    rank.taken(1, 2)
+    rank.persisted(1, 2)
+    assert not rank.is_safe(2)
+    now[0] += COPY_TIMEOUT_S + 1.0
+    assert rank.is_safe(2)

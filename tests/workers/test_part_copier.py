@@ -1,0 +1,235 @@
+"""Copies the parts of a real other node, over HTTP, and deletes them when nobody needs them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.api.peer_parts import PeerParts
+from tierd.config import PeersConfig
+from tierd.context import Partner
+from tierd.format import layout, wire
+from tierd.format.ids import CheckpointId, Generation, checkpoint_id
+from tierd.format.node_file import NodeFile
+from tierd.format.signature import Keyring
+from tierd.key_file import new_key
+from tierd.tiers import peer_store
+from tierd.tiers.part_copies import PartCopies
+from tierd.workers import hot_space
+from tierd.workers.part_copier import COPIED_MAX, PartCopier
+from tierd.workers.restorer import Restorer
+
+HERE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim="ab" * 16, base=4)
+THERE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
+NODE_FILE = "node-00001-of-00003.json"
+CREATED = "2026-11-01T00:00:00+00:00"
+
+
+async def judge_nothing(_: CheckpointId) -> bool | None:
+    return None
+
+
+class TwoNodes:
+    """The node `here` copies the parts of the node `there`."""
+
+    def __init__(self, here: Rooms, there: Rooms) -> None:
+        self.here, self.there = here, there
+        self.copies = PartCopies(here.config, here.context.keyring)
+        here.context = replace(here.context, part_copies=self.copies)
+        self.copier = PartCopier(here.context, self.copies)
+
+    async def persist(self, rooms: Rooms, step: int, node: wire.NodeRanks, **fields: object) -> None:
+        shards = [f"rank {rank} step {step}".encode() * 9000 for rank in node.ranks]
+        rooms.seal(step, shards, node=node, world_size=3, **{"number": step, "created_at": CREATED, **fields})
+        await rooms.persister().run_once()
+
+    async def both(self, step: int) -> None:
+        await self.persist(self.there, step, THERE)
+        await self.persist(self.here, step, HERE)
+
+    async def newer_in_cold(self) -> None:
+        """Step 7 is whole in cold."""
+        self.here.catalog.add(await self.here.commit("cold", step=7), "cold")
+
+    def tell(self, **changes: object) -> None:
+        peer = self.there.context.peer_key.of(RUN)
+        assert peer is not None
+        partner = Partner(Generation(1), msgspec.structs.replace(peer, **changes), NODE_FILE)
+        self.here.context.partners[RUN] = partner
+
+    @property
+    def steps(self) -> list[int]:
+        return [part.step for part in self.copies.of_run(RUN)]
+
+    @property
+    def folder(self) -> Path:
+        return self.here.config.hot_path / layout.PEERS
+
+
+def id_of(step: int) -> CheckpointId:
+    return checkpoint_id(RUN, step, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["unsigned", "signed"])
+async def two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[TwoNodes]:
+    monkeypatch.setattr(peer_store, "RETRY_MIN_S", 0.001)
+    monkeypatch.setattr(peer_store, "RETRY_MAX_S", 0.002)
+    keyring = Keyring([new_key()]) if request.param else None
+    peers = PeersConfig(listen="127.0.0.1:0")
+    clocks = {"now": lambda: datetime(2026, 11, 1, 1, tzinfo=UTC)}
+    async with (
+        rooms_at(tmp_path / "here", keyring=keyring, peers=peers, clocks=clocks) as here,
+        rooms_at(tmp_path / "there", keyring=keyring, peers=peers) as there,
+    ):
+        for rooms in (here, there):
+            await rooms.list_tiers()
+        parts = PeerParts(there.context, Restorer(there.context, judge_nothing))
+        await parts.start()
+        nodes = TwoNodes(here, there)
+        nodes.tell()
+        yield nodes
+        await parts.close()
+        await nodes.copies.store.close()
+
+
+async def test_part_of_the_partner_is_copied_bit_for_bit(two: TwoNodes) -> None:
+    await two.both(5)
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+    for name in (NODE_FILE, layout.shard_name(1, 3), layout.shard_name(2, 3)):  # type: ignore[arg-type]
+        key = layout.file_key(id_of(5), name)
+        assert (two.folder / key).read_bytes() == (two.there.config.hot_path / key).read_bytes()
+    assert wire.Copied(step=5, generation=1) in two.here.sent
+    assert two.copier.lag_s(RUN) == 0.0
+
+
+async def test_it_waits_until_both_have_persisted(two: TwoNodes) -> None:
+    """What is in memory only may be lost with the node that is copied."""
+    await two.persist(two.here, 5, HERE)
+    two.there.seal(5, [b"one", b"two"], node=THERE, world_size=3, number=5, created_at=CREATED)
+    assert await two.copier.run_once()
+    assert two.steps == []
+    assert two.copier.lag_s(RUN) == 3600.0
+    assert not two.here.incidents.recent()
+
+
+async def test_only_the_newest_are_begun(two: TwoNodes) -> None:
+    for step in range(5, 5 + COPIED_MAX + 2):
+        await two.both(step)
+    await two.copier.run_once()
+    assert two.steps == [8, 7]
+
+
+async def test_part_of_another_start_is_refused(two: TwoNodes) -> None:
+    await two.persist(two.there, 5, msgspec.structs.replace(THERE, claim="cd" * 16))
+    await two.persist(two.here, 5, HERE)
+    assert not await two.copier.run_once()
+    assert two.steps == []
+    assert "part of another checkpoint" in two.here.incidents.recent()[0]["message"]
+
+
+async def test_partner_that_cannot_be_reached_is_an_incident_and_tried_again(two: TwoNodes) -> None:
+    await two.both(5)
+    two.tell(address="127.0.0.1:1")
+    assert not await two.copier.run_once()
+    assert two.here.incidents.recent()[0]["stage"] == "copy"
+    two.tell()
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_damaged_shard_of_the_partner_is_never_a_copy(two: TwoNodes) -> None:
+    await two.both(5)
+    path = two.there.config.hot_path / layout.file_key(id_of(5), layout.shard_name(1, 3))  # type: ignore[arg-type]
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"damage")
+    assert not await two.copier.run_once()
+    assert two.steps == []
+    assert not list(two.folder.rglob("node-*"))
+
+
+async def test_full_disk_takes_no_copy(two: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is never the reason why a snapshot of this node has no space."""
+    await two.both(5)
+    monkeypatch.setattr(hot_space, "MARGIN_BYTES", 1 << 60)
+    assert not await two.copier.run_once()
+    assert two.steps == []
+    assert two.here.incidents.recent()[0]["kind"] == "full"
+
+
+async def test_disk_that_fills_meanwhile_leaves_no_copy(two: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    await two.both(5)
+    monkeypatch.setattr(os, "pwrite", full)
+    assert not await two.copier.run_once()
+    assert two.steps == []
+    monkeypatch.undo()
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_old_copies_go_when_every_node_has_a_newer_one(two: TwoNodes) -> None:
+    for step in (5, 6, 7):
+        await two.both(step)
+        await two.copier.run_once()
+    assert two.steps == [7, 6, 5]
+    two.here.catalog.saw_everywhere(id_of(6))
+    await two.copier.run_once()
+    assert two.steps == [7, 6]
+    assert not (two.folder / RUN / id_of(5).name).exists()
+
+
+async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
+    await two.both(5)
+    two.tell(address="127.0.0.1:1")
+    two.copier._begun.add(id_of(5))
+    folder = two.folder / RUN / id_of(5).name
+    folder.mkdir(parents=True)
+    (folder / layout.shard_name(1, 3)).write_bytes(b"begun")  # type: ignore[arg-type]
+    for step in (6, 7):
+        await two.both(step)
+    await two.copier.run_once()
+    assert not folder.exists()
+
+
+async def test_room_is_made_of_what_cold_has(two: TwoNodes) -> None:
+    for step in (5, 6):
+        await two.both(step)
+        await two.copier.run_once()
+    assert await two.copier.make_room(1) == 0  # nothing else has them
+    part = two.copies.get(id_of(5))
+    assert isinstance(part, NodeFile)
+    await two.newer_in_cold()
+    assert await two.copier.make_room(1) == part.size_bytes
+    assert two.steps == [6]  # the oldest was enough
+
+
+@pytest.mark.parametrize(("days", "left"), [(6, [6]), (8, [])])
+async def test_run_without_trainers_keeps_its_copies_for_a_week(two: TwoNodes, days: int, left: list[int]) -> None:
+    await two.both(6)
+    await two.copier.run_once()
+    two.here.catalog.saw_everywhere(id_of(6))
+    await two.newer_in_cold()
+    for rooms in (two.here, two.there):
+        for rank in rooms.memory.present(RUN):
+            rooms.memory.leave(RUN, rank, now_s=0.0)
+        rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+    two.here.context = replace(two.here.context, now=lambda: datetime.fromisoformat(CREATED) + timedelta(days=days))
+    copier = PartCopier(two.here.context, two.copies)
+    await copier.run_once()
+    assert two.steps == left
+    assert RUN not in two.here.context.partners
