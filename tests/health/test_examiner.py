@@ -78,7 +78,7 @@ async def test_an_unexamined_checkpoint_in_hot_is_examined_once(rooms: Rooms, mo
     async def never(*_: object) -> Diagnosis:
         raise AssertionError("examined again")
 
-    monkeypatch.setattr(examiner_module, "_run_program", never)
+    monkeypatch.setattr(examiner_module, "examine_files", never)
     await rooms.look()
     assert await examiner(rooms).run_once(), "its markers have the verdict"
     assert rooms.catalog.get(checkpoint_id(RUN, 1, 1)).healthy is True  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ async def test_the_hot_file_is_examined_if_the_slot_is_released_meanwhile(
 ) -> None:
     snapshot_set = rooms.seal(1, [shard(1.0)])
     await rooms.persister().run_once()
-    real = examiner_module._run_program
+    real = examiner_module.examine_files
     sources: list[str] = []
 
     async def overwritten(checkpoint: object, files: list[tuple[int, int]]) -> Diagnosis:
@@ -102,7 +102,7 @@ async def test_the_hot_file_is_examined_if_the_slot_is_released_meanwhile(
         sources.append("file")
         return await real(checkpoint, files)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(examiner_module, "_run_program", overwritten)
+    monkeypatch.setattr(examiner_module, "examine_files", overwritten)
     await examiner(rooms).examine(snapshot_set.id)
     assert sources == ["slot", "file"]
     assert markers(rooms, "hot", 1) == ["healthy.json"]
@@ -177,7 +177,7 @@ async def test_a_checkpoint_whose_marker_is_not_written_yet_is_not_examined_agai
         examined.append(checkpoint)
         return Diagnosis(healthy=False)
 
-    monkeypatch.setattr(examiner_module, "_run_program", examine)
+    monkeypatch.setattr(examiner_module, "examine_files", examine)
     async with rooms.context.lock(first):  # as held by a deletion, which a marker waits for
         verdicts = [await worker.is_healthy(first, wait_s=0.1) for _ in range(2)]
     assert verdicts == [False, False]
@@ -236,7 +236,7 @@ async def test_no_marker_is_left_of_a_checkpoint_that_is_deleted_while_it_is_exa
         is_deleting.set()
         await asyncio.wait({examining}, timeout=0.5)  # an examiner that does not wait for the deletion ends first
 
-    monkeypatch.setattr(examiner_module, "_run_program", examine)
+    monkeypatch.setattr(examiner_module, "examine_files", examine)
     monkeypatch.setattr(rooms.hot_store, "delete", delete_slowly)
     examining = asyncio.ensure_future(examiner(rooms).examine(oldest))
     await asyncio.sleep(0)

@@ -245,7 +245,7 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
         return Diagnosis(healthy=is_healthy)
 
     with (
-        patch("tierd.health.examiner._run_program", examine),
+        patch("tierd.health.examiner.examine_files", examine),
         patch("tierd.workers.replicator.GRACE_S", GRACE_S),
         patch.object(Committer, "interval_s", COMMITTER_INTERVAL_S),
     ):
