@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom image prometheus ceph peers clean
+.PHONY: help venv demo demo-nodes docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom image prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train a GPT, kill its trainer, its daemon and its disk, and see it recover
 	$(VENV)/bin/tierd demo
+
+demo-nodes: $(STAMP) ## train over three nodes, lose one with its disk, then all, and see it recover
+	$(VENV)/bin/tierd demo --nodes
 
 # The variable silences an advertisement of Material's authors.
 docs: $(STAMP) ## build the documentation site into site/, strictly

@@ -3,6 +3,8 @@
 The same command starts and resumes: kill it at any instant, run it again, and the loss curve is bit for bit that of an
 undisturbed run. This holds on the same machine and device with the same --threads and --steps: another number of
 threads adds floats in another order, and the learning rate depends on --steps. All calls to tierd are in `main`.
+
+Under torchrun, on one node or several, each rank has a shard of the model (FSDP2) and data of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from typing import Any, BinaryIO
 
 import tierd_client
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 VOCABULARY = 256  # one token is one byte
@@ -105,12 +110,12 @@ def read_corpus() -> bytes:
 class RandomCrops:
     """Batches of crops at random offsets, from its own generator. The generator's state is the position in the data."""
 
-    def __init__(self, corpus: bytes, *, batch_size: int, block_size: int) -> None:
+    def __init__(self, corpus: bytes, *, batch_size: int, block_size: int, rank: int = 0) -> None:
         self.tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
         self.checksum = zlib.crc32(corpus)
         self.batch_size = batch_size
         self.block_size = block_size
-        self.generator = torch.Generator().manual_seed(SEED)
+        self.generator = torch.Generator().manual_seed(SEED + rank)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (batch × block, int64): the targets are the inputs shifted by one byte."""
@@ -126,6 +131,16 @@ class RandomCrops:
         if state["corpus_crc32"] != self.checksum:
             raise ValueError("resume training: the text differs from the checkpoint's (another Python version?)")
         self.generator.set_state(state["generator"])
+
+
+def join_ranks(device: str) -> tuple[int, int]:
+    """(rank, number of ranks), as torchrun has set them in the environment."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return dist.get_rank(), dist.get_world_size()
 
 
 def build_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
@@ -194,13 +209,16 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    rank, world_size = join_ranks(device)
 
     preset = SHAPES[args.model_size]
     shape = Shape(layers=preset.layers, heads=preset.heads, width=preset.width, block_size=args.block_size)
     model = GPT(shape).to(device)
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh(device, (world_size,)))
     optimizer = build_optimizer(model, args.learning_rate)
     scheduler = build_scheduler(optimizer, args.steps)
-    data = RandomCrops(read_corpus(), batch_size=args.batch_size, block_size=args.block_size)
+    data = RandomCrops(read_corpus(), batch_size=args.batch_size, block_size=args.block_size, rank=rank)
     print(f"GPT of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}", flush=True)
 
     def train_step() -> float:
@@ -211,8 +229,11 @@ def main(arguments: list[str] | None = None) -> int:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        progress["tokens"] += inputs.numel()
-        return loss.item()
+        progress["tokens"] += world_size * inputs.numel()
+        loss = loss.detach()
+        if world_size > 1:
+            dist.all_reduce(loss)
+        return loss.item() / world_size
 
     # All that a resume needs. TrainingState adds the random number generators of Python, numpy and torch by itself.
     progress = {"tokens": 0}
@@ -229,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("starting fresh", flush=True)
 
         shot = None
-        with open_loss_file(args.loss_file, start) as loss_file:
+        with open_loss_file(args.loss_file, start) if rank == 0 else open(os.devnull, "wb") as loss_file:
             for step in range(start + 1, args.steps + 1):
                 started = time.monotonic()
                 rate = scheduler.get_last_lr()[0]

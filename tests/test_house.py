@@ -100,6 +100,8 @@ DOORS = {
             "tierd/daemon.py": "removes its socket",
             "tierd/api/restore_requests.py": "a manifest is sent in a memfd",
             "tierd/cli/demo.py": "the demo's own folder",
+            "tierd/cli/demo_nodes.py": "the same",
+            "tierd/cli/demo_run.py": "the same",
             "client/tierd_client/snapshot/slot.py": "the size of a memfd",
             "client/tierd_client/stopping/requests.py": "removes the stop file",
             "client/tierd_client/examples/train_gpt.py": "the example's own files",
@@ -123,6 +125,7 @@ DOORS = {
             "tierd/api/operator_socket.py": "the CLI's side of it",
             "tierd/config_file.py": "gethostname only",
             "tierd/systemd.py": "sd_notify",
+            "tierd/cli/demo_nodes.py": "a free port for torch.distributed",
             "tierd/peer.py": "the user at the other end",
             "tierd/s3/client.py": "cuts a connection that makes no progress",
             "tierd/descriptors.py": "passes descriptors with a packet",
@@ -175,7 +178,7 @@ DOORS = {
             "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
             "client/tierd_client/examples/train_gpt.py": "CUBLAS_WORKSPACE_CONFIG, for deterministic CUDA",
-            "tierd/cli/demo.py": "its processes do not inherit TIERD_ settings",
+            "tierd/cli/demo_run.py": "its processes do not inherit TIERD_ settings",
         },
     ),
     "the wall clock": Door(
@@ -193,7 +196,7 @@ DOORS = {
         modules=frozenset({"subprocess", "multiprocessing"}),
         names=frozenset({"asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"}),
         files={
-            "tierd/cli/demo.py": "runs a trainer and a daemon",
+            "tierd/cli/demo_run.py": "runs trainers and daemons",
             "tierd/cli/export.py": "torch writes its own formats",
             "tierd/health/examiner.py": "counts NaN in a separate process",
         },
@@ -423,6 +426,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
     "tierd/tiers/tree.py": "tiers/test_directory.py",
     # The commands are tested as users run them, in a process.
+    "tierd/cli/demo_run.py": "cli/test_demo.py",
     "tierd/cli/console.py": "cli/test_ls.py",
     "tierd/cli/memory_store.py": "cli/test_serve.py",
     "tierd/cli/key.py": "security/test_bucket_writer.py",
