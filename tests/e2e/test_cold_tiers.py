@@ -157,7 +157,7 @@ def test_run_continues_from_the_other_cold_tier_when_the_node_is_lost(tmp_path: 
                 second.wait_replicated("dr")
 
 
-@pytest.mark.parametrize("answers", ["late", "drip"])
+@pytest.mark.parametrize("answers", ["late", pytest.param("drip", marks=pytest.mark.long)])
 def test_slow_cold_tier_does_not_delay_the_other(tmp_path: Path, trainer: Trainer, answers: str) -> None:
     with bucket_server() as good, bucket_server() as slow:
         is_slow = True

@@ -73,6 +73,7 @@ def _leave_out_rank(training: Training) -> None:
     del training.extra["rank"]
 
 
+@pytest.mark.long
 def test_a_node_and_its_disk_and_a_spare_takes_its_place(tmp_path: Path) -> None:
     with nodes(tmp_path, "a", "b", "c", "spare") as (a, b, c, spare):
         with connected([a, b, c], 3) as trainers:
@@ -101,6 +102,7 @@ def test_the_training_network_splits(tmp_path: Path) -> None:
         assert again == digests
 
 
+@pytest.mark.long
 def test_two_jobs_under_one_run_name(tmp_path: Path) -> None:
     """The later fences the earlier. Nothing that the earlier has committed is overwritten."""
     with nodes(tmp_path, "a", "b", "c", "d") as (a, b, c, d), ExitStack() as stack:

@@ -45,7 +45,7 @@ def test_a_run_over_two_nodes_is_committed_in_cold_and_goes_on_after_its_trainer
         assert (tmp_path / "cold" / "run" / "000000000004-g0002" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("is_home", [True, False])
+@pytest.mark.parametrize("is_home", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_daemon_that_is_killed_delays_the_commit_only(tmp_path: Path, *, is_home: bool) -> None:
     with nodes(tmp_path) as daemons, connected(daemons, 2) as trainers:
         killed = daemons[0] if is_home else daemons[1]

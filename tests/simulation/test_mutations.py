@@ -129,6 +129,7 @@ def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MUTATIONS_OF_FULL_DISKS)
 def test_a_daemon_is_caught_that_does_not_survive_a_full_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken = MUTATIONS_OF_FULL_DISKS[kind]

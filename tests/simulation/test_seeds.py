@@ -14,7 +14,7 @@ from tests.support.simulation.schedule import Event, Schedule, make_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, shrink
 
 SEEDS = 300
-SEEDS_FULL = 8  # with a full disk; each simulates an hour or two
+SEEDS_FULL = 4  # with a full disk; each simulates an hour or two
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 
 pytestmark = pytest.mark.timeout(1200)  # on a busy machine; 300 seeds take 25 s of one processor

@@ -1,6 +1,6 @@
-"""Which of the last snapshots of a run over several nodes are safe on every node: durable there, and copied to another
-one where nodes read from each other.
+"""Which of the last snapshots of a run over several nodes are safe on every node.
 
+Safe is what is durable there and, where nodes read from each other, copied to another one.
 All ranks take the same snapshots. They put their answers together in the exchange that every snapshot makes anyway, so
 what they learn is as old as one snapshot.
 """

@@ -148,7 +148,7 @@ def gradients_on() -> Iterator[None]:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "stateful"])
 def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     fit(kind, tmp_path / "undisturbed", None)
 
