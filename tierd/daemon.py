@@ -62,6 +62,7 @@ from tierd.workers.driller import Driller
 from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
 from tierd.workers.part_copier import PEERS, PartCopier
+from tierd.workers.part_finisher import PartFinisher
 from tierd.workers.persister import Persister
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover, refuse_signed
@@ -171,6 +172,8 @@ class _Daemon:
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
         for name, tier in context.cold.items():
             workers |= {f"replicate {name}": Replicator(context, tier), f"commit {name}": Committer(context, tier)}
+            if self._copies is not None:
+                workers[f"finish {name}"] = PartFinisher(context, self._copies, tier)
         return workers
 
     # ── running ──

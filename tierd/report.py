@@ -60,13 +60,15 @@ class NewestPart(PartReport, kw_only=True):
 
 
 class NodesReport(msgspec.Struct, kw_only=True):
-    """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier.
-    `everywhere`: the newest checkpoint that all nodes have persisted; only the daemon knows, once trainers told it."""
+    """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier. `copied`:
+    the newest copy of another node's part. `everywhere`: the newest checkpoint that all nodes have persisted; only the
+    daemon knows, once trainers told it."""
 
     ranks: list[int]
     world_size: int
     parts: dict[str, NewestPart] = {}
     everywhere: NewestCheckpoint | None = None
+    copied: NewestPart | None = None
 
     def __str__(self) -> str:
         return f"ranks {ranks_text(self.ranks)} of {self.world_size}"

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_nodes_peers import PEERS, left_behind, peers
 from tests.e2e.test_nodes_restore import hold_cold, save
 from tests.support.daemon import Daemon
@@ -45,6 +47,8 @@ def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
             hold_cold(second)
             safe(trainers)
             digests = safe(trainers)
+            copied = first.status()["runs"][0]["nodes"]["copied"]
+            assert (copied["step"], copied["ranks"]) == (2, [2, 3])
         lose(second)
         with joined(tmp_path, 4, seed=2) as trainers:
             connect_on([first, spare], trainers)
@@ -55,6 +59,27 @@ def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
             safe(trainers)
             wait_until(lambda: copies(first)[-1:] == copies(spare)[-1:] == [3], "copies of the new generation")
         assert not left_behind([first, spare])
+
+
+@pytest.mark.long
+def test_a_node_in_the_middle_of_its_upload(tmp_path: Path) -> None:
+    """Its partner sends the rest, some minutes later, and the checkpoint is committed."""
+    with peers(tmp_path, "a", "b") as (first, second):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)  # which lets one of two files pass
+            digests = safe(trainers)
+        lose(second)
+        manifest = tmp_path / "cold" / "run" / "000000000001-g0001" / "manifest.json"
+        wait_until(manifest.exists, "the commit", 300.0)
+        lose(first)
+        first.start()
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([first], trainers)
+            found = together(trainers, "restore")
+            assert [(each.step, each.tier) for each in found] == [(1, "cold")] * 4
+            assert together(trainers, "digest") == digests
 
 
 def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:

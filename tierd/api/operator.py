@@ -34,6 +34,7 @@ from tierd.report import (
     LOOK_S,
     FailureReport,
     LostReplica,
+    NewestPart,
     NodesReport,
     QueueReport,
     RunReport,
@@ -146,6 +147,7 @@ class Operator:
                 world_size=self._memory.world_size(run),
                 parts=parts,
                 everywhere=everywhere_report(self._catalog, run, self._now()),
+                copied=self._newest_copy(run),
             )
         elif run in self._memory.runs():  # on this node alone now
             report.nodes = UNSET
@@ -161,6 +163,11 @@ class Operator:
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
+
+    def _newest_copy(self, run: Run) -> NewestPart | None:
+        copies = self._context.part_copies
+        newest = next(iter(copies.of_run(run)), None) if copies is not None else None
+        return newest and newest_part_report(newest, self._now())
 
     def _in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints as manifests, and parts as node files. Sizes are exact; checksums may be

@@ -146,6 +146,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
             print_result(f"  all nodes  {_newest(nodes.everywhere)}, persisted on every node")
         for tier, part in nodes.parts.items():
             print_result(f"  {tier:<10} {_newest(part)}, {part}")
+        if nodes.copied:
+            print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
     for tier, checkpoint in newest.items():
         print_result(f"  {tier:<10} {_newest(checkpoint)}")
     if run.unhealthy_steps:

@@ -33,6 +33,7 @@ class PartCopies:
         self.tier = Tier(HOT, self.store, limits=config.limits, keyring=keyring)  # there, parts are complete
         self.bandwidth = Bandwidth(0.0)
         self._parts: dict[CheckpointId, NodeFile] = {}
+        self._addresses: dict[CheckpointId, str] = {}
 
     async def recover(self) -> None:
         """At the start: learns what is there, and deletes what is not complete. A failure is logged: the daemon does
@@ -69,14 +70,20 @@ class PartCopies:
             raise NotFound(f"open the copy of {part.name} of {part.id}: it was just deleted")
         return await self.store.open_files(layout.file_key(part.id, name) for name in names)
 
-    async def commit(self, part: NodeFile, raw: bytes) -> None:
-        """Its shards are there and durable. `raw`: the node file."""
+    def address(self, checkpoint: CheckpointId) -> str:
+        """host:port of the daemon whose part it is; empty where that is not known, after a restart."""
+        return self._addresses.get(checkpoint, "")
+
+    async def commit(self, part: NodeFile, raw: bytes, *, address: str) -> None:
+        """Its shards are there and durable. `raw`: the node file. `address`: of the daemon whose part it is."""
         await self.tier.commit(part, raw=raw)
         self._parts[part.id] = part
+        self._addresses[part.id] = address
 
     async def delete(self, checkpoint: CheckpointId) -> None:
         """Also of one that is not complete. Raises as `Store.delete`."""
         self._parts.pop(checkpoint, None)
+        self._addresses.pop(checkpoint, None)
         await self.tier.delete(checkpoint)
         await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
 

@@ -107,7 +107,7 @@ class PartCopier:
                 raise problem
             await fetch.finish()
             async with self._deleting:
-                await self._copies.commit(part, raw)
+                await self._copies.commit(part, raw, address=partner.peer.address)
         self._begun.discard(own.id)
         seconds, ranks = context.monotonic_s() - started_s, ranks_text(part.ranks)
         log.info("copied %d bytes of %s from %s (ranks %s) in %.3f s", part.size_bytes, own.id, where, ranks, seconds)

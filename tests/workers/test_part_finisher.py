@@ -1,0 +1,133 @@
+"""A node that is lost in the middle of its upload: its partner sends the rest, and the checkpoint is committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.config import ColdConfig
+from tierd.context import DaemonContext
+from tierd.format import layout, wire
+from tierd.format.claim import Claim
+from tierd.format.ids import Generation, checkpoint_id
+from tierd.tiers.part_copies import PartCopies
+from tierd.workers.committer import HOME_S, Committer
+from tierd.workers.part_finisher import LOST_AFTER_S, PartFinisher
+
+RANDOM = "ab" * 16
+HERE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim=RANDOM)
+THERE = wire.NodeRanks(ranks=[1], lowest=[0, 1], claim=RANDOM)
+ID = checkpoint_id(RUN, 5, 1)
+
+
+class Pair:
+    """Two nodes that share a cold tier. `here` has sent its part and has a copy of the other's, which was lost before
+    its node file."""
+
+    def __init__(self, here: Rooms, there: Rooms) -> None:
+        self.here, self.there = here, there
+        self.now_s = 1000.0
+        self.context: DaemonContext = replace(here.context, monotonic_s=lambda: self.now_s)
+        self.copies = PartCopies(here.config)
+        self.cold = here.cold["cold"]
+        self.finisher = PartFinisher(self.context, self.copies, self.cold)
+
+    async def begin(self, *, address: str = "127.0.0.1:1") -> None:
+        for rooms, node in ((self.there, THERE), (self.here, HERE)):
+            await rooms.list_tiers()
+            assert await rooms.context.claim(self.cold, RUN, Generation(1), Claim(claim=RANDOM, hot="x"))
+            rooms.seal(5, [f"rank {node.ranks}".encode() * 5000], node=node, world_size=2, number=1)
+            await rooms.persister().run_once()
+        part = self.there.catalog.get(ID)
+        assert part is not None
+        assert part.part is not None
+        for file in part.part.files:
+            key = layout.file_key(ID, file.name)
+            await self.copies.store.put_bytes(key, (self.there.config.hot_path / key).read_bytes())
+        await self.copies.commit(part.part, part.part.encode(), address=address)
+        await self.here.replicator().run_once()
+        assert self.names == {"node-00000-of-00002.json", "rank-00000-of-00002.safetensors"}
+
+    @property
+    def names(self) -> set[str]:
+        """Of the files in the shared cold tier."""
+        return {path.name for path in self.here.folder("cold", ID).iterdir()}
+
+    async def pass_time(self, seconds: float) -> None:
+        assert await self.finisher.run_once()
+        self.now_s += seconds
+        assert await self.finisher.run_once()
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    cold = ColdConfig(name="cold", url=f"file://{tmp_path / 'shared'}")
+    async with (
+        rooms_at(tmp_path / "here", cold=(cold,)) as here,
+        rooms_at(tmp_path / "there", cold=(cold,)) as there,
+    ):
+        pair = Pair(here, there)
+        yield pair
+        await pair.copies.store.close()
+
+
+async def test_the_partner_of_a_lost_node_sends_its_part_and_the_checkpoint_is_committed(pair: Pair) -> None:
+    await pair.begin()
+    await pair.pass_time(LOST_AFTER_S)
+    assert {"node-00001-of-00002.json", "rank-00001-of-00002.safetensors"} <= pair.names
+    committer = Committer(pair.context, pair.cold)
+    await committer.run_once()
+    pair.now_s += HOME_S
+    await committer.run_once()
+    assert layout.MANIFEST in pair.names
+    manifest = await pair.cold.manifest(ID)
+    assert [file.name for file in manifest.files] == [
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    ]
+
+
+async def test_it_waits_before_a_node_counts_as_lost(pair: Pair) -> None:
+    await pair.begin()
+    await pair.pass_time(LOST_AFTER_S - 1.0)
+    assert "node-00001-of-00002.json" not in pair.names
+
+
+async def test_a_node_that_answers_sends_its_part_itself(pair: Pair) -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        await pair.begin(address=f"{host}:{port}")
+        await pair.pass_time(10 * LOST_AFTER_S)
+        assert "node-00001-of-00002.json" not in pair.names
+    await pair.pass_time(LOST_AFTER_S)
+    assert "node-00001-of-00002.json" in pair.names
+
+
+async def test_an_address_that_is_not_known_is_that_of_a_lost_node(pair: Pair) -> None:
+    """This daemon has restarted since."""
+    await pair.begin(address="")
+    await pair.pass_time(LOST_AFTER_S)
+    assert "node-00001-of-00002.json" in pair.names
+
+
+@pytest.mark.parametrize("name", [layout.GONE, layout.MANIFEST])
+async def test_nothing_is_sent_to_a_checkpoint_that_is_deleted_or_whole(pair: Pair, name: str) -> None:
+    await pair.begin()
+    await pair.cold.store.put_bytes(layout.file_key(ID, name), b"{}")
+    await pair.pass_time(LOST_AFTER_S)
+    assert "node-00001-of-00002.json" not in pair.names
+
+
+async def test_a_part_that_came_meanwhile_stays(pair: Pair) -> None:
+    await pair.begin()
+    await pair.there.replicator().run_once()
+    before = (pair.here.folder("cold", ID) / "node-00001-of-00002.json").stat()
+    await pair.pass_time(LOST_AFTER_S)
+    after = (pair.here.folder("cold", ID) / "node-00001-of-00002.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)

@@ -1,0 +1,93 @@
+"""Finishes in a cold tier what a lost node was sending: from the copy of its part that this node, its partner, has.
+
+A checkpoint over several nodes is committed when the parts of all are there. This node waits until the other one
+answers no connection for a while: a slow node is not helped, for both would send the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from tierd.context import DaemonContext
+from tierd.errors import TierdError, Transient
+from tierd.format import layout
+from tierd.format.audit import Action
+from tierd.format.ids import CheckpointId
+from tierd.format.node_file import NodeFile
+from tierd.listing import files_of
+from tierd.tiers.checkpoint_copy import copy_part
+from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.tier import Tier
+
+log = logging.getLogger("tierd")
+
+LOST_AFTER_S = 120.0  # without a connection to the other node, since this one has sent its own part
+CONNECT_TIMEOUT_S = 5.0
+
+
+class PartFinisher:
+    name = "replicate"
+    interval_s = 30.0
+    is_urgent = False
+
+    def __init__(self, context: DaemonContext, copies: PartCopies, cold: Tier) -> None:
+        self._context = context
+        self._copies = copies
+        self._cold = cold
+        self._silent_since_s: dict[CheckpointId, float] = {}  # of each that waits for the part of which a copy is here
+
+    async def run_once(self) -> bool:
+        """False when a part could not be sent."""
+        waiting = {part.id: part for part in self._context.catalog.sent_parts(self._cold.name)}
+        waiting = {checkpoint: own for checkpoint, own in waiting.items() if self._copies.get(checkpoint) is not None}
+        self._silent_since_s = {each: since for each, since in self._silent_since_s.items() if each in waiting}
+        is_well = True
+        for own in sorted(waiting.values(), key=lambda own: own.id.recency, reverse=True):
+            if await self._answers(own.id):
+                self._silent_since_s.pop(own.id, None)
+                continue
+            now_s = self._context.monotonic_s()
+            if now_s - self._silent_since_s.setdefault(own.id, now_s) < LOST_AFTER_S:
+                continue
+            try:
+                await self._finish(own)
+            except Transient:
+                raise
+            except TierdError as error:
+                self._context.incidents.record(self.name, error, own.id)
+                is_well = False
+        return is_well
+
+    async def _answers(self, checkpoint: CheckpointId) -> bool:
+        """Whether the node whose part it is accepts a connection. False also where its address is not known: this
+        daemon has restarted, and the trainers have not told it."""
+        address = self._copies.address(checkpoint)
+        if not address:
+            return False
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+    async def _finish(self, own: NodeFile) -> None:
+        """Raises as `copy_part`."""
+        part = self._copies.get(own.id)
+        if part is None:
+            return
+        names = set(await files_of(self._cold, own.id))
+        if part.name in names or own.name not in names or names & {layout.GONE, layout.MANIFEST}:
+            return
+        with self._context.throttle.writing(self._cold.name) as count_written:
+            await copy_part(part, self._copies.tier, self._cold, part, progress=count_written)
+        log.info("sent %s of %s to %s: its node does not answer", part.name, own.id, self._cold.name)
+        self._context.audit.record(Action.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
+        self._context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
+        self._context.notify.part_sent(self._cold.name)
