@@ -24,7 +24,7 @@ from tierd.key_file import new_key
 from tierd.tiers import peer_store
 from tierd.tiers.part_copies import PartCopies
 from tierd.workers import hot_space
-from tierd.workers.part_copier import COPIED_MAX, PartCopier
+from tierd.workers.part_copier import COPIED_MAX, IDLE_S, POLL_MIN_S, PartCopier
 from tierd.workers.restorer import Restorer
 
 HERE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -121,6 +121,22 @@ async def test_it_waits_until_both_have_persisted(two: TwoNodes) -> None:
     assert two.steps == []
     assert two.copier.lag_s(RUN) == 3600.0
     assert not two.here.incidents.recent()
+
+
+async def test_the_other_node_is_asked_soon_and_then_less_often(two: TwoNodes) -> None:
+    await two.persist(two.here, 5, HERE)
+    intervals: list[float] = []
+    for _ in range(7):
+        await two.copier.run_once()
+        intervals.append(two.copier.interval_s)
+    assert intervals == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    await two.persist(two.here, 6, HERE)
+    await two.copier.run_once()
+    assert two.copier.interval_s == POLL_MIN_S
+    for step in (5, 6):
+        await two.persist(two.there, step, THERE)
+    await two.copier.run_once()
+    assert two.copier.interval_s == IDLE_S
 
 
 async def test_only_the_newest_are_begun(two: TwoNodes) -> None:

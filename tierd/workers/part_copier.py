@@ -26,19 +26,23 @@ from tierd.workers.hot_space import HotSpace, no_room
 log = logging.getLogger("tierd")
 
 PEERS = "peers"  # the name of this traffic for the throttle
+POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether it has persisted its part
+IDLE_S = 10.0  # where every part has its copy
 COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
 LEFT_AFTER = timedelta(days=7)  # a copy of a run without trainers here, if cold has that checkpoint or a newer one
 
 
 class PartCopier:
     name = "copy"
-    interval_s = 2.0  # until the other node is asked again whether it has persisted its part
     is_urgent = True
 
     def __init__(self, context: DaemonContext, copies: PartCopies) -> None:
         self._context = context
         self._copies = copies
         self._space = HotSpace(context.hot, no_room)
+        self.interval_s = IDLE_S
+        self._poll_s = POLL_MIN_S
+        self._waiting: set[CheckpointId] = set()  # after the last pass
         self._begun: set[CheckpointId] = set()  # copies that are not complete
         self._deleting = asyncio.Lock()
 
@@ -58,7 +62,15 @@ class PartCopier:
                     self._context.incidents.record(self.name, error, own.id)
                     is_well = False
                     break  # the next one would fail, too
+        self._set_interval()
         return is_well
+
+    def _set_interval(self) -> None:
+        """The other node has often persisted its part a moment later than this one."""
+        waiting = {own.id for run, partner in self._context.partners.items() for own in self._uncopied(run, partner)}
+        self._poll_s = min(2 * self._poll_s, POLL_MAX_S) if waiting == self._waiting else POLL_MIN_S
+        self.interval_s = self._poll_s if waiting else IDLE_S
+        self._waiting = waiting
 
     async def make_room(self, need_bytes: int) -> int:
         """Deletes copies of what cold has, oldest first. Returns how many bytes that frees."""
