@@ -86,3 +86,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     """An empty bucket of our own server, which accepts small parts. An indirect parameter changes its options."""
     with bucket_server(**{"part_bytes_min": 1024, **getattr(request, "param", {})}) as found:
         yield found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The simulations first, in the same order on each worker: one file may take a minute and a half, and what begins
+    late ends last."""
+    items.sort(key=lambda item: "/simulation/" not in item.path.as_posix())

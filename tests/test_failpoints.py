@@ -51,6 +51,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/key_file.py", "make_key_file"): "a command: an incomplete key file is refused",
     ("tierd/audit.py", "*"): "says what happened and decides nothing: a torn line is cut off by the next append",
     ("tierd/cli/demo.py", "*"): "a command: its folder is its own",
+    ("tierd/cli/demo_nodes.py", "*"): "the same",
     ("tierd/transfer/atomic_output.py", "*"): "commands only: tests/transfer/test_atomic_output.py kills them",
     ("tierd/s3/probe.py", "*"): "`tierd doctor`, which writes objects of its own",
 }

@@ -129,8 +129,13 @@ def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long
-@pytest.mark.parametrize("kind", MUTATIONS_OF_FULL_DISKS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("a full disk stopped durability", marks=pytest.mark.long),
+        "hot deleted a checkpoint before its cold copy",
+    ],
+)
 def test_a_daemon_is_caught_that_does_not_survive_a_full_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken = MUTATIONS_OF_FULL_DISKS[kind]
     monkeypatch.setattr(owner, name, broken)

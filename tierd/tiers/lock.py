@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +25,7 @@ from tierd.tiers.tree import make_folder
 log = logging.getLogger("tierd")
 
 _DESCRIPTION_BYTES_MAX = 4096
+DEAD_HOLDER_S, POLL_S = 5.0, 0.02  # how long a lock is waited for whose holder is dead
 
 
 class Lock(AbstractContextManager["Lock"]):
@@ -46,7 +48,7 @@ class Lock(AbstractContextManager["Lock"]):
             hint = "it must be in a directory that the daemon's user can make and write: check hot.path"
             raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
             self.describe(self._description)
         except BlockingIOError as error:
             other = _describe(self._fd)
@@ -58,6 +60,19 @@ class Lock(AbstractContextManager["Lock"]):
             raise TierUnreachable(
                 f"lock {path}: {error.strerror}", hint="does the filesystem support flock?"
             ) from error
+
+    def _take(self) -> None:
+        """A holder that was just killed was perhaps starting a process, which has the lock until it runs its program.
+        Raises BlockingIOError."""
+        deadline_s = time.monotonic() + DEAD_HOLDER_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline_s or not _has_died(_holder(self._fd)):
+                    raise
+            time.sleep(POLL_S)
 
     def _keep_others_out(self, root: Path) -> None:
         about = os.fstat(self._fd)
@@ -105,10 +120,29 @@ class Lock(AbstractContextManager["Lock"]):
         self.release()
 
 
-def _describe(fd: int) -> str:
+def _holder(fd: int) -> dict[str, str | int | float]:
+    """As it has described itself; empty where it cannot be read."""
     try:
         raw = os.pread(fd, _DESCRIPTION_BYTES_MAX, 0)
-        description = msgspec.json.decode(raw, type=dict[str, str | int | float])
+        return msgspec.json.decode(raw, type=dict[str, str | int | float])
     except (msgspec.DecodeError, ValueError, RecursionError, OSError):
-        return "another process"
-    return ", ".join(f"{name} {value}" for name, value in description.items()) or "another process"
+        return {}
+
+
+def _describe(fd: int) -> str:
+    return ", ".join(f"{name} {value}" for name, value in _holder(fd).items()) or "another process"
+
+
+def _has_died(holder: Mapping[str, object]) -> bool:
+    """Whether there is no such process. One of another machine or container seems to have died, too: then its lock is
+    waited for in vain, for a moment."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
