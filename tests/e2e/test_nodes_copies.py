@@ -105,16 +105,9 @@ def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
             together(trainers, "restore")
             hold_cold(second)
             digests = safe(trainers)
-            folder = first.hot / ".peers" / "run"
-            folder.chmod(0o500)
-            blocked = folder / "000000000002-g0001"  # not a folder: nothing can be copied there, by root neither
-            folder.chmod(0o700)
-            blocked.write_text("")
-            for _ in range(3):
+            for step in (2, 3, 4):  # a file where a folder would be: nothing can be copied there
+                (first.hot / ".peers" / "run" / f"{step:012d}-g0001").write_text("")
                 save(trainers)
-                next_step = folder / f"{int(blocked.name[:12]) + 1:012d}-g0001"
-                next_step.write_text("")
-                blocked = next_step
             assert copies(first) == [1]
         lose(second)
         with joined(tmp_path, 4, seed=2) as trainers:
