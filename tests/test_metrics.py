@@ -29,6 +29,7 @@ PUBLIC = {
     "tierd_last_committed_timestamp_seconds": ("gauge", {"run", "tier"}),
     "tierd_everywhere_age_seconds": ("gauge", {"run"}),
     "tierd_peer_lag_seconds": ("gauge", {"run"}),
+    "tierd_commit_missing_ranks": ("gauge", {"run", "tier"}),
     "tierd_checkpoints": ("gauge", {"run", "tier"}),
     "tierd_tier_used_bytes": ("gauge", {"tier"}),
     "tierd_tier_free_bytes": ("gauge", {"tier"}),

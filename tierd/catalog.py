@@ -33,6 +33,8 @@ class Catalog:
         self._copying: dict[str, CheckpointId] = {}  # by tier
         self._copying_unknown: set[str] = set()  # tiers
         self.everywhere: dict[Run, CheckpointId] = {}  # the newest that every node of the run has persisted
+        self.awaited: dict[str, dict[Run, tuple[CheckpointId, list[int]]]] = {}
+        """By tier: the oldest checkpoint of each run there that waits for the parts of these ranks, of other nodes."""
         self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}

@@ -141,6 +141,12 @@ class Metrics:
             "node, or none is known.",
             ["run"],
         )
+        self.commit_missing_ranks = gauge(
+            "commit_missing_ranks",
+            "Ranks whose parts of the oldest uncommitted checkpoint are not in the cold tier, as far as this node has "
+            "listed it; no series where the run is on one node.",
+            ["run", "tier"],
+        )
         self.peer_lag_seconds = gauge(
             "peer_lag_seconds",
             "Age of the oldest checkpoint of which this node has its own part, but not yet the copy of its partner's; "

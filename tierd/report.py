@@ -62,13 +62,15 @@ class NewestPart(PartReport, kw_only=True):
 class NodesReport(msgspec.Struct, kw_only=True):
     """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier. `copied`:
     the newest copy of another node's part. `everywhere`: the newest checkpoint that all nodes have persisted; only the
-    daemon knows, once trainers told it."""
+    daemon knows, once trainers told it. `awaited`: by cold tier, the oldest checkpoint that is not committed
+    there, with the ranks whose parts are missing."""
 
     ranks: list[int]
     world_size: int
     parts: dict[str, NewestPart] = {}
     everywhere: NewestCheckpoint | None = None
     copied: NewestPart | None = None
+    awaited: dict[str, NewestPart] = {}
 
     def __str__(self) -> str:
         return f"ranks {ranks_text(self.ranks)} of {self.world_size}"
@@ -224,6 +226,16 @@ def part_report(part: NodeFile) -> PartReport:
 def newest_part_report(part: NodeFile, now: datetime) -> NewestPart:
     newest = newest_report(part.id, part.created_at, now)
     return NewestPart(ranks=part.ranks, world_size=part.world_size, **msgspec.to_builtins(newest))
+
+
+def awaited_report(catalog: Catalog, run: Run, now: datetime) -> dict[str, NewestPart]:
+    found: dict[str, NewestPart] = {}
+    for tier, of_runs in catalog.awaited.items():
+        checkpoint, missing = of_runs.get(run, (None, []))
+        entry = catalog.get(checkpoint) if checkpoint is not None else None
+        if entry is not None and entry.part is not None:
+            found[tier] = msgspec.structs.replace(newest_part_report(entry.part, now), ranks=missing)
+    return found
 
 
 def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckpoint | None:

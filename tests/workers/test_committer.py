@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
+from tierd.report import awaited_report
 from tierd.tiers.tier import GONE_CONTENT, Tier
 from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer
@@ -102,6 +104,10 @@ async def test_the_manifest_is_written_when_all_parts_are_there(nodes: Nodes) ->
     await third.send(10)
     await nodes.wait(LIST_MAX_S)
     assert home.rooms.steps("cold") == []
+    lacking = home.ranks
+    assert second.rooms.catalog.awaited == {"cold": {RUN: (id_of(10), lacking)}}
+    report = awaited_report(second.rooms.catalog, RUN, datetime.now(UTC))
+    assert (report["cold"].step, report["cold"].ranks) == (10, lacking)
 
     await home.send(10)
     await nodes.wait(HOME_S + 1)

@@ -40,6 +40,7 @@ from tierd.report import (
     RunReport,
     StatusReport,
     age_s,
+    awaited_report,
     checkpoint_report,
     checkpoint_rows,
     everywhere_report,
@@ -148,6 +149,7 @@ class Operator:
                 parts=parts,
                 everywhere=everywhere_report(self._catalog, run, self._now()),
                 copied=self._newest_copy(run),
+                awaited=awaited_report(self._catalog, run, self._now()),
             )
         elif run in self._memory.runs():  # on this node alone now
             report.nodes = UNSET
@@ -205,6 +207,7 @@ class Operator:
             metrics.checkpoints,
             metrics.everywhere_age_seconds,
             metrics.peer_lag_seconds,
+            metrics.commit_missing_ranks,
             metrics.unhealthy_checkpoints,
             metrics.tier_free_bytes,
         ):
@@ -219,6 +222,10 @@ class Operator:
             everywhere = run.nodes.everywhere if run.nodes is not UNSET else None
             if everywhere is not None and everywhere.age_s is not None:
                 metrics.everywhere_age_seconds.labels(run.run).set(everywhere.age_s)
+            if run.nodes is not UNSET:
+                for name in self._context.cold:
+                    awaited = run.nodes.awaited.get(name)
+                    metrics.commit_missing_ranks.labels(run.run, name).set(len(awaited.ranks) if awaited else 0)
             if (lag_s := self._peer_lag_s(Run(run.run))) is not None:
                 metrics.peer_lag_seconds.labels(run.run).set(lag_s)
             for tier, newest in run.tiers.items():

@@ -17,6 +17,7 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.decisions import halted, to_reap
 from tierd.errors import DaemonUnreachable
+from tierd.format.node_file import ranks_text
 from tierd.report import (
     NewestCheckpoint,
     NewestPart,
@@ -146,6 +147,9 @@ def _print_run(run: RunReport, settings: Settings) -> None:
             print_result(f"  all nodes  {_newest(nodes.everywhere)}, persisted on every node")
         for tier, part in nodes.parts.items():
             print_result(f"  {tier:<10} {_newest(part)}, {part}")
+        for tier, awaited in nodes.awaited.items():
+            of = f"step {awaited.step} waits for the parts of ranks {ranks_text(awaited.ranks)}"
+            print_result(f"  {tier:<10} {of} of {awaited.world_size}, of other nodes")
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
     for tier, checkpoint in newest.items():

@@ -81,7 +81,17 @@ class Committer:
                 is_well = False
                 self._catalog.part_gone(self._cold.name, part.id)
                 self._context.incidents.record(self.name, error, part.id)
+        self._catalog.awaited[self._cold.name] = self._awaited()
         return await self._commit_for_lost_nodes() and is_well
+
+    def _awaited(self) -> dict[Run, tuple[CheckpointId, list[int]]]:
+        """As of Catalog; without what has not been listed here yet."""
+        found: dict[Run, tuple[CheckpointId, list[int]]] = {}
+        for checkpoint in sorted(self._waits, key=lambda each: each.recency):
+            node_files = self._waits[checkpoint].node_files.values()
+            if node_files and (missing := missing_ranks(node_files)):
+                found.setdefault(checkpoint.run, (checkpoint, missing))
+        return found
 
     async def _commit_for_lost_nodes(self) -> bool:
         """The daemon of rank 0 looks once at each checkpoint of which it has sent no part: all nodes that have sent
