@@ -465,3 +465,19 @@ def test_other_nodes_use_the_address_that_is_advertised(tmp_path: Path, listen: 
 @pytest.mark.parametrize(("key", "wrong"), [("listen", "9465"), ("listen", "host:70000"), ("advertise", "gpu-7:9465")])
 def test_wrong_address_for_other_nodes_is_refused(tmp_path: Path, key: str, wrong: str) -> None:
     assert f"peers.{key} is '{wrong}', expected" in refusal(tmp_path, f'[peers]\n{key} = "{wrong}"')
+
+
+@pytest.mark.parametrize(
+    ("text", "domain"),
+    [("", "s1.s7"), ('[peers]\ndomain = ""', "s1.s7"), ('[peers]\ndomain = "rack 4"', "rack 4")],
+)
+def test_domain_is_the_switches_that_slurm_tells_unless_the_file_has_one(
+    tmp_path: Path, text: str, domain: str
+) -> None:
+    switches = "s1.s7.node3"
+    assert loaded(tmp_path, text, SLURM_TOPOLOGY_ADDR=switches).peers.domain == domain
+    assert loaded(tmp_path, text, SLURM_TOPOLOGY_ADDR=switches, TIERD_PEERS_DOMAIN="mine").peers.domain == "mine"
+
+
+def test_peers_that_are_no_table_are_refused_also_under_slurm(tmp_path: Path) -> None:
+    assert "peers" in refusal(tmp_path, "peers = 3", SLURM_TOPOLOGY_ADDR="s1.s7.node3")

@@ -148,7 +148,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
     if "TIERD_KEY_FILE" in environ:
         environ = {"TIERD_SECURITY_KEY_FILE": environ["TIERD_KEY_FILE"], **environ}
     peers = tree.get("peers", {})
-    if (switches := environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]) and "domain" not in peers:
+    has_domain = not isinstance(peers, dict) or peers.get("domain")  # what is not a table is refused below
+    if (switches := environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]) and not has_domain:
         environ = {"TIERD_PEERS_DOMAIN": switches, **environ}
     for keys, kind in _scalars(Config, ()):
         raw = environ.get("TIERD_" + "_".join(keys).upper())

@@ -126,3 +126,23 @@ async def test_node_that_stops_reading_is_dropped(served: Served, monkeypatch: p
             read_bytes += len(piece)
     assert read_bytes < 64 << 20
     writer.close()
+
+
+async def test_node_that_reads_a_little_now_and_then_is_dropped(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never silent for long, and holds one of the connections."""
+    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("tierd.api.peer_parts.RATE_MIN_BYTES_S", 1 << 30)
+    served.rooms.seal(6, [b"rank 1", bytes(64 << 20)], node=NODE, world_size=3, number=6)
+    host, _, port = served.key.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+    path = f"/parts/v1/{RUN}/{6:012d}-g0001/{SHARD}"
+    writer.write(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {served.key.token(RUN)}\r\n\r\n".encode())
+    read_bytes = 0
+    with suppress(ConnectionError):
+        while piece := await reader.read(64 << 10):
+            read_bytes += len(piece)
+            await asyncio.sleep(0.02)
+    assert read_bytes < 64 << 20
+    writer.close()

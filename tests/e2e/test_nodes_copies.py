@@ -39,6 +39,16 @@ def copies(daemon: Daemon) -> list[int]:
     return sorted(int(path.parent.name.partition("-")[0]) for path in found)
 
 
+def assert_restored(daemons: Sequence[Daemon], digests: list[str], *, tier: str = "") -> None:
+    """New trainers go on at step 1 with the same state. `tier`: from there; empty: from any."""
+    with joined(daemons[0].root, 4, seed=2) as trainers:
+        connect_on(daemons, trainers)
+        found = together(trainers, "restore")
+        assert [each.step for each in found] == [1] * 4
+        assert not tier or {each.tier for each in found} == {tier}
+        assert together(trainers, "digest") == digests
+
+
 def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
     with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
         with joined(tmp_path, 4) as trainers:
@@ -75,11 +85,7 @@ def test_a_node_in_the_middle_of_its_upload(tmp_path: Path) -> None:
         wait_until(manifest.exists, "the commit", 300.0)
         lose(first)
         first.start()
-        with joined(tmp_path, 4, seed=2) as trainers:
-            connect_on([first], trainers)
-            found = together(trainers, "restore")
-            assert [(each.step, each.tier) for each in found] == [(1, "cold")] * 4
-            assert together(trainers, "digest") == digests
+        assert_restored([first], digests, tier="cold")
 
 
 def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:
@@ -90,11 +96,7 @@ def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:
             hold_cold(second)
             digests = safe(trainers)
         lose(first)
-        with joined(tmp_path, 4, seed=2) as trainers:
-            connect_on([spare, second], trainers)
-            found = together(trainers, "restore")
-            assert [each.step for each in found] == [1] * 4
-            assert together(trainers, "digest") == digests
+        assert_restored([spare, second], digests)
 
 
 def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
@@ -110,11 +112,7 @@ def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
                 save(trainers)
             assert copies(first) == [1]
         lose(second)
-        with joined(tmp_path, 4, seed=2) as trainers:
-            connect_on([first, spare], trainers)
-            found = together(trainers, "restore")
-            assert [each.step for each in found] == [1] * 4
-            assert together(trainers, "digest") == digests
+        assert_restored([first, spare], digests)
 
 
 def test_both_of_a_pair(tmp_path: Path) -> None:
@@ -129,11 +127,7 @@ def test_both_of_a_pair(tmp_path: Path) -> None:
             safe(trainers)
         lose(four[1])
         lose(four[3])
-        with joined(tmp_path, 4, seed=2) as trainers:
-            connect_on([four[0], fifth, four[2], sixth], trainers)
-            found = together(trainers, "restore")
-            assert [(each.step, each.tier) for each in found] == [(1, "cold")] * 4
-            assert together(trainers, "digest") == digests
+        assert_restored([four[0], fifth, four[2], sixth], digests, tier="cold")
 
 
 def test_a_whole_domain(tmp_path: Path) -> None:
@@ -151,11 +145,7 @@ def test_a_whole_domain(tmp_path: Path) -> None:
             digests = safe(trainers)
         lose(four[0])
         lose(four[1])
-        with joined(tmp_path, 4, seed=2) as trainers:
-            connect_on([fifth, sixth, *four[2:]], trainers)
-            found = together(trainers, "restore")
-            assert [each.step for each in found] == [1] * 4
-            assert together(trainers, "digest") == digests
+        assert_restored([fifth, sixth, *four[2:]], digests)
 
 
 def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:

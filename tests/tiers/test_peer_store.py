@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -128,3 +129,22 @@ async def test_node_that_has_gone_is_unreachable_and_a_name_that_is_no_key_refus
             await read(store, 0, 4)
         with pytest.raises(BadRequest):
             await store.get_bytes("run/../secret", size_max=9)
+
+
+async def test_node_that_sends_a_byte_now_and_then_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and all of them would take minutes."""
+    monkeypatch.setattr(peer_store, "ATTEMPTS", 2)
+
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+        await answer.prepare(request)
+        for byte in CONTENT:
+            await answer.write(bytes([byte]))
+            await asyncio.sleep(0.1)
+        return answer
+
+    async with reading(trickle) as store:
+        with pytest.raises(PeerUnreachable):
+            await read(store, 0, len(CONTENT))
+        with pytest.raises(PeerUnreachable):
+            await store.get_bytes(KEY, size_max=len(CONTENT))
