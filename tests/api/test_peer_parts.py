@@ -112,37 +112,41 @@ async def test_any_other_range_is_refused(served: Served, text: str) -> None:
     assert (await served.part(SHARD, Range=text))[0] == 416
 
 
-async def test_node_that_stops_reading_is_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 0.2)
-    served.rooms.seal(6, [b"rank 1", bytes(64 << 20)], node=NODE, world_size=3, number=6)
+async def read_slowly(served: Served, *, first_s: float, between_s: float, size_bytes: int = 64 << 20) -> int:
+    """How many bytes of a shard of this size come to a node that waits before and between its reads of 64 KiB."""
+    served.rooms.seal(6, [b"rank 1", bytes(size_bytes)], node=NODE, world_size=3, number=6)
     host, _, port = served.key.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1)
     path = f"/parts/v1/{RUN}/{6:012d}-g0001/{SHARD}"
-    writer.write(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {served.key.token(RUN)}\r\n\r\n".encode())
-    await asyncio.sleep(1.0)
+    token = served.key.token(RUN)
+    writer.write(
+        f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    )
+    status = await reader.readexactly(len(b"HTTP/1.1 200"))
+    assert status.endswith(b"200")
+    await asyncio.sleep(first_s)
     read_bytes = 0
     with suppress(ConnectionError):
-        while piece := await reader.read(1 << 20):
+        while piece := await reader.read(64 << 10):
             read_bytes += len(piece)
-    assert read_bytes < 64 << 20
+            await asyncio.sleep(between_s)
     writer.close()
+    return read_bytes
+
+
+async def test_node_that_stops_reading_is_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 0.2)
+    assert await read_slowly(served, first_s=1.0, between_s=0.0) < 64 << 20
 
 
 async def test_node_that_reads_a_little_now_and_then_is_dropped(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is never silent for long, and holds one of the connections."""
-    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 3.0)
     monkeypatch.setattr("tierd.api.peer_parts.RATE_MIN_BYTES_S", 1 << 30)
-    served.rooms.seal(6, [b"rank 1", bytes(64 << 20)], node=NODE, world_size=3, number=6)
-    host, _, port = served.key.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-    path = f"/parts/v1/{RUN}/{6:012d}-g0001/{SHARD}"
-    writer.write(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {served.key.token(RUN)}\r\n\r\n".encode())
-    read_bytes = 0
-    with suppress(ConnectionError):
-        while piece := await reader.read(64 << 10):
-            read_bytes += len(piece)
-            await asyncio.sleep(0.02)
-    assert read_bytes < 64 << 20
-    writer.close()
+    assert await read_slowly(served, first_s=0.0, between_s=0.02) < 64 << 20
+
+
+async def test_node_that_reads_slowly_enough_gets_the_whole_file(served: Served) -> None:
+    assert await read_slowly(served, first_s=0.5, between_s=0.0, size_bytes=8 << 20) >= 8 << 20
