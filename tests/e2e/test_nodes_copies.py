@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_nodes_peers import PEERS, left_behind, peers
-from tests.e2e.test_nodes_restore import hold_cold, save
+from tests.e2e.test_nodes_restore import hold_cold, restart, save
+from tests.support.cli import flip_a_bit
 from tests.support.daemon import Daemon
 from tests.support.nodes import connect_on
 from tests.support.trainer import Trainer, joined, together
@@ -146,6 +147,19 @@ def test_a_whole_domain(tmp_path: Path) -> None:
         lose(four[0])
         lose(four[1])
         assert_restored([fifth, sixth, *four[2:]], digests)
+
+
+def test_a_damaged_part_is_read_from_its_copy(tmp_path: Path) -> None:
+    with peers(tmp_path, "a", "b") as (first, second):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+        restart([first, second])
+        (shard,) = (second.hot / "run").glob("*/rank-00002-*")
+        flip_a_bit(shard)
+        assert_restored([first, second], digests)
 
 
 def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:

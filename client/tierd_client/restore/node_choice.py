@@ -17,6 +17,8 @@ from tierd.format.peers import PeerAddress
 from tierd.format.wire import HeldCheckpoint
 
 AUTO, MEMORY, HOT = "auto", "memory", "hot"
+PEER = "peer"
+"""The tier of what is read from another node. As a source: every part that has a copy is read from the copy."""
 RANKS_SHOWN = 8
 
 
@@ -32,7 +34,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PartsSource:
-    """The parts of a checkpoint on all nodes. `tier`: hot; or memory, and hot where a node has its part only there."""
+    """The parts of a checkpoint on all nodes. `tier`: hot; memory, and hot where a node has its part only there; or
+    peer, where another node's copy is read in place of each part that has one."""
 
     checkpoint: CheckpointId
     tier: str
@@ -73,7 +76,7 @@ def choose_parts(
         if problem := gap or _distance(nodes, checkpoint):
             passed_over.append(PassedOver(checkpoint, f"{checkpoint}: {problem}", is_covered=not gap))
             continue
-        tiers = [each for each in _tiers(nodes, checkpoint) if tier in (AUTO, each)]
+        tiers = [each for each in _tiers(nodes, checkpoint) if tier in (AUTO, each) or (tier, each) == (HOT, PEER)]
         for each in tiers:
             if (checkpoint, each) not in failed:
                 return PartsSource(checkpoint, each), passed_over
@@ -109,31 +112,39 @@ def part_of(node: NodeInventory, checkpoint: CheckpointId) -> HeldCheckpoint | N
     return next((held for held in _held([node], checkpoint) if held.part_in), None)
 
 
-def used_copies(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> dict[int, HeldCheckpoint]:
-    """The copies of parts that no node has itself, by the lowest rank of the node that keeps each. None where not all
-    nodes read from each other."""
+def used_copies(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str) -> dict[int, HeldCheckpoint]:
+    """The copies that are read in place of parts, by the lowest rank of the node that keeps each: of parts that no node
+    has itself, or from the source `peer` of all parts. None where not all nodes read from each other."""
     if any(node.peer is None for node in nodes):
         return {}
-    saved = {rank for held in _held(nodes, checkpoint) if held.part_in for rank in held.ranks}
+    own = [] if tier == PEER else _own_parts(nodes, checkpoint)
+    saved = {rank for held in own for rank in held.ranks}
     used: dict[int, HeldCheckpoint] = {}
     for node in nodes:
-        for copy in node.copies:
-            is_of_it = (copy.step, copy.generation) == (checkpoint.step, checkpoint.generation)
-            if is_of_it and saved.isdisjoint(copy.ranks):
+        for copy in _copies([node], checkpoint):
+            if saved.isdisjoint(copy.ranks):
                 used[node.ranks[0]] = copy
                 saved.update(copy.ranks)
     return used
 
 
+def used_part(
+    node: NodeInventory, nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str
+) -> HeldCheckpoint | None:
+    """The part of a checkpoint that this node has itself, unless a copy is read in its place; None if it has none."""
+    part = part_of(node, checkpoint)
+    copied = {rank for copy in used_copies(nodes, checkpoint, tier).values() for rank in copy.ranks}
+    return part if part is not None and copied.isdisjoint(part.ranks) else None
+
+
 def is_unhealthy(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> bool:
     """Whether it holds NaN or Inf: found on one node, that counts for the whole checkpoint."""
-    held = [*_held(nodes, checkpoint), *used_copies(nodes, checkpoint).values()]
-    return any(each.healthy is False for each in held)
+    return any(each.healthy is False for each in [*_held(nodes, checkpoint), *_copies(nodes, checkpoint)])
 
 
-def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
+def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str = AUTO) -> str:
     """Why the parts do not cover the checkpoint, as the end of a sentence; empty if they do."""
-    parts = _parts(nodes, checkpoint)
+    parts = _parts(nodes, checkpoint, tier)
     if len({(held.head_digest, held.world_size) for held in parts}) > 1:
         return "the nodes have parts of different starts of the run"
     world_size = parts[0].world_size
@@ -163,10 +174,12 @@ def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
 
 
 def _tiers(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[str]:
-    """The sources of a covered checkpoint, nearest first."""
-    places = [held.part_in for held in _parts(nodes, checkpoint)]
+    """The sources of a covered checkpoint, nearest first. The last: where a part is damaged, its copy may not be."""
+    places = [held.part_in for held in _parts(nodes, checkpoint, AUTO)]
     tiers = [MEMORY] if any(MEMORY in place for place in places) else []
-    return tiers + ([HOT] if all(HOT in place for place in places) else [])
+    tiers += [HOT] if all(HOT in place for place in places) else []
+    has_other_copies = used_copies(nodes, checkpoint, PEER) != used_copies(nodes, checkpoint, AUTO)
+    return tiers + ([PEER] if has_other_copies and not _gap(nodes, checkpoint, PEER) else [])
 
 
 def _with_parts(nodes: Sequence[NodeInventory], run: str) -> set[CheckpointId]:
@@ -176,10 +189,15 @@ def _with_parts(nodes: Sequence[NodeInventory], run: str) -> set[CheckpointId]:
     return found
 
 
-def _parts(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
-    """What the nodes have of a checkpoint: their own parts, and copies of those that are missing."""
-    own = [held for held in _held(nodes, checkpoint) if held.part_in]
-    return own + list(used_copies(nodes, checkpoint).values())
+def _parts(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str) -> list[HeldCheckpoint]:
+    """What is read of a checkpoint from a source: parts, and copies in place of others."""
+    copies = list(used_copies(nodes, checkpoint, tier).values())
+    copied = {rank for copy in copies for rank in copy.ranks}
+    return [held for held in _own_parts(nodes, checkpoint) if copied.isdisjoint(held.ranks)] + copies
+
+
+def _own_parts(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
+    return [held for held in _held(nodes, checkpoint) if held.part_in]
 
 
 def _held(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
@@ -188,6 +206,15 @@ def _held(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[Held
         for node in nodes
         for held in node.checkpoints
         if (held.step, held.generation) == (checkpoint.step, checkpoint.generation)
+    ]
+
+
+def _copies(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
+    return [
+        copy
+        for node in nodes
+        for copy in node.copies
+        if (copy.step, copy.generation) == (checkpoint.step, checkpoint.generation)
     ]
 
 

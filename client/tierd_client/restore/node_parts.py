@@ -27,15 +27,16 @@ from tierd_client.ranks import Ranks
 from tierd_client.restore.node_choice import (
     AUTO,
     HOT,
+    PEER,
     NodeInventory,
     PassedOver,
     choose_parts,
     is_unhealthy,
     newest_whole,
-    part_of,
     used_copies,
+    used_part,
 )
-from tierd_client.restore.part_replica import PEER, PartElsewhere, PartReplica
+from tierd_client.restore.part_replica import PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
 from tierd_client.session import DaemonSession
 
@@ -218,19 +219,18 @@ class NodeReplicas:
     def _open_parts(self, checkpoint: CheckpointId, tier: str) -> PartReplica:
         """Raises on all ranks when one cannot open what its daemon has."""
         opened: list[PartReplica] = []
-        copies = used_copies(self._nodes, checkpoint)
+        copies = used_copies(self._nodes, checkpoint, tier)
         try:
             shared = self._ranks.run_on_all(lambda: self._share_parts(checkpoint, tier, opened))
             node_files: list[NodeFile] = []
             elsewhere: list[PartElsewhere] = []
             for rank, raw in enumerate(self._ranks.gather(shared)):
                 for part in msgspec.msgpack.decode(raw, type=list[_SharedPart]) if raw else ():
-                    held = copies.get(rank) if part.is_copy else part_of(self._node_of(rank), checkpoint)
+                    held = copies.get(rank) if part.is_copy else self._part(rank, checkpoint, tier)
                     node_file = self._decode(part.node_file, held, checkpoint, where="the daemon of another node")
                     node_files.append(node_file)
-                    if (
-                        part.is_copy or rank not in self._own.ranks
-                    ):  # a copy on this node, too, is read through its daemon
+                    # A copy on this node, too, is read through its daemon.
+                    if part.is_copy or rank not in self._own.ranks:
                         names = (entry.name for entry in node_file.files)
                         headers = dict(zip(names, part.headers, strict=True))
                         elsewhere.append(PartElsewhere(rank, node_file.name, headers, self._node_of(rank).peer))
@@ -257,7 +257,8 @@ class NodeReplicas:
     def _share_parts(self, checkpoint: CheckpointId, tier: str, opened: list[PartReplica]) -> bytes:
         """Adds to `opened` what this rank's daemon has, if it has a part. Returns what the lowest rank of the node
         sends to all: its part, and the copy of another one, as far as they are used."""
-        held, copy = part_of(self._own, checkpoint), used_copies(self._nodes, checkpoint).get(self._ranks.rank)
+        held = self._part(self._ranks.rank, checkpoint, tier)
+        copy = used_copies(self._nodes, checkpoint, tier).get(self._ranks.rank)
         shared: list[_SharedPart] = []
         if held is not None:
             replica = self._open(checkpoint, HOT if tier == HOT else AUTO, held)
@@ -270,6 +271,9 @@ class NodeReplicas:
                 shared.append(self._shared(other, is_copy=True))
         return msgspec.msgpack.encode(shared) if shared else b""
 
+    def _part(self, rank: int, checkpoint: CheckpointId, tier: str) -> HeldCheckpoint | None:
+        return used_part(self._node_of(rank), self._nodes, checkpoint, tier)
+
     def _open(self, checkpoint: CheckpointId, tier: str, held: HeldCheckpoint, *, is_copy: bool = False) -> PartReplica:
         """A part that this rank's daemon has. `held`: what it has told of it."""
         message = wire.Find(
@@ -278,7 +282,7 @@ class NodeReplicas:
             generation=checkpoint.generation,
             milestone=None,
             tier=tier,
-            exclude=self._excluded,
+            exclude=[],
             allow_unhealthy=self._request.allow_unhealthy,
             is_node_part=True,
             is_copy=is_copy,

@@ -19,8 +19,6 @@ from tierd_client.restore.load import FileElsewhere, SourceFile
 from tierd_client.restore.replica import Replica
 from tierd_client.session import DaemonSession
 
-PEER = "peer"  # the tier of a rank whose node has no part of its own
-
 
 class PartElsewhere(NamedTuple):
     """The part of a checkpoint that another node has. `lowest_rank`: on that node now. `node_file`: its name.

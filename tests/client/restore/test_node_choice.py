@@ -8,7 +8,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.restore.node_choice import NodeInventory, PartsSource, choose_parts, newest_whole, used_copies
+from tierd_client.restore.node_choice import (
+    NodeInventory,
+    PartsSource,
+    choose_parts,
+    newest_whole,
+    used_copies,
+    used_part,
+)
 
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.peers import PeerAddress
@@ -228,13 +235,32 @@ def with_copies(
 def test_a_copy_takes_the_place_of_a_part_that_is_lost() -> None:
     nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3])])
     assert choose_parts(nodes, RUN)[0] == PartsSource(at(5), "hot")
-    assert used_copies(nodes, at(5)) == {0: part(5, [2, 3])}
+    assert used_copies(nodes, at(5), "hot") == {0: part(5, [2, 3])}
 
 
 def test_the_part_of_the_node_itself_comes_before_its_copy() -> None:
     nodes = with_copies([part(5, [0, 1])], [part(5, [2, 3], "memory", "hot")], [part(5, [2, 3])])
     assert choose_parts(nodes, RUN)[0] == PartsSource(at(5), "memory")
-    assert used_copies(nodes, at(5)) == {}
+    assert used_copies(nodes, at(5), "hot") == {}
+
+
+def test_where_a_part_cannot_be_read_its_copy_is_the_next_source() -> None:
+    first, second = [part(5, [0, 1]), part(3, [0, 1])], [part(5, [2, 3]), part(3, [2, 3])]
+    nodes = with_copies(first, second, [part(5, [2, 3])])
+    failed = [(at(5), "hot")]
+    for tier in ("auto", "hot"):
+        assert choose_parts(nodes, RUN, tier=tier, failed=failed)[0] == PartsSource(at(5), "peer")
+    assert used_copies(nodes, at(5), "peer") == {0: part(5, [2, 3])}
+    assert used_part(nodes[1], nodes, at(5), "peer") is None
+    assert used_part(nodes[0], nodes, at(5), "peer") == part(5, [0, 1])  # it has no copy
+    assert used_part(nodes[1], nodes, at(5), "hot") == part(5, [2, 3])
+    assert choose_parts(nodes, RUN, failed=[*failed, (at(5), "peer")])[0] == PartsSource(at(3), "hot")
+
+
+def test_a_copy_of_another_start_is_no_source_where_a_part_cannot_be_read() -> None:
+    nodes = with_copies([part(5, [0, 1])], [part(5, [2, 3])], [part(5, [2, 3], head="b")])
+    assert choose_parts(nodes, RUN)[0] == PartsSource(at(5), "hot")
+    assert choose_parts(nodes, RUN, failed=[(at(5), "hot")])[0] is None
 
 
 def test_a_copy_of_another_start_of_the_run_covers_nothing() -> None:
@@ -254,4 +280,4 @@ def test_copies_are_of_no_use_where_a_node_cannot_be_read() -> None:
     nodes = with_copies([part(5, [0, 1])], [], [part(5, [2, 3])])
     nodes[1] = NodeInventory(ranks=[2, 3], checkpoints=[])
     assert choose_parts(nodes, RUN)[0] is None
-    assert used_copies(nodes, at(5)) == {}
+    assert used_copies(nodes, at(5), "hot") == {}
