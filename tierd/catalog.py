@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from tierd.catalog_entry import Entry, TierKnowledge, view_of
+from tierd.catalog_entry import Entry, SentParts, TierKnowledge, view_of
 from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import MANIFEST, manifest_key, parse_key
@@ -142,6 +142,7 @@ class Catalog:
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Iterable[CheckpointId] = (),
+        sent: Mapping[CheckpointId, SentParts] = MappingProxyType({}),
         gone: Iterable[CheckpointId] = (),
         newer_format: Iterable[CheckpointId] = (),
         foreign: Mapping[str, str] = MappingProxyType({}),
@@ -188,6 +189,7 @@ class Catalog:
             unreadable=unreadable,
             fingerprints=dict(fingerprints),
             partial=uncommitted,
+            sent={checkpoint: parts for checkpoint, parts in sent.items() if checkpoint in uncommitted},
             gone=buried,
             damaged=damaged,
             newer_format=frozenset(newer_format) | (former.newer_format & changed),
@@ -346,6 +348,15 @@ class Catalog:
             for checkpoint, why in knowledge.unreadable.items()
         }
 
+    def sent(self, run: Run | None = None) -> dict[tuple[str, CheckpointId], SentParts]:
+        """What nodes have sent of checkpoints that are not committed, by (cold tier, checkpoint), as last listed."""
+        return {
+            (tier, checkpoint): parts
+            for tier, knowledge in self.tiers.items()
+            for checkpoint, parts in knowledge.sent.items()
+            if run in (None, checkpoint.run) and not ((entry := self._entries.get(checkpoint)) and tier in entry.tiers)
+        }
+
     def inventory(
         self,
         run: Run | None = None,
@@ -383,6 +394,10 @@ class Catalog:
             UnreadableReplica(id=part.id, tier=HOT, reason=f"{part.id} in {HOT}: {part.extent}", is_part=True)
             for part in (entry.part for entry in listed.values())
             if part is not None
+        ]
+        unreadable += [
+            UnreadableReplica(id=checkpoint, tier=tier, reason=f"{checkpoint} in {tier}: {parts}", is_part=True)
+            for (tier, checkpoint), parts in self.sent(run).items()
         ]
         unlisted = self.unlisted() if unlisted is None else unlisted
         foreign = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.format.node_file import NodeFile
+from tierd.format.node_file import NodeFile, other_ranks_text
 from tierd.lifecycle.policy import HOT, CheckpointView
 
 NOT_LISTED_YET = "not listed yet"
@@ -64,20 +66,33 @@ class Entry:
         return frozenset().union(*self.milestones.values())
 
 
+class SentParts(NamedTuple):
+    """The ranks whose shards a cold tier has of a checkpoint over several nodes that is not committed there."""
+
+    ranks: list[int]
+    world_size: int
+
+    def __str__(self) -> str:
+        missing = other_ranks_text(self.ranks, self.world_size)
+        waits = f"without ranks {missing}" if missing else "not committed yet"
+        return f"the shards of {len(self.ranks)} of {self.world_size} ranks, {waits}"
+
+
 @dataclass(slots=True)
 class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
-    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `gone`: those that a daemon
-    has deleted there, while another node may still have its part. `damaged`: the unreadable ones whose bytes were found
-    to be wrong, which no listing shows. `newer_format`: the unreadable ones that a later tierd wrote. `foreign`:
-    replicas and markers that count for nothing, and why, by key. `missing`: replicas that were there and that a listing
-    did not show any more, as they were."""
+    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `sent`: what nodes sent of
+    those over several nodes. `gone`: those that a daemon has deleted there, while another node may still have its
+    part. `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the
+    unreadable ones that a later tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key.
+    `missing`: replicas that were there and that a listing did not show any more, as they were."""
 
     is_known: bool = False
     error: str = NOT_LISTED_YET
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: frozenset[CheckpointId] = frozenset()
+    sent: Mapping[CheckpointId, SentParts] = field(default_factory=dict[CheckpointId, SentParts])
     gone: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
     newer_format: frozenset[CheckpointId] = frozenset()

@@ -91,6 +91,12 @@ class NotFound(TierdError):
     exit_code = 10
 
 
+class Incomplete(NotFound):
+    """Raised when the tiers have only parts of a checkpoint over several nodes."""
+
+    exit_code = 3
+
+
 class BadConfig(TierdError):
     """Raised when a config file, option or argument is wrong. Nothing has been done yet."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from tierd.catalog import Catalog
+from tierd.catalog_entry import SentParts
 from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
@@ -119,6 +120,7 @@ async def enter_listing(
         diagnoses=listed.diagnoses,
         fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in listed.replicas},
         partial=listing.partial,
+        sent={c: SentParts(*sent) for c in listing.partial if (sent := listing.sent_ranks(c)) is not None},
         gone=listing.gone,
         newer_format=listed.newer_format,
         foreign=listed.foreign,

@@ -40,8 +40,8 @@ class NewestCheckpoint(msgspec.Struct, kw_only=True):
 
 
 class PartReport(msgspec.Struct, kw_only=True):
-    """What a tier here has of a checkpoint over several nodes: the shards of `ranks`, of `world_size`. Nothing restores
-    the checkpoint from this alone."""
+    """What a tier has of a checkpoint over several nodes: the shards of `ranks`, of `world_size`. Nothing restores the
+    checkpoint from this alone."""
 
     ranks: list[int]
     world_size: int
@@ -167,7 +167,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
 
 class CheckpointRow(msgspec.Struct, kw_only=True):
     """One row of `tierd ls`. `tiers`: those that have it whole, nearest first. `healthy` None: not examined. `parts`:
-    what tiers of this node have of a checkpoint over several nodes; not set if they have no part."""
+    what tiers have of a checkpoint over several nodes that they do not have whole; not set if there is none."""
 
     run: str
     step: int
@@ -246,8 +246,9 @@ def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckp
 def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType) -> str:
     """The tiers of a checkpoint as a person reads them: a part is never taken for the whole."""
     parts = {} if parts is UNSET else parts
-    near = [f"{name}({parts[name]})" for name in (MEMORY, HOT) if name in parts]
-    return ",".join([*near, *tiers])
+    near = [name for name in (MEMORY, HOT) if name in parts]
+    far = [name for name in parts if name not in near]
+    return ",".join([*(f"{name}({parts[name]})" for name in near), *tiers, *(f"{name}({parts[name]})" for name in far)])
 
 
 def age_s(created_at: str, now: datetime) -> float | None:
@@ -325,7 +326,7 @@ def checkpoint_rows(
     entries = {entry.id: entry for entry in catalog.entries(run)}
     manifests = held | {checkpoint: entry.manifest for checkpoint, entry in entries.items()}
     candidates = {each.id: each for each in catalog.inventory(run, in_memory=whole, health=health).candidates}
-    parts = {checkpoint: parts_of(entries.get(checkpoint), held.get(checkpoint)) for checkpoint in manifests}
+    parts = {checkpoint: parts_of(catalog, checkpoint, held.get(checkpoint)) for checkpoint in manifests}
     for checkpoint in manifests.keys() - candidates.keys():  # a part, and no tier has it whole
         entry = entries.get(checkpoint)
         is_healthy = entry.healthy if entry is not None else False if health.get(checkpoint) is False else None
@@ -347,10 +348,15 @@ def checkpoint_rows(
     return sorted(rows, key=lambda row: (row.run, -row.generation, -row.step))
 
 
-def parts_of(entry: Entry | None, in_memory: Manifest | None = None) -> dict[str, PartReport]:
-    """What memory and hot have of a checkpoint over several nodes."""
+def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | None = None) -> dict[str, PartReport]:
+    """What memory, hot, and each cold tier without all of it have of a checkpoint over several nodes."""
     parts = {MEMORY: part_report(in_memory)} if isinstance(in_memory, NodeFile) else {}
-    return parts | ({HOT: part_report(entry.part)} if entry is not None and entry.part is not None else {})
+    entry = catalog.get(checkpoint)
+    if entry is not None and entry.part is not None:
+        parts[HOT] = part_report(entry.part)
+    sent = catalog.sent(checkpoint.run)
+    names = [tier for tier in catalog.tiers if (tier, checkpoint) in sent]
+    return parts | {tier: PartReport(**sent[tier, checkpoint]._asdict()) for tier in names}
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
@@ -362,7 +368,7 @@ async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Dia
 
 
 def checkpoint_report(
-    entry: Entry, tiers: list[str], diagnosis: Diagnosis | None, in_memory: Manifest | None = None
+    catalog: Catalog, entry: Entry, tiers: list[str], diagnosis: Diagnosis | None, in_memory: Manifest | None = None
 ) -> CheckpointReport:
     """`in_memory`: its manifest, or the node file of a part."""
     return CheckpointReport(
@@ -371,7 +377,7 @@ def checkpoint_report(
         milestones=sorted(entry.all_milestones),
         healthy=diagnosis.healthy if diagnosis else None,
         diagnosis=diagnosis,
-        parts=parts_of(entry, in_memory) or UNSET,
+        parts=parts_of(catalog, entry.id, in_memory) or UNSET,
     )
 
 

@@ -95,6 +95,28 @@ def test_ls_says_of_a_part_how_many_ranks_are_here(house: House) -> None:
     assert [row["step"] for row in house.json("ls", "--tier", "cold")] == [100]
 
 
+def test_ls_says_of_what_is_not_committed_in_cold_how_many_ranks_are_there(house: House) -> None:
+    make_checkpoint(house.cold, step=100, world_size=4)
+    make_part(house.hot, [0, 1], step=200, sequence=2)
+    for ranks, step in (([0, 1], 200), ([2, 3], 300)):
+        make_part(house.cold, ranks, step=step, sequence=step // 100)
+    listed = house.tierd("ls")
+    assert listed.stdout.splitlines()[1].split()[3:8] == ["hot(part", "2/4", "ranks),cold(part", "2/4", "ranks)"]
+    not_committed = "not committed: run42/000000000300-g0001 in cold: the shards of 2 of 4 ranks, without ranks 0-1"
+    assert not_committed in listed.stderr
+    assert not_committed in house.tierd("ls", str(house.cold)).stderr.replace(str(house.cold), "cold")
+    target = house.root / "restored"
+    for words, why in (
+        (("--tier", "hot"), "in hot: only the part of one node: ranks 0-1 of 4, not 2-3"),
+        (("--step", "300"), "in cold: the shards of 2 of 4 ranks, without ranks 0-1"),
+    ):
+        restored = house.tierd("restore", *words, "--to", target)
+        assert (restored.exit_code, why in restored.stderr) == (3, True)
+    assert not target.exists()
+    passed_over = house.tierd("restore", "--to", target)
+    assert (passed_over.exit_code, "passed over: run42/000000000300" in passed_over.stderr) == (0, True)
+
+
 def test_ls_filters_by_run_and_by_tier(house: House) -> None:
     make_checkpoint(house.hot, run="a")
     make_checkpoint(house.cold, run="b")

@@ -14,7 +14,16 @@ from tierd.errors import Corrupt, NewerFormat
 from tierd.format import layout, manifest
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import FileEntry, Head, file_entry
-from tierd.format.node_file import NodeFile, assemble, decode_node_file, milestones, missing_ranks, ranks_text, verdict
+from tierd.format.node_file import (
+    NodeFile,
+    assemble,
+    decode_node_file,
+    milestones,
+    missing_ranks,
+    other_ranks_text,
+    ranks_text,
+    verdict,
+)
 
 CHECKPOINT = checkpoint_id("run42", 120, 3)
 CLAIM = "0123456789abcdef" * 2
@@ -164,3 +173,24 @@ def test_a_node_file_is_neither_a_shard_nor_a_marker() -> None:
 )
 def test_ranks_are_shown_as_ranges_and_bounded(ranks: list[int], expected: str) -> None:
     assert ranks_text(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([3], "0-2"),
+        ([0, 1, 2, 3], ""),
+        ([1, 2], "0, 3"),
+        ([], "0-3"),
+    ],
+)
+def test_the_other_ranks_of_four_are_shown_as_ranges(ranks: list[int], expected: str) -> None:
+    assert other_ranks_text(ranks, 4) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["rank-2-of-4.safetensors", "rank-00002-of-00004.json", "rank-0000002-of-00004.safetensors"]
+)
+def test_no_other_name_is_that_of_a_shard(name: str) -> None:
+    assert layout.parse_shard(name) is None
+    assert layout.parse_shard(layout.shard_name(Rank(2), 4)) == (2, 4)

@@ -223,7 +223,7 @@ async def test_a_part_is_sent_once_and_never_counts_as_the_checkpoint(nodes: Nod
     assert not entry.is_whole
     inventory = home.rooms.catalog.inventory(RUN)
     assert not inventory.candidates
-    assert [(one.id, one.tier) for one in inventory.unreadable] == [(id_of(10), "hot")]
+    assert [(one.id, one.tier) for one in inventory.unreadable] == [(id_of(10), "hot"), (id_of(10), "cold")]
 
 
 async def test_a_part_in_hot_survives_a_restart(nodes: Nodes, tmp_path: Path) -> None:

@@ -319,7 +319,9 @@ class Operator:
         diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
         is_whole_in_memory = in_memory is not None and not isinstance(in_memory, NodeFile)
         whole_in = [tier for tier in self._context.tiers if tier in entry.tiers and not entry.is_part_in(tier)]
-        return _json(checkpoint_report(entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory))
+        return _json(
+            checkpoint_report(self._catalog, entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory)
+        )
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         return _json(lifecycle_report(self._catalog, self._context.config))

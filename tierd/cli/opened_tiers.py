@@ -75,6 +75,9 @@ class OpenedTiers:
         for (_, checkpoint), why in self.catalog.unreadable().items():
             if query.matches(checkpoint):
                 print_note(f"tierd: left out: {why}")
+        for (tier, checkpoint), parts in self.catalog.sent().items():
+            if query.matches(checkpoint) and self.catalog.get(checkpoint) is None:
+                print_note(f"tierd: not committed: {checkpoint} in {tier}: {parts}")
         for (tier, key), why in self.catalog.foreign().items():
             checkpoint = layout.parse_key(key)
             if checkpoint is None or query.matches(checkpoint):

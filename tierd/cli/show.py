@@ -51,7 +51,7 @@ async def show(
         entry = tiers.catalog.get(checkpoint)
         if entry is not None:
             diagnosis = await read_diagnosis(entry, tiers.by_name)
-            report = checkpoint_report(entry, whole_in, diagnosis)
+            report = checkpoint_report(tiers.catalog, entry, whole_in, diagnosis)
         elif daemon is not None:
             report = daemon.checkpoint(checkpoint)  # in memory only, not persisted yet
         else:

@@ -33,6 +33,7 @@ _DAMAGED_SUFFIX = ".damaged"
 NAME_CHARS_MAX = 200  # of a file name that gets a suffix: a filesystem allows 255
 
 _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
+_SHARD = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
 _NODE_FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})\.json")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _TIER_MARKER = re.compile(r"\.tierd-tier-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
@@ -44,6 +45,13 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 def shard_name(rank: Rank, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def parse_shard(name: str) -> tuple[int, int] | None:
+    """(rank, world size) of the name of a shard, or None if it is not one."""
+    match = _SHARD.fullmatch(name)
+    parsed = (int(match[1]), int(match[2])) if match else None
+    return parsed if parsed and shard_name(Rank(parsed[0]), parsed[1]) == name else None
 
 
 def node_file_name(lowest_rank: int, world_size: int) -> str:

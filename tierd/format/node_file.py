@@ -48,7 +48,8 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
     @property
     def extent(self) -> str:
         """Which ranks it has, as a person reads it."""
-        return f"only the part of one node: ranks {ranks_text(self.ranks)} of {self.world_size}"
+        others = other_ranks_text(self.ranks, self.world_size)
+        return f"only the part of one node: ranks {ranks_text(self.ranks)} of {self.world_size}, not {others}"
 
     @property
     def head(self) -> Head:
@@ -87,14 +88,23 @@ def decode_node_file(raw: bytes, *, name: str, where: str, expect: CheckpointId)
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ascending ranks for a person: "0-3, 8", of many only the first ranges and the number."""
-    ranges: list[list[int]] = []
+    ranges: list[tuple[int, int]] = []
     for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
+        first = ranges.pop()[0] if ranges and rank == ranges[-1][1] + 1 else rank
+        ranges.append((first, rank))
+    return _ranges_text(ranges)
+
+
+def other_ranks_text(ranks: Sequence[int], world_size: int) -> str:
+    """As `ranks_text`, of the ranks that are not among these."""
+    edges = [-1, *ranks, world_size]
+    return _ranges_text([(one + 1, other - 1) for one, other in pairwise(edges) if other > one + 1])
+
+
+def _ranges_text(ranges: Sequence[tuple[int, int]]) -> str:
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:RANGES_SHOWN_MAX])
-    return shown if len(ranges) <= RANGES_SHOWN_MAX else f"{shown}, … ({len(ranks)} ranks)"
+    count = sum(last - first + 1 for first, last in ranges)
+    return shown if len(ranges) <= RANGES_SHOWN_MAX else f"{shown}, … ({count} ranks)"
 
 
 def missing_ranks(node_files: Collection[NodeFile]) -> list[int]:

@@ -10,14 +10,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.errors import (
+    BadConfig,
+    Corrupt,
+    Foreign,
+    Incomplete,
+    NewerFormat,
+    NotFound,
+    TierdError,
+    TierUnreachable,
+    Unhealthy,
+)
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT
 
 AUTO = "auto"  # a query of any tier
 MEMORY = "memory"  # the tier of the snapshots that the daemon holds
 LISTED_MAX = 20  # names in a hint
-_PART_HINT = "it is whole when every node has copied its part to a cold tier; look there: --tier, or `tierd ls`"
+_PART_HINT = (
+    "a cold tier has it whole once every node has copied its part there; a start of the training reads the parts from "
+    "the nodes that have them; `tierd ls` shows older steps"
+)
 _OLDER_HINT = "to go back on purpose, name an older step (--step; in a trainer, resume=); "
 
 
@@ -132,7 +145,8 @@ def select_each(
     Raises NewerFormat when a later tierd wrote a newer checkpoint; Foreign when a newer one in hot is not signed: only
     this node writes there, so it is no forgery but work that would be lost; Unhealthy; the gravest error of `failed`
     when no replica is left; Corrupt when all that matches is unreadable; TierUnreachable when nothing matches and a
-    tier could not be listed; NotFound when nothing matches in any tier; BadConfig when the query leaves open which run.
+    tier could not be listed; Incomplete when only parts match, and NotFound when nothing does; BadConfig when the query
+    leaves open which run.
     """
     query = with_run(query, (candidate.id.run for candidate in inventory.candidates))
     matching = [
@@ -230,7 +244,7 @@ def _refusal(
         )
     if parts:
         newest = max(parts, key=lambda one: one.id.recency)
-        return NotFound(f"find {query}: none is whole: {newest.reason}", hint=_PART_HINT)
+        return Incomplete(f"find {query}: none is whole: {newest.reason}", hint=_PART_HINT)
     return NotFound(f"find {query}: there is none", hint=_alternatives(query, inventory.candidates))
 
 

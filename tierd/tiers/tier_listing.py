@@ -48,6 +48,14 @@ class Listing:
         self.add_generation(run, generation)
         self.claims.setdefault(run, set()).add(generation)
 
+    def sent_ranks(self, checkpoint: CheckpointId) -> tuple[list[int], int] | None:
+        """(the ranks whose shards are there, the world size), of a checkpoint over several nodes without a manifest.
+        None of any other."""
+        if checkpoint not in self.node_files or checkpoint in self.gone:
+            return None
+        shards = sorted(parsed for name in self.files[checkpoint] if (parsed := layout.parse_shard(name)))
+        return ([rank for rank, _ in shards], shards[0][1]) if shards else None
+
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
         return layout.milestones_of(self.files.get(checkpoint, ()))
 
