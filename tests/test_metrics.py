@@ -56,6 +56,7 @@ PUBLIC = {
     "tierd_event_loop_tasks": ("gauge", set[str]()),
     "tierd_foreign_checkpoints": ("gauge", {"tier"}),
     "tierd_newer_generations": ("gauge", set()),
+    "tierd_fenced_total": ("counter", set()),
     "tierd_halted": ("gauge", {"reason"}),
 }
 

@@ -246,6 +246,10 @@ class Metrics:
             "newer_generations",
             "Runs with trainers attached here of which a tier shows a newer generation, that another daemon has begun.",
         )
+        self.fenced_total = counter(
+            "fenced_total",
+            "How often the trainers of a run here were told to end, because a later start has taken over.",
+        )
         self.halted = gauge(
             "halted", "1 while nothing is deleted because something could not be read; the label says what.", ["reason"]
         )

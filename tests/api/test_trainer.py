@@ -155,8 +155,10 @@ def test_a_stale_generation_is_fenced_and_never_commits(daemon: Daemon, run: str
         old.greet(run)
         old.attach(0)
         old.fill(0, 10, b"ten")
+        fenced = daemon.metric("tierd_fenced_total")
         assert new.greet(run).generation == 2
         assert old.hear(wire.Fenced).generation == 2
+        assert daemon.metric("tierd_fenced_total") == fenced + 1
         with contextlib.suppress(OSError):
             old.send(make_sealed(10, 3))
         assert old.is_dropped()

@@ -542,6 +542,7 @@ async def test_before_a_commit_home_learns_of_a_newer_start_on_other_nodes(nodes
     await nodes.wait(HOME_S + 1, home)
     await committed(home, 10)
     assert [message for message in home.rooms.sent if isinstance(message, wire.Fenced)] == [wire.Fenced(generation=2)]
+    assert home.rooms.count("tierd_fenced_total") == 1
     assert not home.rooms.context.is_home(RUN)
 
 

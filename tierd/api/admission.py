@@ -340,11 +340,13 @@ class Admission:
             return True
 
     def _fence(self, run: Run, generation: Generation) -> None:
-        for key, session in list(self._sessions.items()):
-            if session.run == run and session.generation < generation:
-                session.post(wire.Fenced(generation=generation))
-                session.finish()
-                del self._sessions[key]
+        replaced = [key for key, each in self._sessions.items() if each.run == run and each.generation < generation]
+        for key in replaced:
+            session = self._sessions.pop(key)
+            session.post(wire.Fenced(generation=generation))
+            session.finish()
+        if replaced:
+            self._context.metrics.fenced_total.inc()
 
     def _take_over_slots(self, session: TrainerSession, pid: int, *, is_same_generation: bool) -> dict[int, MappedSlot]:
         """The rank's slots that the process `pid` may adopt, and from now on the process that has them mapped."""

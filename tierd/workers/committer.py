@@ -245,6 +245,7 @@ class Committer:
             context.notify.send(run, wire.Fenced(generation=newest))
             if (run, newest) not in self._fenced:
                 self._fenced.add((run, newest))
+                context.metrics.fenced_total.inc()
                 context.incidents.record(self.name, Stale.by(newest, f"train {run}", generation))
 
     def _committed(self, manifest: Manifest, names: list[str] | None = None, *, is_healthy: bool | None = None) -> None:

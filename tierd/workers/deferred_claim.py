@@ -51,9 +51,12 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:
     run, generation = checkpoint.run, checkpoint.generation
+    is_known = context.catalog.generation_max(run) > generation
     context.catalog.saw_generation(run, generation + 1)
     if context.memory.generation(run) == generation:
         context.notify.send(run, wire.Fenced(generation=generation + 1))
+        if not is_known:
+            context.metrics.fenced_total.inc()
     raise Stale(
         f"copy {checkpoint} to {cold.name}: another start has claimed generation {generation} of {run} there, "
         "at the same time or while this node could not reach it",
