@@ -412,6 +412,7 @@ TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/generation.py": "client/test_client.py",
     "client/tierd_client/log.py": "client/test_session.py",
     "tierd/api/admission.py": "api/test_trainer.py",
+    "tierd/cli/peer_checks.py": "cli/test_doctor.py",
     "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "tierd/workers/hot_space.py": "workers/test_persister.py",
     "tierd/workers/part_files.py": "api/test_peer_parts.py",

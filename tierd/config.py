@@ -5,6 +5,7 @@ config_file.py reads it from a TOML file and the environment. It never holds sec
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import sys
 from pathlib import Path
@@ -248,6 +249,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def listen_address(self) -> tuple[str, int]:
         return split_address(self.daemon.listen)
+
+    @property
+    def lifecycle_digest(self) -> str:
+        """Two nodes with the same digest delete and copy by the same rules."""
+        rules = self.lifecycle, [(cold.name, cold.lifecycle, cold.deletes) for cold in self.cold]
+        return hashlib.sha256(msgspec.json.encode(rules)).hexdigest()[:16]
 
     @property
     def peers_host(self) -> str:

@@ -74,11 +74,13 @@ class Notifier(Protocol):
 
 
 class Partner(NamedTuple):
-    """The node whose parts of a generation are copied here. `node_file`: the name of its node files."""
+    """The node whose parts of a generation are copied here. `node_file`: the name of its node files. `lifecycle`: the
+    digest of its rules."""
 
     generation: Generation
     peer: PeerAddress
     node_file: str
+    lifecycle: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

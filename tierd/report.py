@@ -59,9 +59,16 @@ class NewestPart(PartReport, kw_only=True):
     age_s: float | None = None
 
 
+class PartnerReport(msgspec.Struct, kw_only=True):
+    """The node whose parts are copied here. `has_same_lifecycle`: as this one, as far as it is known."""
+
+    address: str
+    has_same_lifecycle: bool
+
+
 class NodesReport(msgspec.Struct, kw_only=True):
     """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier. `copied`:
-    the newest copy of another node's part. `everywhere`: the newest checkpoint that all nodes have persisted; only the
+    the newest copy of a part of `partner`. `everywhere`: the newest checkpoint that all nodes have persisted; only the
     daemon knows, once trainers told it. `awaited`: by cold tier, the oldest checkpoint that is not committed
     there, with the ranks whose parts are missing."""
 
@@ -70,6 +77,7 @@ class NodesReport(msgspec.Struct, kw_only=True):
     parts: dict[str, NewestPart] = {}
     everywhere: NewestCheckpoint | None = None
     copied: NewestPart | None = None
+    partner: PartnerReport | None = None
     awaited: dict[str, NewestPart] = {}
 
     def __str__(self) -> str:
@@ -148,13 +156,15 @@ class FailureReport(msgspec.Struct, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, kw_only=True):
-    """`pid` None: no daemon runs, and the tiers were listed by the CLI."""
+    """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
+    parts of this one; empty: nowhere."""
 
     version: str
     node: str
     pid: int | None
     uptime_s: float | None
     is_ready: bool
+    peer_address: str = ""
     halted: list[str] = []
     foreign: list[str] = []
     lost: list[LostReplica] = []

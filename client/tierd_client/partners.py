@@ -31,26 +31,41 @@ def partners(domains: Mapping[int, str]) -> dict[int, int]:
     return keeps
 
 
-class _NodePeer(msgspec.Struct, frozen=True, kw_only=True):
-    peer: PeerAddress
+class _Node(msgspec.Struct, frozen=True, kw_only=True):
+    peer: PeerAddress | None
     domain: str
+    lifecycle: str
 
 
 def find_partner(ranks: Ranks, node: wire.NodeRanks, welcome: wire.Welcome) -> wire.Partner | None:
     """All ranks. What the lowest rank of this node tells its daemon: the node whose parts it copies. None if there is
     none, or the nodes do not read from each other. `welcome`: of this rank's daemon."""
     own = b""
-    if ranks.rank == node.ranks[0] and welcome.peer is not None:
-        own = msgspec.msgpack.encode(_NodePeer(peer=welcome.peer, domain=welcome.domain))
-    peers = {rank: msgspec.msgpack.decode(raw, type=_NodePeer) for rank, raw in enumerate(ranks.gather(own)) if raw}
-    domains = {lowest: each.domain for lowest, each in peers.items()}
+    if ranks.rank == node.ranks[0]:
+        own = msgspec.msgpack.encode(_Node(peer=welcome.peer, domain=welcome.domain, lifecycle=welcome.lifecycle))
+    nodes = {rank: msgspec.msgpack.decode(raw, type=_Node) for rank, raw in enumerate(ranks.gather(own)) if raw}
+    peers = {lowest: each.peer for lowest, each in nodes.items() if each.peer is not None}
+    domains = {lowest: nodes[lowest].domain for lowest in peers}
     if ranks.rank == 0:
         _warn_of_domains(domains, nodes=len(node.lowest))
+        _warn_of_lifecycles({lowest: each.lifecycle for lowest, each in nodes.items()})
     kept_by = partners(domains)
     for owner, keeper in kept_by.items():
         if keeper == node.ranks[0]:
-            return wire.Partner(peer=peers[owner].peer, node_file=layout.node_file_name(owner, ranks.world_size))
+            name = layout.node_file_name(owner, ranks.world_size)
+            return wire.Partner(peer=peers[owner], node_file=name, lifecycle=nodes[owner].lifecycle)
     return None
+
+
+def _warn_of_lifecycles(lifecycles: Mapping[int, str]) -> None:
+    """`lifecycles`: of each node, known by its lowest rank."""
+    others = [lowest for lowest, each in lifecycles.items() if each and each != lifecycles[0]]
+    if others:
+        log.warning(
+            "tierd: the lifecycle in the config of %d of %d nodes differs from that of rank 0's node, which counts in "
+            "cold tiers: those of ranks %s",
+            len(others), len(lifecycles), ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else ""),
+        )  # fmt: skip
 
 
 def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:

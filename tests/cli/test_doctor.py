@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def test_doctor_reports_only_the_config_if_it_is_wrong(tmp_path: Path) -> None:
     code, found = run_doctor(house)
     assert code == 2
     assert "no such file" in found[0]["message"]
+
+
+PEERS = '[peers]\nlisten = "127.0.0.1:0"'
+
+
+def test_doctor_checks_the_address_that_other_nodes_are_told(tmp_path: Path) -> None:
+    with serving(tmp_path, more=PEERS) as daemon:
+        (found,) = (one for one in json.loads(daemon.tierd("doctor", "--json").stdout) if one["about"] == "peers")
+        assert (found["check"], found["verdict"]) == ("address", "warning")
+        assert "which is each node itself" in found["message"]
+        config = daemon.config.read_text()
+        daemon.stop()
+        daemon.config.write_text(config + '\nadvertise = "192.0.2.1"')  # for documentation: nobody has it
+        daemon.start()
+        (found,) = (one for one in json.loads(daemon.tierd("doctor", "--json").stdout) if one["about"] == "peers")
+        assert (found["check"], found["verdict"]) == ("address", "problem")
+        assert "192.0.2.1" in found["message"]
 
 
 def test_doctor_for_an_unknown_tier_is_exit_2(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def found_partners(welcomes: dict[int, wire.Welcome], world_size: int) -> list[w
     return found
 
 
-def welcome_of(lowest: int, domain: str = "", *, has_peer: bool = True) -> wire.Welcome:
+def welcome_of(lowest: int, domain: str = "", *, has_peer: bool = True, lifecycle: str = "") -> wire.Welcome:
     peer = PeerAddress(address=f"10.0.0.{lowest}:9465", token="ab") if has_peer else None
-    return msgspec.structs.replace(welcome(), peer=peer, domain=domain)
+    return msgspec.structs.replace(welcome(), peer=peer, domain=domain, lifecycle=lifecycle)
 
 
 def test_each_node_is_told_whose_parts_it_copies() -> None:
@@ -104,6 +104,15 @@ def test_a_domain_with_more_than_half_of_the_nodes_is_warned_of(caplog: pytest.L
     with caplog.at_level(logging.WARNING, "tierd_client"):
         found_partners({lowest: welcome_of(lowest, "one" if lowest < 3 else "two") for lowest in range(4)}, 4)
     assert "3 of 4 nodes are in domain one" in caplog.text
+
+
+def test_another_lifecycle_than_that_of_rank_0_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tierd_client"):
+        lifecycles = {0: "one", 1: "one", 2: "other", 3: ""}  # the daemon of rank 3 tells nothing of it
+        found = found_partners({n: welcome_of(n, has_peer=n > 1, lifecycle=each) for n, each in lifecycles.items()}, 4)
+    assert [partner and partner.lifecycle for partner in found] == [None, None, "", "other"]
+    assert "of 1 of 4 nodes differs from that of rank 0's node" in caplog.text
+    assert "those of ranks 2" in caplog.text
 
 
 def test_nodes_without_peers_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:

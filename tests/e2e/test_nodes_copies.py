@@ -34,6 +34,11 @@ def safe(trainers: Sequence[Trainer]) -> list[str]:
     return digests
 
 
+def doctor(daemon: Daemon) -> list[str]:
+    """What `tierd doctor` says there of reading between nodes."""
+    return [line for line in daemon.tierd("doctor").stdout.splitlines() if line.split()[1] == "peers"]
+
+
 def copies(daemon: Daemon) -> list[int]:
     """The steps of the copies that the node keeps."""
     found = (daemon.hot / ".peers" / "run").glob("*/node-*.json")
@@ -60,7 +65,9 @@ def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
             digests = safe(trainers)
             copied = first.status()["runs"][0]["nodes"]["copied"]
             assert (copied["step"], copied["ranks"]) == (2, [2, 3])
+            assert {line.split()[0] for line in doctor(first)} == {"ok", "WARNING"}  # 127.0.0.1 is no other node
         lose(second)
+        assert any(line.startswith("PROBLEM") and "accepts no connection: Conn" in line for line in doctor(first))
         with joined(tmp_path, 4, seed=2) as trainers:
             connect_on([first, spare], trainers)
             found = together(trainers, "restore")

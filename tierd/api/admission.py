@@ -122,6 +122,7 @@ class Admission:
             base=node.base if node is not None else 0,
             peer=self._context.peer_key.of(session.run),
             domain=config.peers.domain,
+            lifecycle=config.lifecycle_digest,
         )
         session.post(welcome, open_all(os.dup(slot.fd) for slot in slots.values()))
 

@@ -36,6 +36,7 @@ from tierd.report import (
     LostReplica,
     NewestPart,
     NodesReport,
+    PartnerReport,
     QueueReport,
     RunReport,
     StatusReport,
@@ -98,6 +99,7 @@ class Operator:
             pid=self._pid,
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
+            peer_address=self._context.peer_key.address,
             halted=[str(halt) for halt in halted(self._catalog)],
             foreign=self._catalog.foreign_sentences(),
             lost=[
@@ -149,6 +151,7 @@ class Operator:
                 parts=parts,
                 everywhere=everywhere_report(self._catalog, run, self._now()),
                 copied=self._newest_copy(run),
+                partner=self._partner(run),
                 awaited=awaited_report(self._catalog, run, self._now()),
             )
         elif run in self._memory.runs():  # on this node alone now
@@ -165,6 +168,12 @@ class Operator:
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
+
+    def _partner(self, run: Run) -> PartnerReport | None:
+        partner, own = self._context.partners.get(run), self._context.config.lifecycle_digest
+        if partner is None:
+            return None
+        return PartnerReport(address=partner.peer.address, has_same_lifecycle=partner.lifecycle in ("", own))
 
     def _newest_copy(self, run: Run) -> NewestPart | None:
         copies = self._context.part_copies

@@ -265,7 +265,9 @@ class TrainerDoor:
         check_address(message.peer)
         if layout.parse_node_file(message.node_file) is None:
             raise BadRequest(f"copy the parts {message.node_file[:KIND_CHARS_MAX]!r}: not the name of a node file")
-        self._context.partners[session.run] = Partner(session.generation, message.peer, message.node_file)
+        self._context.partners[session.run] = Partner(
+            session.generation, message.peer, message.node_file, message.lifecycle
+        )
         for part in copies.of_run(session.run):
             if part.generation == session.generation and part.name == message.node_file:
                 session.post(wire.Copied(step=part.step, generation=part.generation))

@@ -11,6 +11,7 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
+from tierd.cli.peer_checks import check_peers
 from tierd.cold_tier import exposed
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
@@ -84,6 +86,8 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
             hint = "add [[cold]] with the url of a bucket"
             found.append(Advice("config", "config", "warning", message, hint))
         found += [*_limits(), _socket(loaded), *_daemon(loaded)]
+        with suppress(DaemonUnreachable):  # reported above
+            found += [advice async for advice in check_peers(loaded, daemon_http.find(loaded).status)]
     return found
 
 

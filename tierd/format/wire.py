@@ -214,10 +214,12 @@ class Everywhere(_Message, frozen=True, kw_only=True):
 
 class Partner(_Message, frozen=True, kw_only=True):
     """From the lowest rank of a node: the daemon is to copy the parts of another node, until the next Partner of the
-    run. `node_file`: the name of that node's node files. Answered by Copied after each copy."""
+    run. `node_file`: the name of that node's node files. `lifecycle`: as of that node's Welcome. Answered by Copied
+    after each copy."""
 
     peer: PeerAddress
     node_file: str
+    lifecycle: str = ""
 
 
 class Convene(_Message, frozen=True, kw_only=True):
@@ -273,7 +275,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     reason. `report_s`: how often to send Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`.
     `seen`: the highest generation of the run that the daemon knows; None from a daemon that does not know of several
     nodes. `claim` and `base`: see NodeRanks; for rank 0 of a run over several nodes. `peer`: as of Held. `domain`: what
-    may fail together with this node, such as a rack; empty: unknown."""
+    may fail together with this node, such as a rack; empty: unknown. `lifecycle`: a digest of the rules by which this
+    node keeps checkpoints, which should be the same on all; empty: unknown."""
 
     protocol: int
     version: str
@@ -297,6 +300,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     base: int = 0
     peer: PeerAddress | None = None
     domain: str = ""
+    lifecycle: str = ""
 
 
 class Accepted(_Message, frozen=True, kw_only=True):

@@ -1,0 +1,72 @@
+"""What `tierd doctor` checks of a node that other nodes read from: its own address, its partner, and their settings."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from msgspec import UNSET
+
+from tierd.config import Config, split_address
+from tierd.errors import PeerUnreachable
+from tierd.report import StatusReport
+from tierd.tiers.probe import Advice
+
+CONNECT_TIMEOUT_S = 3.0
+
+
+async def check_peers(config: Config, status: StatusReport) -> AsyncIterator[Advice]:
+    """`status`: of the daemon on this node. Yields nothing where `peers.listen` is not set."""
+    if not config.peers.listen:
+        return
+    yield await _check_own(config, status.peer_address)
+    for run in status.runs:
+        partner = None if run.nodes is UNSET else run.nodes.partner
+        if partner is None:
+            continue
+        address = partner.address
+        if why := await _refuses(address):
+            message = f"the node at {address}, whose parts of {run.run} are copied here, accepts no connection: {why}"
+            hint = f"is its daemon running, and may this node open {address}? docs/RUNBOOK.md#peers"
+            yield Advice("partner", "peers", "problem", message, hint, PeerUnreachable.exit_code)
+        else:
+            message = f"the node at {address}, whose parts of {run.run} are copied here, accepts connections"
+            yield Advice("partner", "peers", "ok", message)
+        if not partner.has_same_lifecycle:
+            message = f"the lifecycle of the node at {address} differs from the one in this config"
+            hint = "give all nodes the same [lifecycle]; in cold tiers that of the node of rank 0 counts"
+            yield Advice("lifecycle", "peers", "warning", message, hint)
+
+
+async def _check_own(config: Config, address: str) -> Advice:
+    if not address:
+        message = f"the daemon does not serve parts at {config.peers.listen}: its config was another one at its start"
+        return Advice("address", "peers", "warning", message, "restart the daemon")
+    if why := await _refuses(address):
+        message = f"other nodes are told to read from {address}, which accepts no connection here: {why}"
+        hint = "set peers.advertise to a name or address of this node that other nodes can reach"
+        return Advice("address", "peers", "problem", message, hint, PeerUnreachable.exit_code)
+    with suppress(ValueError):
+        if ipaddress.ip_address(split_address(address)[0]).is_loopback:
+            message = f"other nodes are told to read from {address}, which is each node itself"
+            hint = "set peers.listen to 0.0.0.0:9465, or peers.advertise to the address that other nodes use"
+            return Advice("address", "peers", "warning", message, hint)
+    return Advice("address", "peers", "ok", f"other nodes read the parts of this one from {address}")
+
+
+async def _refuses(address: str) -> str:
+    """Why no connection can be opened; empty if one can."""
+    host, port = split_address(address)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return ""
