@@ -80,7 +80,7 @@ class Partner(NamedTuple):
     generation: Generation
     peer: PeerAddress
     node_file: str
-    lifecycle: str
+    lifecycle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,6 +199,8 @@ class TrainerDoor:
                 close_all(descriptors)
 
     def _end(self, session: TrainerSession, goodbye: wire.Goodbye) -> None:
+        if session.rank == NO_RANK:
+            return
         state, reason = printable(goodbye.state, KIND_CHARS_MAX), printable(goodbye.reason, DETAIL_CHARS_MAX)
         log.info("goodbye %s rank %d: %s %s", session.run, session.rank, state, reason)
         if self._sessions.get((session.run, session.rank)) is session:  # not fenced meanwhile
