@@ -135,6 +135,30 @@ async def test_every_node_learns_of_the_commit(nodes: Nodes) -> None:
         assert not node.rooms.catalog.sent_parts("cold")
 
 
+async def test_a_node_that_is_not_home_reads_no_node_file_while_a_shard_is_missing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of nodes each would read thousands."""
+    read: list[str] = []
+    home, second, third = nodes.nodes
+    get_many = second.rooms.cold["cold"].store.get_many
+
+    async def recording(keys: Sequence[str], **options: Any) -> Any:
+        read.extend(keys)
+        return await get_many(keys, **options)
+
+    monkeypatch.setattr(second.rooms.cold["cold"].store, "get_many", recording)
+    await second.send(10)
+    await home.send(10)
+    await nodes.wait(LIST_MAX_S, second)
+    assert second.rooms.catalog.awaited == {"cold": {RUN: (id_of(10), third.ranks)}}
+    assert not [key for key in read if "node-" in key]
+    await third.send(10)
+    await nodes.wait(2 * LIST_MAX_S, second)
+    assert len([key for key in read if "node-" in key]) == 3
+    assert (await committed(second, 10)).world_size == WORLD_SIZE
+
+
 async def test_another_node_commits_when_the_daemon_of_rank_0_is_gone(nodes: Nodes) -> None:
     for node in nodes.nodes:
         await node.send(10)

@@ -1,13 +1,15 @@
 """Commits checkpoints over several nodes in one cold tier: when all node files are there, it writes the manifest.
 
 Any node may commit, because the manifest follows from the node files. The daemon of rank 0 looks often. The others
-look seldom, each after a random time, in case that daemon is gone. So a node that dies, and the committer itself at any
+look seldom, each after a random time, in case that daemon is gone, and read no node file while a shard is missing: all
+of them would read all. So a node that dies, and the committer itself at any
 instant, delay a commit and lose nothing. What lost nodes have sent, the daemon of rank 0 of the next start commits.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,7 +20,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import CheckpointId, Generation, Rank, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
 from tierd.listing import files_of, newest_claim
@@ -36,7 +38,7 @@ LISTING_VALID_S = 60.0  # between the listing of a folder and the manifest: then
 class _Wait:
     """A checkpoint that is not committed. Times by the monotonic clock: when to look for the manifest, when to list
     the node files, and when to commit. `node_files`: those that were read, by name; `unreadable`: why others were
-    not."""
+    not. `missing`: the ranks whose parts the last listing has not shown."""
 
     began_s: float
     look_at_s: float
@@ -46,6 +48,7 @@ class _Wait:
     commit_at_s: float | None = None
     node_files: dict[str, NodeFile] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
 
 
 class Committer:
@@ -88,8 +91,7 @@ class Committer:
         """As of Catalog; without what has not been listed here yet."""
         found: dict[Run, tuple[CheckpointId, list[int]]] = {}
         for checkpoint in sorted(self._waits, key=lambda each: each.recency):
-            node_files = self._waits[checkpoint].node_files.values()
-            if node_files and (missing := missing_ranks(node_files)):
+            if missing := self._waits[checkpoint].missing:
                 found.setdefault(checkpoint.run, (checkpoint, missing))
         return found
 
@@ -179,12 +181,17 @@ class Committer:
         if layout.MANIFEST in names:
             await self._find(part, wait)
             return
+        if not is_home:
+            wait.missing, commit_at_s = _ranks_without_shard(names, part.world_size), wait.commit_at_s
+            wait.commit_at_s = None
+            if wait.missing:
+                return
+            if commit_at_s is None:
+                wait.commit_at_s = self._context.monotonic_s() + self._random.uniform(YIELD_MIN_S, YIELD_MAX_S)
+                return
         await self._read(part.id, names, wait.node_files, wait.unreadable)
-        if not wait.node_files or missing_ranks(wait.node_files.values()):
-            return
-        if not is_home and wait.commit_at_s is None:
-            wait.commit_at_s = self._context.monotonic_s() + self._random.uniform(YIELD_MIN_S, YIELD_MAX_S)
-        else:
+        wait.missing = missing_ranks(wait.node_files.values()) if wait.node_files else list(range(part.world_size))
+        if not wait.missing:
             await self._commit(list(wait.node_files.values()), listed_s, part)
 
     async def _names(self, checkpoint: CheckpointId) -> set[str]:
@@ -257,6 +264,10 @@ class Committer:
         message = wire.Replicated(step=checkpoint.step, generation=checkpoint.generation, tier=tier)
         context.notify.send(checkpoint.run, message)
         context.notify.replicated()
+
+
+def _ranks_without_shard(names: Collection[str], world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if layout.shard_name(Rank(rank), world_size) not in names]
 
 
 def _unsigned(manifest: Manifest) -> Manifest:
