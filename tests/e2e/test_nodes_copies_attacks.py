@@ -17,6 +17,7 @@ def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere
     with peers(tmp_path) as daemons, joined(tmp_path, 4) as trainers:
         connect_on(daemons, trainers)
         together(trainers, "restore")
+        hold_cold(daemons[1])
         safe(trainers)
         (daemons[0].hot / ".peers" / "run" / "000000000002-g0001").write_text("")  # no copy of step 2 for now
         save(trainers)
