@@ -212,7 +212,7 @@ async def test_old_copies_go_when_every_node_has_a_newer_one(two: TwoNodes) -> N
 async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")
-    two.copier._begun.add(id_of(5))
+    two.copier._begun[id_of(5)] = 5
     folder = two.folder / RUN / id_of(5).name
     folder.mkdir(parents=True)
     (folder / layout.shard_name(1, 3)).write_bytes(b"begun")  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ import pytest
 from tests.support.rooms import RUN
 from tests.workers.test_part_copier import HERE, NODE_FILE, THERE, TwoNodes, id_of, two
 from tierd.context import Partner
-from tierd.format import layout
 from tierd.format.ids import Generation, Run
 from tierd.format.peers import PeerAddress
 from tierd.tiers import peer_store
