@@ -209,8 +209,6 @@ class Snapshotter:
         self._ranks.run_on_all(lambda: shot.wait_persisted(timeout_s))
         if self._generation.node is not None:
             self.everywhere.persisted(shot.generation, shot.step)  # also if the message was heard by a former session
-            if self._ranks.maximum([self._partner_of != self._attached_to])[0]:
-                self._find_partner()  # a daemon has restarted since the last snapshot
             self._ranks.run_on_all(lambda: self._wait_copied(shot, deadline_s))
             self._tell_everywhere(self._ranks.maximum(self.everywhere.missing()))
 
