@@ -37,7 +37,7 @@ from tierd.config_file import check_user, differences
 from tierd.context import DaemonContext
 from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import BadConfig, LockHeld, TierdError, Transient
-from tierd.format import wire
+from tierd.format import layout, wire
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, Run
 from tierd.health.examiner import Examiner
@@ -189,6 +189,9 @@ class _Daemon:
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         if self._copies is not None:
             await self._copies.recover()
+        elif (self._config.hot_path / layout.PEERS).is_dir():
+            where = self._config.hot_path / layout.PEERS
+            log.warning("copies of other nodes' parts are left in %s: nothing reads them without peers.listen", where)
         await self._door.admission.secrets.load()
         listener = open_listener(self._config.daemon.socket, self._config.socket_access)
         http = HttpServer(self._operator.app(), self._config)

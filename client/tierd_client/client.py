@@ -296,7 +296,7 @@ class Client:
         self._generation.check_open()
         self._snapshotter.overlap.finish()
 
-    def wait_everywhere(self, timeout_s: float = 600.0) -> None:
+    def wait_everywhere(self, timeout_s: float = 900.0) -> None:
         """All ranks together. Wait until the last snapshot is durable on every node: then a restart on the same nodes
         goes on from it or from a newer one. On one node the same as `wait_persisted` of its handle.
 

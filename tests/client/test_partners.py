@@ -21,9 +21,9 @@ def test_two_halves_keep_the_copies_of_each_other() -> None:
     assert partners(dict.fromkeys([0, 8, 16, 24], "")) == {0: 16, 8: 24, 16: 0, 24: 8}
 
 
-def test_the_last_three_of_an_odd_number_form_a_ring() -> None:
+def test_three_of_an_odd_number_form_a_ring() -> None:
     assert partners(dict.fromkeys([0, 8, 16], "")) == {0: 8, 8: 16, 16: 0}
-    assert partners(dict.fromkeys(range(5), "")) == {0: 1, 1: 0, 2: 3, 3: 4, 4: 2}
+    assert partners(dict.fromkeys(range(5), "")) == {0: 3, 3: 0, 1: 2, 2: 4, 4: 1}
 
 
 def test_one_node_has_no_partner() -> None:
@@ -44,8 +44,13 @@ def test_each_node_keeps_one_copy_of_another(domains: dict[int, str]) -> None:
     assert keeps == partners(dict(reversed(domains.items())))  # whatever the order in which a rank knows them
     if len(domains) % 2 == 0:
         assert all(keeps[keeper] == node for node, keeper in keeps.items())
-        if max(Counter(domains.values()).values()) <= len(domains) // 2:
-            assert all(domains[node] != domains[keeper] for node, keeper in keeps.items())
+    if max(Counter(domains.values()).values()) <= len(domains) // 2:
+        assert all(domains[node] != domains[keeper] for node, keeper in keeps.items())
+
+
+def test_seven_nodes_in_three_racks_have_their_copies_in_another_rack() -> None:
+    domains = dict(zip(range(7), "aabbccc", strict=True))
+    assert all(domains[node] != domains[keeper] for node, keeper in partners(domains).items())
 
 
 class Gathering:

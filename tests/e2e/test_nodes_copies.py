@@ -177,3 +177,48 @@ def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:
             safe(trainers)
         for daemon in (first, second):
             wait_until(lambda daemon=daemon: copies(daemon) and min(copies(daemon)) >= 5, "old copies are deleted")
+
+
+def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere(tmp_path: Path) -> None:
+    with peers(tmp_path) as daemons, joined(tmp_path, 4) as trainers:
+        connect_on(daemons, trainers)
+        together(trainers, "restore")
+        hold_cold(daemons[1])
+        safe(trainers)
+        (daemons[0].hot / ".peers" / "run" / "000000000002-g0001").write_text("")  # no copy of step 2 for now
+        save(trainers)
+        (daemons[0].hot / ".peers" / "run" / "000000000002-g0001").unlink(missing_ok=True)
+        restart(daemons)
+        together(trainers, "wait_everywhere", timeout_s=20)
+        assert copies(daemons[0])[-1:] == [2]
+
+
+def test_daemon_without_peers_says_that_copies_are_left(tmp_path: Path) -> None:
+    with peers(tmp_path) as daemons:
+        with joined(tmp_path, 4) as trainers:
+            connect_on(daemons, trainers)
+            together(trainers, "restore")
+            safe(trainers)
+        daemons[0].config.write_text(daemons[0].config.read_text().replace(PEERS, ""))
+        restart(daemons[:1])
+        daemons[0].wait_log("copies of other nodes' parts are left in")
+
+
+def test_node_that_lost_its_disk_is_copied_and_then_its_partner_dies(tmp_path: Path) -> None:
+    """A chain of losses: the spare of a lost node is the only one that has the copy of the next lost node."""
+    with peers(tmp_path, "a", "b", "c", "d") as (first, second, third, fourth):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            safe(trainers)
+        lose(second)
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([first, third], trainers)
+            assert [each.step for each in together(trainers, "restore")] == [1] * 4
+            digests = safe(trainers)
+        lose(first)
+        with joined(tmp_path, 4, seed=3) as trainers:
+            connect_on([fourth, third], trainers)
+            assert [each.step for each in together(trainers, "restore")] == [2] * 4
+            assert together(trainers, "digest") == digests

@@ -19,11 +19,16 @@ from tierd.context import Partner
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, checkpoint_id
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
 from tierd.key_file import new_key
 from tierd.tiers import peer_store
 from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.store import Progress
+from tierd.tiers.tier import ReadableTier
+from tierd.transfer.fetch import Fetch
 from tierd.workers import hot_space
+from tierd.workers.hot_space import MARGIN_BYTES
 from tierd.workers.part_copier import COPIED_MAX, IDLE_S, POLL_MIN_S, PartCopier
 from tierd.workers.restorer import Restorer
 
@@ -58,6 +63,12 @@ class TwoNodes:
     async def newer_in_cold(self) -> None:
         """Step 7 is whole in cold."""
         self.here.catalog.add(await self.here.commit("cold", step=7), "cold")
+
+    def size(self, rooms: Rooms) -> int:
+        """In bytes, of its part of step 5."""
+        entry = rooms.catalog.get(id_of(5))
+        assert entry is not None
+        return entry.manifest.size_bytes
 
     def tell(self, **changes: object) -> None:
         peer = self.there.context.peer_key.of(RUN)
@@ -212,7 +223,7 @@ async def test_old_copies_go_when_every_node_has_a_newer_one(two: TwoNodes) -> N
 async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")
-    two.copier._begun.add(id_of(5))
+    two.copier._begun[id_of(5)] = 5
     folder = two.folder / RUN / id_of(5).name
     folder.mkdir(parents=True)
     (folder / layout.shard_name(1, 3)).write_bytes(b"begun")  # type: ignore[arg-type]
@@ -249,3 +260,100 @@ async def test_run_without_trainers_keeps_its_copies_for_a_week(two: TwoNodes, d
     await copier.run_once()
     assert two.steps == left
     assert RUN not in two.here.context.partners
+
+
+async def test_partner_that_is_three_snapshots_behind_is_copied(two: TwoNodes) -> None:
+    """With three slots a slow disk persists step 6 while this node has persisted 7, 8 and 9 already."""
+    for step in (5, 6):
+        await two.both(step)
+    for step in (7, 8, 9):
+        await two.persist(two.here, step, HERE)
+    await two.copier.run_once()
+    assert two.steps[:1] == [6]
+
+
+async def test_copy_that_was_begun_gives_its_space_to_a_snapshot_of_this_node(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node died in the middle. Its half copy has all of its space reserved."""
+
+    async def dies(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> None:
+        raise peer_store.PeerUnreachable("it is gone")
+
+    await two.both(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetch, "take", dies)
+        await two.copier.run_once()
+    folder = two.folder / RUN / id_of(5).name
+    reserved = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    assert reserved > 0
+    two.tell(address="127.0.0.1:1")
+    assert await two.copier.make_room(1) > 0
+    assert not folder.exists()
+
+
+async def test_copy_with_a_damaged_node_file_is_made_again(two: TwoNodes) -> None:
+    await two.both(5)
+    await two.copier.run_once()
+    path = two.folder / RUN / id_of(5).name / NODE_FILE
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-20])
+    copies = PartCopies(two.here.config, two.here.context.keyring)
+    await copies.recover()
+    two.here.context = replace(two.here.context, part_copies=copies)
+    copier = PartCopier(two.here.context, copies)
+    try:
+        assert await copier.run_once(), two.here.incidents.recent()
+        assert copies.get(id_of(5)) is not None
+    finally:
+        await copies.store.close()
+
+
+async def test_old_copy_with_a_damaged_node_file_takes_no_space_for_ever(two: TwoNodes) -> None:
+    await two.both(5)
+    await two.copier.run_once()
+    path = two.folder / RUN / id_of(5).name / NODE_FILE
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-20])
+    copies = PartCopies(two.here.config, two.here.context.keyring)
+    await copies.recover()
+    copier = PartCopier(two.here.context, copies)
+    two.here.context.partners.clear()
+    try:
+        assert await copier.run_once()
+        assert path.exists()  # a person may want to look at it
+        await two.newer_in_cold()
+        assert await copier.make_room(1) > 0
+        assert not path.parent.exists()
+    finally:
+        await copies.store.close()
+
+
+async def test_a_copy_leaves_room_for_the_next_part_of_this_node(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.both(5)
+    own, there = (two.size(rooms) for rooms in (two.here, two.there))
+    free_bytes = MARGIN_BYTES + there + own - 1
+
+    async def almost_full(_: object) -> int:
+        return free_bytes
+
+    monkeypatch.setattr("tierd.workers.hot_space.free_bytes", almost_full)
+    assert not await two.copier.run_once()
+    assert two.steps == []
+    free_bytes += 1
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNodes) -> None:
+    """The nodes were paired anew within a generation, after a daemon came back with another domain."""
+    await two.both(5)
+    await two.copier.run_once()
+    other = "node-00007-of-00009.json"
+    peer = PeerAddress(address="127.0.0.1:1", token="ab")
+    two.here.context.partners[RUN] = Partner(Generation(1), peer, other)
+    assert two.copier.lag_s(RUN) != 0.0
+    assert await two.copier.run_once()
+    assert two.steps == [5]  # it stays: the other node's next keeper may not have one yet

@@ -299,7 +299,9 @@ class TrainerDoor:
         if self._memory.is_unpersisted(checkpoint):
             return  # the persister answers: a committed checkpoint of this id may have other bytes
         entry = self._catalog.get(checkpoint)
-        if self._context.part_copies is not None and self._context.part_copies.get(checkpoint) is not None:
+        copies, partner = self._context.part_copies, self._context.partners.get(session.run)
+        copy = copies.get(checkpoint) if copies is not None else None
+        if copy is not None and partner is not None and copy.name == partner.node_file:
             session.post(wire.Copied(step=ask.step, generation=ask.generation))
         failpoint("trainer.answer")
         for tier in entry.tiers if entry else ():

@@ -24,7 +24,9 @@ log = logging.getLogger("tierd")
 
 
 class PartCopies:
-    """One copy of a checkpoint at most: a node keeps the copies of one other node. `bandwidth`: of what is copied."""
+    """One copy of a checkpoint at most: a node keeps the copies of one other node. `bandwidth`: of what is copied.
+    `unreadable`: the sizes in bytes of those of which the node file cannot be read. They stay while their checkpoint is
+    needed, for a person; a new copy replaces them."""
 
     def __init__(self, config: Config, keyring: Keyring | None = None) -> None:
         self.store = DirectoryStore(
@@ -32,6 +34,7 @@ class PartCopies:
         )
         self.tier = Tier(HOT, self.store, limits=config.limits, keyring=keyring)  # there, parts are complete
         self.bandwidth = Bandwidth(0.0)
+        self.unreadable: dict[CheckpointId, int] = {}
         self._parts: dict[CheckpointId, NodeFile] = {}
         self._addresses: dict[CheckpointId, str] = {}
 
@@ -43,12 +46,13 @@ class PartCopies:
             listing = await self.tier.listing()
             for checkpoint in listing.partial:
                 await self.tier.delete(checkpoint)
-            keys = [layout.file_key(each, names[0]) for each, names in listing.node_files.items()]
-            for found in await self.tier.decode_many(keys):
+            keys = {each: layout.file_key(each, names[0]) for each, names in listing.node_files.items()}
+            for checkpoint, found in zip(keys, await self.tier.decode_many(list(keys.values())), strict=True):
                 if isinstance(found, NodeFile):
                     self._parts[found.id] = found
                 elif isinstance(found, TierdError):
                     log.warning("a copy of another node's part is left out: %s", found.message)
+                    self.unreadable[checkpoint] = sum(listing.files[checkpoint].values())
         except TierdError as error:
             log.warning("find the copies of other nodes' parts: %s", error.message)
 
@@ -62,7 +66,13 @@ class PartCopies:
         )
 
     def runs(self) -> Collection[Run]:
-        return {checkpoint.run for checkpoint in self._parts}
+        return {checkpoint.run for checkpoint in (*self._parts, *self.unreadable)}
+
+    def sizes(self, run: Run) -> dict[CheckpointId, int]:
+        """In bytes, of all copies of the run, readable or not, newest first."""
+        found = {part.id: part.size_bytes for part in self._parts.values()} | self.unreadable
+        ids = sorted((each for each in found if each.run == run), key=lambda each: each.recency, reverse=True)
+        return {checkpoint: found[checkpoint] for checkpoint in ids}
 
     async def open_files(self, part: NodeFile, names: Collection[str]) -> list[int]:
         """Descriptors, which the caller closes. Raises NotFound when it has just been deleted."""
@@ -84,6 +94,7 @@ class PartCopies:
         """Also of one that is not complete. Raises as `Store.delete`."""
         self._parts.pop(checkpoint, None)
         self._addresses.pop(checkpoint, None)
+        self.unreadable.pop(checkpoint, None)
         await self.tier.delete(checkpoint)
         await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
 

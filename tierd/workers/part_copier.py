@@ -28,7 +28,8 @@ log = logging.getLogger("tierd")
 PEERS = "peers"  # the name of this traffic for the throttle
 POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether it has persisted its part
 IDLE_S = 10.0  # where every part has its copy
-COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
+COPIED_MAX = 2  # of the newest checkpoints that the other node has: older ones are not begun
+ASKED_MAX = 8  # a slower node has persisted none of the newest: it is asked for older ones, too
 LEFT_AFTER = timedelta(days=7)  # a copy of a run without trainers here, if cold has that checkpoint or a newer one
 
 
@@ -43,7 +44,8 @@ class PartCopier:
         self.interval_s = IDLE_S
         self._poll_s = POLL_MIN_S
         self._waiting: set[CheckpointId] = set()  # after the last pass
-        self._begun: set[CheckpointId] = set()  # copies that are not complete
+        self._begun: dict[CheckpointId, int] = {}  # copies that are not complete: the bytes that they take
+        self._active: CheckpointId | None = None  # the one that is being written now
         self._deleting = asyncio.Lock()
 
     async def run_once(self) -> bool:
@@ -53,17 +55,25 @@ class PartCopier:
         for run in [run for run in partners if run not in self._context.memory.runs()]:
             del partners[run]  # its trainers left long ago
         for run, partner in list(partners.items()):
-            for own in self._uncopied(run, partner):
-                try:
-                    await self._copy(own, partner)
-                except NotFound:
-                    continue  # not persisted there yet, or not kept any more
-                except TierdError as error:
-                    self._context.incidents.record(self.name, error, own.id)
-                    is_well = False
-                    break  # the next one would fail, too
+            is_well &= await self._copy_run(run, partner)
         self._set_interval()
         return is_well
+
+    async def _copy_run(self, run: Run, partner: Partner) -> bool:
+        """False when a part could not be copied."""
+        for own in self._uncopied(run, partner):
+            if own not in self._uncopied(run, partner):
+                break  # newer ones have been copied since
+            if self._copies.get(own.id) is not None:
+                continue  # of another node, of which this one was the partner
+            try:
+                await self._copy(own, partner)
+            except NotFound:
+                continue  # not persisted there yet, or not kept any more
+            except TierdError as error:
+                self._context.incidents.record(self.name, error, own.id)
+                return False  # the next one would fail, too
+        return True
 
     def _set_interval(self) -> None:
         """The other node has often persisted its part a moment later than this one."""
@@ -73,13 +83,19 @@ class PartCopier:
         self._waiting = waiting
 
     async def make_room(self, need_bytes: int) -> int:
-        """Deletes copies of what cold has, oldest first. Returns how many bytes that frees."""
+        """Deletes what was begun and is not being copied now, then copies of what cold has, oldest first. Returns how
+        many bytes that frees."""
         freed_bytes = 0
+        for checkpoint in sorted(self._begun, key=lambda checkpoint: checkpoint.recency):
+            if freed_bytes < need_bytes and checkpoint != self._active:
+                size_bytes = self._begun.get(checkpoint, 0)
+                if await self._delete(checkpoint, only_begun=True):
+                    freed_bytes += size_bytes
         for run in self._copies.runs():
             needed = self._needed(run, is_full=True)
-            for part in reversed(self._copies.of_run(run)):
-                if freed_bytes < need_bytes and part.id not in needed and await self._delete(part.id):
-                    freed_bytes += part.size_bytes
+            for checkpoint, size_bytes in reversed(self._copies.sizes(run).items()):
+                if freed_bytes < need_bytes and checkpoint not in needed and await self._delete(checkpoint):
+                    freed_bytes += size_bytes
         return freed_bytes
 
     def lag_s(self, run: Run) -> float | None:
@@ -92,10 +108,19 @@ class PartCopier:
         return max(((self._context.now() - each).total_seconds() for each in created), default=0.0)
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
-        """This node's parts of the newest checkpoints without a copy of the partner's, newest first."""
+        """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
+        is slower, also older ones than COPIED_MAX, until it has one of which there is a copy."""
         parts = [entry.part for entry in self._context.catalog.entries(run) if entry.part is not None]
         own = [part for part in parts if part.generation == partner.generation]
-        return [part for part in own[:COPIED_MAX] if self._copies.get(part.id) is None]
+        uncopied: list[NodeFile] = []
+        has_newer = False
+        for index, part in enumerate(own[:ASKED_MAX]):
+            copy = self._copies.get(part.id)
+            if copy is not None and copy.name == partner.node_file:
+                has_newer = True
+            elif index < COPIED_MAX or not has_newer:
+                uncopied.append(part)
+        return uncopied
 
     async def _copy(self, own: NodeFile, partner: Partner) -> None:
         """Raises NotFound while the partner has not persisted its part, PeerUnreachable, Corrupt, Full."""
@@ -108,40 +133,55 @@ class PartCopier:
             assert isinstance(part, NodeFile)
             if part.head_digest != own.head_digest or not set(part.ranks).isdisjoint(own.ranks):
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
-            if missing_bytes := await self._space.missing_bytes(part.size_bytes):
+            if own.id in self._copies.unreadable:
+                await self._delete(own.id)
+            # A copy must leave room for the next part of this node.
+            if missing_bytes := await self._space.missing_bytes(part.size_bytes + own.size_bytes):
                 raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
             fetch = Fetch(part, self._copies.store)
-            self._begun.add(own.id)
-            with context.throttle.writing(PEERS) as count_written:
-                await fetch.begin()
-                problem = await fetch.take(tier, count_written) if fetch.missing_bytes else None
-            if problem is not None:
-                raise problem
-            await fetch.finish()
-            async with self._deleting:
-                await self._copies.commit(part, raw, address=partner.peer.address)
-        self._begun.discard(own.id)
+            async with self._deleting:  # else what make_room deletes of an earlier attempt may be of this one
+                self._begun[own.id] = part.size_bytes
+                self._active = own.id
+            try:
+                with context.throttle.writing(PEERS) as count_written:
+                    await fetch.begin()
+                    problem = await fetch.take(tier, count_written) if fetch.missing_bytes else None
+                if problem is not None:
+                    raise problem
+                await fetch.finish()
+                async with self._deleting:
+                    await self._copies.commit(part, raw, address=partner.peer.address)
+                    self._begun.pop(own.id, None)
+            finally:
+                self._active = None
         seconds, ranks = context.monotonic_s() - started_s, ranks_text(part.ranks)
         log.info("copied %d bytes of %s from %s (ranks %s) in %.3f s", part.size_bytes, own.id, where, ranks, seconds)
         context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
 
     async def _delete_old(self) -> bool:
         """What no restart needs, and what was begun and is not wanted any more."""
-        wanted = {own.id for run, partner in self._context.partners.items() for own in self._uncopied(run, partner)}
-        old = list(self._begun - wanted)
+        wanted = {
+            own.id
+            for run, partner in self._context.partners.items()
+            for own in self._uncopied(run, partner)[:COPIED_MAX]
+        }
+        old = [each for each in self._begun if each not in wanted]
         for run in self._copies.runs():
             needed = self._needed(run, is_full=self._is_left(run))
-            old += [part.id for part in self._copies.of_run(run) if part.id not in needed]
+            old += [checkpoint for checkpoint in self._copies.sizes(run) if checkpoint not in needed]
         return all([await self._delete(checkpoint) for checkpoint in old])
 
-    async def _delete(self, checkpoint: CheckpointId) -> bool:
+    async def _delete(self, checkpoint: CheckpointId, *, only_begun: bool = False) -> bool:
+        """False when it could not be deleted. `only_begun`: not if it has been completed, or goes on, meanwhile."""
         async with self._deleting:
+            if only_begun and (checkpoint not in self._begun or checkpoint == self._active):
+                return False
             try:
                 await self._copies.delete(checkpoint)
             except TierdError as error:
                 self._context.incidents.record(self.name, error, checkpoint)
                 return False
-        self._begun.discard(checkpoint)
+        self._begun.pop(checkpoint, None)
         self._context.notify.space_freed()
         return True
 
@@ -154,7 +194,7 @@ class PartCopier:
             if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers)
         )
         return needed_parts(
-            [part.id for part in self._copies.of_run(run)],
+            list(self._copies.sizes(run)),
             everywhere=catalog.everywhere.get(run),
             newest_in_cold=max(in_cold, key=lambda checkpoint: checkpoint.recency, default=None),
             is_full=is_full,

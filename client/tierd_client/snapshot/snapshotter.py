@@ -209,11 +209,18 @@ class Snapshotter:
         self._ranks.run_on_all(lambda: shot.wait_persisted(timeout_s))
         if self._generation.node is not None:
             self.everywhere.persisted(shot.generation, shot.step)  # also if the message was heard by a former session
-            self._ranks.run_on_all(lambda: self._wait_copied(shot, deadline_s))
+            is_waiting = True
+            while is_waiting:
+                is_safe = self._ranks.run_on_all(lambda: self._wait_copied(shot, deadline_s))
+                is_waiting, has_restarted = self._ranks.maximum([not is_safe, self._partner_of != self._attached_to])
+                if has_restarted:  # a daemon, since the last snapshot: partners do not know its address
+                    self._find_partner()
             self._tell_everywhere(self._ranks.maximum(self.everywhere.missing()))
 
-    def _wait_copied(self, shot: Shot, deadline_s: float) -> None:
-        asked_s = -ASK_INTERVAL_S
+    def _wait_copied(self, shot: Shot, deadline_s: float) -> bool:
+        """Whether it is copied, after ASK_INTERVAL_S at most."""
+        asked_s = time.monotonic()
+        self._ask(shot)
         while shot.generation == self._generation.number and not self.everywhere.is_safe(shot.step):
             now_s = time.monotonic()
             if now_s > deadline_s:
@@ -222,9 +229,9 @@ class Snapshotter:
                     hint="docs/RUNBOOK.md#peers",
                 )
             if now_s > asked_s + ASK_INTERVAL_S:
-                asked_s = now_s
-                self._ask(shot)
+                return False
             time.sleep(COPIED_POLL_S)
+        return True
 
     @property
     def _attached_to(self) -> tuple[int, str]:
