@@ -24,8 +24,9 @@ class TierdError(Exception):
         self.hint = hint
 
     def __init_subclass__(cls) -> None:
-        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()  # DaemonUnreachable: daemon_unreachable
-        _BY_KIND[cls.kind] = cls
+        if "kind" not in vars(cls):
+            cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()  # DaemonUnreachable: daemon_unreachable
+        _BY_KIND.setdefault(cls.kind, cls)
 
     def __str__(self) -> str:
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message
@@ -95,6 +96,7 @@ class Incomplete(NotFound):
     """Raised when the tiers have only parts of a checkpoint over several nodes."""
 
     exit_code = 3
+    kind = NotFound.kind  # clients know this one
 
 
 class BadConfig(TierdError):

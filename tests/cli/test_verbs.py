@@ -121,6 +121,23 @@ def test_milestone_is_not_reported_of_a_checkpoint_that_is_deleted_meanwhile(
     assert list(house.hot.rglob("milestone-*")) == []
 
 
+def test_milestone_is_not_reported_of_a_checkpoint_that_has_a_tombstone_since(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon writes it before it deletes the manifest, and may end between the two."""
+    manifest = make_checkpoint(house.cold, step=100)
+    real_mark = Tier.mark_milestone
+
+    async def bury_and_mark(tier: Tier, *arguments: str) -> None:
+        await tier.bury(manifest.id)
+        await real_mark(tier, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tier, "mark_milestone", bury_and_mark)
+    result = house.tierd("milestone", "--step", "100", "best")
+    assert (result.exit_code, "it has just been deleted" in result.stderr) == (NotFound.exit_code, True)
+    assert list(house.cold.rglob("milestone-*")) == []
+
+
 def test_milestone_of_a_signed_checkpoint_needs_the_key(house: House) -> None:
     """Daemons with a key would ignore a marker without a signature."""
     manifest = make_checkpoint(house.hot)

@@ -186,6 +186,9 @@ async def test_a_new_home_commits_what_lost_nodes_have_sent(nodes: Nodes, tmp_pa
         assert [entry.name for entry in (await committed(spare, 10)).files] == [
             layout.shard_name(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)
         ]
+        await nodes.nodes[0].send(20, number=2)  # its partner sends the copy of it some minutes later
+        await nodes.wait(LIST_MAX_S + 1, spare)
+        assert rooms.steps("cold") == [20, 10]
 
 
 async def test_a_start_on_one_node_commits_what_lost_nodes_have_sent(nodes: Nodes, tmp_path: Path) -> None:
@@ -274,7 +277,15 @@ async def test_a_part_of_another_start_is_refused(nodes: Nodes) -> None:
     await second.send(10)
     await nodes.wait(HOME_S + 1, home)
     assert home.rooms.steps("cold") == []
-    assert "different claims" in home.rooms.incidents.recent()[0]["message"]
+    assert "two starts of the run hold this generation" in home.rooms.incidents.recent()[0]["message"]
+    home.rooms.folder("cold", id_of(10)).joinpath("node-00002-of-00005.json").unlink()
+    second.node = wire.NodeRanks(ranks=second.ranks, lowest=second.node.lowest, claim=CLAIM.claim, base=7)
+    cold = second.rooms.cold["cold"]
+    (part,) = second.rooms.catalog.sent_parts("cold")
+    right = msgspec.structs.replace(part, claim=CLAIM.claim)
+    await cold.store.put_bytes(right.key, right.encode())
+    await nodes.wait(HOME_S + 1, home)
+    assert home.rooms.steps("cold") == [10]
 
 
 async def test_a_part_that_differs_from_the_committed_manifest_overwrites_nothing(nodes: Nodes) -> None:
@@ -301,6 +312,25 @@ async def test_a_deleted_checkpoint_is_not_committed_again(nodes: Nodes) -> None
     await nodes.wait(2 * LIST_MAX_S, second)
     assert home.rooms.steps("cold") == []
     assert pending(second.rooms.catalog, second.rooms.config, "cold") == []
+
+
+async def test_a_committer_that_slept_while_the_checkpoint_was_deleted_reports_no_commit(nodes: Nodes) -> None:
+    home = nodes.nodes[0]
+    for node in nodes.nodes:
+        await node.send(10)
+    cold = home.rooms.cold["cold"]
+    commit = cold.commit
+
+    async def sleep_first(*arguments: Any, **options: Any) -> None:
+        await cold.bury(id_of(10))
+        await commit(*arguments, **options)
+
+    object.__setattr__(cold, "commit", sleep_first)
+    await nodes.wait(HOME_S + 1, home)
+    entry = home.rooms.catalog.get(id_of(10))
+    assert entry is not None
+    assert entry.tiers == {"hot"}
+    assert not [message for message in home.rooms.sent if isinstance(message, wire.Replicated)]
 
 
 async def test_a_deletion_that_ended_after_its_tombstone_is_finished_as_a_leftover(nodes: Nodes) -> None:

@@ -222,6 +222,16 @@ async def test_cold_replica_stays_when_another_cold_tier_has_lost_the_last_liste
         assert ("relist", "dr") in rooms.events
 
 
+async def test_hot_replica_stays_when_cold_has_a_tombstone_since(rooms: Rooms) -> None:
+    """Another daemon was deleting the checkpoint there when it ended: the manifest is still there."""
+    for tier in rooms.tiers.values():
+        await tier.mark_milestone(CheckpointId(RUN, 200, 1), "best", "now")  # type: ignore[arg-type]
+    await rooms.look()
+    await rooms.cold["cold"].bury(CheckpointId(RUN, 200, 1))  # type: ignore[arg-type]
+    await reaper(rooms).run_once()
+    assert 200 in rooms.steps("hot")
+
+
 async def test_hot_replica_stays_when_the_marker_of_its_milestone_has_disappeared_from_cold(rooms: Rooms) -> None:
     """Without the marker, the cold tier would expire the checkpoint."""
     for tier in rooms.tiers.values():

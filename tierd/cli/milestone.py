@@ -48,7 +48,8 @@ async def milestone(
             if not dry_run:
                 await tier.mark_milestone(chosen.id, name, marked_at)
                 # A daemon may have deleted the replica since it was listed.
-                if layout.MANIFEST not in await files_of(tier, chosen.id):
+                names_now = (await files_of(tier, chosen.id)).keys()
+                if layout.MANIFEST not in names_now or layout.GONE in names_now:
                     await tier.store.delete([layout.file_key(chosen.id, layout.milestone_file(name))])
                     continue
                 await record(config, Action.MARKED, chosen.id, tier.name, reason=f"milestone {name}")

@@ -21,7 +21,7 @@ from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import Head, Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
 from tierd.listing import files_of, newest_claim
 from tierd.tiers.tier import Tier
@@ -31,6 +31,7 @@ PATIENCE = 0.1  # that, as a share of the time since the part was sent
 LOOK_MIN_S, LOOK_MAX_S = 2.0, 60.0  # how often the others look for the manifest
 LIST_MIN_S, LIST_MAX_S = 30.0, 600.0  # and for the node files
 YIELD_MIN_S, YIELD_MAX_S = 10.0, 60.0  # how long another daemon waits for the one of rank 0 when all of them are there
+_HINT = "nothing is overwritten: do two jobs write one run? docs/RUNBOOK.md#unreadable-manifest"
 LISTING_VALID_S = 60.0  # between the listing of a folder and the manifest: then it may have been deleted
 
 
@@ -62,7 +63,7 @@ class Committer:
         self._cold = cold
         self._random = rng or random.Random()
         self._waits: dict[CheckpointId, _Wait] = {}
-        self._looked: set[CheckpointId] = set()  # without a part of this node
+        self._look_again_s: dict[CheckpointId, float] = {}  # of those without a part of this node
         self._fenced: set[tuple[Run, int]] = set()  # reported
 
     async def run_once(self) -> bool:
@@ -96,12 +97,13 @@ class Committer:
         return found
 
     async def _commit_for_lost_nodes(self) -> bool:
-        """The daemon of rank 0 looks once at each checkpoint of which it has sent no part: all nodes that have sent
-        theirs may be gone. False when one can not be committed."""
+        """The daemon of rank 0 looks also at each checkpoint of which it has sent no part: all nodes that have sent
+        theirs may be gone, or a partner may still send the part of a lost one. False when one can not be committed."""
         context, is_well = self._context, True
-        uncommitted = self._catalog.tiers[self._cold.name].partial
-        self._looked &= uncommitted
-        for checkpoint in sorted(uncommitted - self._looked, key=lambda each: each.recency, reverse=True):
+        now_s, uncommitted = context.monotonic_s(), self._catalog.tiers[self._cold.name].partial
+        self._look_again_s = {each: at_s for each, at_s in self._look_again_s.items() if each in uncommitted}
+        due = [checkpoint for checkpoint in uncommitted if self._look_again_s.get(checkpoint, now_s) <= now_s]
+        for checkpoint in sorted(due, key=lambda each: each.recency, reverse=True):
             run = checkpoint.run
             if run not in context.memory.runs() or not context.is_home(run):
                 continue
@@ -122,7 +124,7 @@ class Committer:
             except TierdError as error:
                 is_well = False
                 context.incidents.record(self.name, error, checkpoint)
-            self._looked.add(checkpoint)
+            self._look_again_s[checkpoint] = now_s + LIST_MAX_S
         return is_well
 
     async def _look(self, part: NodeFile, wait: _Wait, *, is_home: bool) -> None:
@@ -189,7 +191,7 @@ class Committer:
             if commit_at_s is None:
                 wait.commit_at_s = self._context.monotonic_s() + self._random.uniform(YIELD_MIN_S, YIELD_MAX_S)
                 return
-        await self._read(part.id, names, wait.node_files, wait.unreadable)
+        await self._read(part.id, names, wait.node_files, wait.unreadable, part=part)
         wait.missing = missing_ranks(wait.node_files.values()) if wait.node_files else list(range(part.world_size))
         if not wait.missing:
             await self._commit(list(wait.node_files.values()), listed_s, part)
@@ -198,10 +200,16 @@ class Committer:
         return set(await files_of(self._cold, checkpoint))
 
     async def _read(
-        self, checkpoint: CheckpointId, names: set[str], node_files: dict[str, NodeFile], unreadable: dict[str, str]
+        self,
+        checkpoint: CheckpointId,
+        names: set[str],
+        node_files: dict[str, NodeFile],
+        unreadable: dict[str, str],
+        *,
+        part: NodeFile | None = None,
     ) -> None:
         """Adds the node files among `names` that are not in `node_files` yet, or to `unreadable` why they cannot be
-        used."""
+        used: for example, they are of another start than this node's `part`."""
         new = [name for name in layout.node_files(names) if name not in node_files]
         decoded = await self._cold.decode_many([layout.file_key(checkpoint, name) for name in new])
         for name, node_file in zip(new, decoded, strict=True):
@@ -212,6 +220,12 @@ class Committer:
                     self._cannot_read(checkpoint, unreadable, name, node_file)
                 continue
             assert isinstance(node_file, NodeFile)
+            if part is not None and node_file.head_digest != part.head_digest:
+                why = f"commit {checkpoint} in {self._cold.name}: {name} is no part of the checkpoint of this node"
+                self._cannot_read(
+                    checkpoint, unreadable, name, Corrupt(f"{why}: {_difference(node_file, part)}", hint=_HINT)
+                )
+                continue
             node_files[name] = node_file
 
     async def _commit(self, node_files: list[NodeFile], listed_s: float, part: NodeFile | None = None) -> bool:
@@ -235,6 +249,9 @@ class Committer:
             if _unsigned(committed) != _unsigned(manifest):
                 raise
             manifest = committed
+        if layout.GONE in await self._names(manifest.id):  # it was being deleted meanwhile, and counts for nothing
+            self._catalog.part_gone(self._cold.name, manifest.id)
+            return False
         self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
         return True
@@ -264,6 +281,14 @@ class Committer:
         message = wire.Replicated(step=checkpoint.step, generation=checkpoint.generation, tier=tier)
         context.notify.send(checkpoint.run, message)
         context.notify.replicated()
+
+
+def _difference(one: NodeFile, other: NodeFile) -> str:
+    if one.claim != other.claim:
+        return "two starts of the run hold this generation"
+    return "they differ in " + ", ".join(
+        name for name in Head.__struct_fields__ if getattr(one, name) != getattr(other, name)
+    )
 
 
 def _ranks_without_shard(names: Collection[str], world_size: int) -> list[int]:

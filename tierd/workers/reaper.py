@@ -299,7 +299,7 @@ class Reaper:
                 self._context.notify.relist(name)
                 failed_tiers.add(name)
                 return False
-            if layout.MANIFEST not in files:
+            if layout.MANIFEST not in files or layout.GONE in files:
                 self._catalog.disappeared(action.checkpoint, name)
                 self._context.notify.relist(name)  # then its loss is reported
                 return False
