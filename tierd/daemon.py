@@ -189,8 +189,7 @@ class _Daemon:
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
         if self._copies is not None:
             await self._copies.recover()
-        elif (self._config.hot_path / layout.PEERS).is_dir():
-            where = self._config.hot_path / layout.PEERS
+        elif await asyncio.to_thread((where := self._config.hot_path / layout.PEERS).is_dir):
             log.warning("copies of other nodes' parts are left in %s: nothing reads them without peers.listen", where)
         await self._door.admission.secrets.load()
         listener = open_listener(self._config.daemon.socket, self._config.socket_access)
