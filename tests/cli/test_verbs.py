@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, mak
 from tierd.cli import options
 from tierd.cli.app import VERBS, called, config_first, make_app
 from tierd.errors import NotFound
+from tierd.format.ids import CheckpointId
 from tierd.format.signature import Keyring, new_key
 from tierd.tiers.tier import Tier
 
@@ -104,37 +106,22 @@ def test_milestone_is_marked_in_every_tier_that_holds_the_checkpoint(house: Hous
     assert house.json("show", "run42", "milestone:release-1.0")["manifest"]["step"] == 100
 
 
+@pytest.mark.parametrize("meanwhile", [Tier.delete, Tier.bury], ids=["deleted", "a daemon ended before it deleted"])
 def test_milestone_is_not_reported_of_a_checkpoint_that_is_deleted_meanwhile(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Tier, CheckpointId], Awaitable[object]]
 ) -> None:
-    manifest = make_checkpoint(house.hot, step=100)
+    """A daemon writes the tombstone before it deletes the manifest, and may end between the two."""
+    manifest = make_checkpoint(house.cold, step=100)
     real_mark = Tier.mark_milestone
 
     async def delete_and_mark(tier: Tier, *arguments: str) -> None:
-        await tier.delete(manifest.id)
+        await meanwhile(tier, manifest.id)
         await real_mark(tier, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Tier, "mark_milestone", delete_and_mark)
     result = house.tierd("milestone", "--step", "100", "best")
     assert result.exit_code == NotFound.exit_code
     assert "it has just been deleted" in result.stderr
-    assert list(house.hot.rglob("milestone-*")) == []
-
-
-def test_milestone_is_not_reported_of_a_checkpoint_that_has_a_tombstone_since(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A daemon writes it before it deletes the manifest, and may end between the two."""
-    manifest = make_checkpoint(house.cold, step=100)
-    real_mark = Tier.mark_milestone
-
-    async def bury_and_mark(tier: Tier, *arguments: str) -> None:
-        await tier.bury(manifest.id)
-        await real_mark(tier, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Tier, "mark_milestone", bury_and_mark)
-    result = house.tierd("milestone", "--step", "100", "best")
-    assert (result.exit_code, "it has just been deleted" in result.stderr) == (NotFound.exit_code, True)
     assert list(house.cold.rglob("milestone-*")) == []
 
 

@@ -58,7 +58,7 @@ async def test_deleted_copy_leaves_no_file(tmp_path: Path) -> None:
 
 
 async def test_unreadable_copy_is_left_out_and_stays(tmp_path: Path) -> None:
-    """Somebody may want to look at it; its bytes are few against those of a checkpoint."""
+    """A person may want to look at it. It goes as other copies do: when no restart needs its checkpoint."""
     config = make_config(tmp_path)
     (part,) = await keep(config, 5)
     path = config.hot_path / layout.PEERS / part.key

@@ -292,7 +292,8 @@ async def test_copy_that_was_begun_gives_its_space_to_a_snapshot_of_this_node(
     assert not folder.exists()
 
 
-async def test_copy_with_a_damaged_node_file_is_made_again(two: TwoNodes) -> None:
+async def cut_node_file(two: TwoNodes) -> tuple[Path, PartCopies]:
+    """(the node file of the copy of step 5, which has lost its end; what a daemon that starts then knows)."""
     await two.both(5)
     await two.copier.run_once()
     path = two.folder / RUN / id_of(5).name / NODE_FILE
@@ -300,6 +301,11 @@ async def test_copy_with_a_damaged_node_file_is_made_again(two: TwoNodes) -> Non
     path.write_bytes(path.read_bytes()[:-20])
     copies = PartCopies(two.here.config, two.here.context.keyring)
     await copies.recover()
+    return path, copies
+
+
+async def test_copy_with_a_damaged_node_file_is_made_again(two: TwoNodes) -> None:
+    _, copies = await cut_node_file(two)
     two.here.context = replace(two.here.context, part_copies=copies)
     copier = PartCopier(two.here.context, copies)
     try:
@@ -310,13 +316,7 @@ async def test_copy_with_a_damaged_node_file_is_made_again(two: TwoNodes) -> Non
 
 
 async def test_old_copy_with_a_damaged_node_file_takes_no_space_for_ever(two: TwoNodes) -> None:
-    await two.both(5)
-    await two.copier.run_once()
-    path = two.folder / RUN / id_of(5).name / NODE_FILE
-    path.chmod(0o600)
-    path.write_bytes(path.read_bytes()[:-20])
-    copies = PartCopies(two.here.config, two.here.context.keyring)
-    await copies.recover()
+    path, copies = await cut_node_file(two)
     copier = PartCopier(two.here.context, copies)
     two.here.context.partners.clear()
     try:

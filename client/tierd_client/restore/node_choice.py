@@ -201,21 +201,15 @@ def _own_parts(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list
 
 
 def _held(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
-    return [
-        held
-        for node in nodes
-        for held in node.checkpoints
-        if (held.step, held.generation) == (checkpoint.step, checkpoint.generation)
-    ]
+    return _of(checkpoint, (held for node in nodes for held in node.checkpoints))
 
 
 def _copies(nodes: Iterable[NodeInventory], checkpoint: CheckpointId) -> list[HeldCheckpoint]:
-    return [
-        copy
-        for node in nodes
-        for copy in node.copies
-        if (copy.step, copy.generation) == (checkpoint.step, checkpoint.generation)
-    ]
+    return _of(checkpoint, (copy for node in nodes for copy in node.copies))
+
+
+def _of(checkpoint: CheckpointId, found: Iterable[HeldCheckpoint]) -> list[HeldCheckpoint]:
+    return [each for each in found if (each.step, each.generation) == (checkpoint.step, checkpoint.generation)]
 
 
 def _id(run: str, held: HeldCheckpoint) -> CheckpointId:
