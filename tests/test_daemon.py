@@ -131,7 +131,8 @@ def test_a_daemon_locks_its_directory_again_when_it_was_made_anew(tmp_path: Path
     """It takes it for a mount point without its disk, until someone says that it is hot."""
     with serving(tmp_path) as daemon:
         (marker,) = daemon.hot.glob(f"{layout.TIER_MARKERS}*")
-        shutil.rmtree(daemon.hot)
+        # Moved, not deleted entry by entry: the daemon may write into a directory that is still being emptied.
+        daemon.hot.rename(tmp_path / "removed")
         daemon.hot.mkdir()
         wait_until((daemon.hot / layout.LOCK).exists, "the lock to be taken again")
         wait_until(lambda: b"pid" in (daemon.hot / layout.LOCK).read_bytes(), "the lock to name its holder")

@@ -44,6 +44,21 @@ async def test_drill_needs_free_space_and_the_spare_bytes(rooms: Rooms, tmp_path
     assert not (tmp_path / "scratch").exists()
 
 
+async def test_drill_that_is_cancelled_while_it_begins_leaves_nothing_and_frees_its_place(
+    rooms: Rooms, tmp_path: Path
+) -> None:
+    """The fixture refuses the removal of its folder on the event loop, where garbage collection would do it."""
+    made = await rooms.commit("cold")
+    for _ in range(3):
+        drilling = asyncio.create_task(drill(rooms.cold["cold"], made, tmp_path / "scratch"))
+        await asyncio.sleep(0)  # its thread has begun
+        drilling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drilling
+        assert not (tmp_path / "scratch").exists()
+    assert await drill(rooms.cold["cold"], made, tmp_path / "scratch") > 0
+
+
 async def test_second_drill_of_a_tier_is_refused(rooms: Rooms, tmp_path: Path) -> None:
     made = await rooms.commit("cold")
     other = atomic_output(tmp_path / "scratch/cold", size_bytes=0)

@@ -9,11 +9,11 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tierd.errors import Corrupt
+from tierd.errors import Corrupt, TierdError
 from tierd.format.manifest import Manifest
 from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
@@ -54,8 +54,18 @@ async def drill(
 
 @asynccontextmanager
 async def _in_thread(blocking: AbstractContextManager[T]) -> AsyncGenerator[T]:
-    """Enters and leaves a context manager that waits for a disk in threads, not on the event loop."""
-    entered = await asyncio.to_thread(blocking.__enter__)
+    """Enters and leaves a context manager that waits for a disk in threads, not on the event loop.
+
+    A thread cannot be cancelled: at a cancellation meanwhile, it is left as soon as it has been entered.
+    """
+    entering = asyncio.ensure_future(asyncio.to_thread(blocking.__enter__))
+    try:
+        entered = await asyncio.shield(entering)
+    except asyncio.CancelledError as error:
+        with suppress(TierdError):  # then it was not entered
+            await entering
+            await asyncio.to_thread(blocking.__exit__, type(error), error, error.__traceback__)
+        raise
     try:
         yield entered
     except BaseException as error:

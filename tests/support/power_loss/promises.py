@@ -78,7 +78,7 @@ def contents_of(tree: Tree) -> Contents:
     whole: set[tuple[str, Id]] = set()
     broken: dict[tuple[str, Id], str] = {}
     for path in tree:
-        if match := _MANIFEST.fullmatch(path):
+        if path.endswith("/manifest.json") and (match := _MANIFEST.fullmatch(path)):
             tier, checkpoint = match[1], Id(match[2], int(match[4]), int(match[3]))
             raw = tree[path]
             assert raw is not None
@@ -157,16 +157,16 @@ def broken_promises(contents: Contents, tree: Tree, expected: Expected, policy: 
         if (tier, checkpoint) in contents.whole and path not in tree:
             problems.append(f"durable: the milestone {name} of {checkpoint.folder} in {tier} is gone")
     for run, generation in expected.claims:
-        if highest_generation(tree, run) < generation:
+        if highest_generation(tree, contents, run) < generation:
             problems.append(f"fenced: generation {generation} of {run} may be claimed again")
     return problems
 
 
-def highest_generation(tree: Tree, run: str) -> int:
+def highest_generation(tree: Tree, contents: Contents, run: str) -> int:
     names = [path.rpartition("/")[2] for path in tree if f"/{run}/generation-" in path and path.endswith(".json")]
     claimed = [int(name.removeprefix("generation-").removesuffix(".json")) for name in names]
     return max(
-        [*claimed, *(checkpoint.generation for _, checkpoint in contents_of(tree).whole if checkpoint.run == run)],
+        [*claimed, *(checkpoint.generation for _, checkpoint in contents.whole if checkpoint.run == run)],
         default=0,
     )
 
