@@ -25,6 +25,7 @@ TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 HELD_MAX = 32  # checkpoints in an inventory
 COPIES_MAX = 8  # copies of other nodes' parts in one answer
+ROSTER_BYTES_MAX = 4 << 20  # some hundred bytes for each node
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
@@ -51,10 +52,10 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
-    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `Inventory` and `Request` may follow. `starts_anew`: start
-    from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret,
-    see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows
-    this one. `node` None: all ranks are on one node."""
+    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `FindNodes`, `Inventory` and `Request` may follow.
+    `starts_anew`: start from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`:
+    of the run's secret, see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because
+    another node knows this one. `node` None: all ranks are on one node."""
 
     protocol: int
     version: str
@@ -220,6 +221,17 @@ class Partner(_Message, frozen=True, kw_only=True):
     peer: PeerAddress
     node_file: str
     lifecycle: str = ""
+
+
+class Roster(_Message, frozen=True, kw_only=True):
+    """From the lowest rank of a node, before Partner: which nodes this generation has. The one descriptor, a sealed
+    memfd, holds them: a list of NodeAddress as JSON, at most ROSTER_BYTES_MAX."""
+
+
+class FindNodes(_Message, frozen=True, kw_only=True):
+    """Asks for the roster of the run. Answered by FoundNodes."""
+
+    request: int
 
 
 class Convene(_Message, frozen=True, kw_only=True):
@@ -420,6 +432,12 @@ class Held(_Message, frozen=True, kw_only=True):
     copies: list[HeldCheckpoint] = []
 
 
+class FoundNodes(_Message, frozen=True, kw_only=True):
+    """The answer to FindNodes. Its descriptor is as that of Roster; the list is empty where the daemon knows none."""
+
+    request: int
+
+
 class Progress(_Message, frozen=True, kw_only=True):
     """A Find is in progress: bytes are being fetched from a cold tier."""
 
@@ -438,12 +456,12 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | Ask | Report | Stepped
-    | Everywhere | Partner | Convene | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | FindNodes | Ask | Report
+    | Stepped | Everywhere | Partner | Roster | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Copied | Failed | Fenced | Convened | Requested | Agreed
-    | FoundReplica | Held | Progress | Refused
+    | FoundReplica | Held | FoundNodes | Progress | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,10 +20,11 @@ from tierd.cgroup import memory_limit
 from tierd.errors import BadRequest, SlotsBusy, TierdError, Transient, from_kind
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.peers import NodeAddress
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
-from tierd_client.partners import find_partner
+from tierd_client.partners import find_partner, send_roster
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.everywhere import EverywherePersisted
 from tierd_client.snapshot.handle import ASK_INTERVAL_S, Shot
@@ -53,6 +54,7 @@ class Snapshotter:
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
         self._partner: wire.Partner | None = None  # what the daemon was told
+        self._nodes: list[NodeAddress] = []  # the same: all nodes of the generation
         self._partner_of: tuple[int, str] | None = None  # `_attached_to` when the nodes last told their addresses
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
@@ -243,12 +245,18 @@ class Snapshotter:
         address and knows nothing of its partner."""
         generation, attached_to = self._generation, self._attached_to
         assert generation.node is not None
-        partner = find_partner(self._ranks, generation.node, generation.session.welcome)
         self._partner_of = attached_to
-        self._partner = partner if generation.is_lowest_of_node else None
-        if self._partner is not None:
-            generation.session.send(self._partner)
+        partner, nodes = find_partner(self._ranks, generation.node, generation.session.welcome)
+        self._partner, self._nodes = (partner, nodes) if generation.is_lowest_of_node else (None, [])
+        self._tell_nodes()
         self.everywhere.keeps_copies = self._partner is not None
+
+    def _tell_nodes(self) -> None:
+        """On the lowest rank of a node, once the ranks have told each other their nodes."""
+        if self._nodes:
+            send_roster(self._generation.session, self._nodes)
+        if self._partner is not None:
+            self._generation.session.send(self._partner)
 
     def _tell_everywhere(self, maxima: Sequence[int]) -> None:
         """`maxima`: over all ranks, of what `EverywherePersisted.missing` returns."""
@@ -349,8 +357,7 @@ class Snapshotter:
     def on_attach(self) -> None:
         """A daemon that has restarted does not know its partner. A handle that is being waited for repeats its own
         request."""
-        if self._partner is not None:
-            self._generation.session.send(self._partner)
+        self._tell_nodes()
 
 
 def _model_names(tensors: Sequence[HeldTensor], rank: int) -> frozenset[str]:
