@@ -80,7 +80,6 @@ TO_CLIENT: list[wire.ToClient] = [
         ],
         unlisted=["dr: no answer"],
     ),
-    wire.FoundNodes(request=1),
     wire.Progress(request=1, done_bytes=5, total_bytes=10),
     wire.Refused(request=1, kind="not_found", message="m", hint="h"),
 ]

@@ -17,7 +17,7 @@ from tierd.descriptors import close_all, read_sealed, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
-from tierd.format.peers import NodeAddress
+from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
 from tierd.lifecycle.policy import HOT
 from tierd.peer import connect_to_daemon
 
@@ -59,9 +59,9 @@ def find_nodes(socket_path: Path, run: str, *, daemon_uid: int | None = None, pr
     Raises as `find_in_memory` does."""
     with _connected(socket_path, run, daemon_uid, proof) as sock:
         sock.send(wire.encode(wire.FindNodes(request=1)))
-        descriptors = _expect(sock, wire.FoundNodes)
+        descriptors = _expect(sock, wire.FoundReplica)
     try:
-        raw = read_sealed(descriptors[0], size_max=wire.ROSTER_BYTES_MAX) if descriptors else b"[]"
+        raw = read_sealed(descriptors[0], size_max=ROSTER_BYTES_MAX) if descriptors else b"[]"
     finally:
         close_all(descriptors)
     return msgspec.json.decode(raw, type=list[NodeAddress])
@@ -168,7 +168,7 @@ def _connected(socket_path: Path, run: str, daemon_uid: int | None, proof: str) 
         ) from error
 
 
-def _expect(sock: socket.socket, kind: type[wire.Welcome | wire.FoundReplica | wire.FoundNodes]) -> list[int]:
+def _expect(sock: socket.socket, kind: type[wire.Welcome | wire.FoundReplica]) -> list[int]:
     """The descriptors of the next message of this kind; Progress before it is ignored."""
     while True:
         message, descriptors = _receive(sock)

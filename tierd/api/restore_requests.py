@@ -67,7 +67,7 @@ class RestoreRequests:
                 session.post(await inventory(self._context, self._restorer, session.run, asked))
             elif isinstance(asked, wire.FindNodes):
                 raw = msgspec.json.encode(self._context.other_nodes(session.run))
-                session.post(wire.FoundNodes(request=asked.request), [sealed_memory("tierd-nodes", raw)])
+                session.post(wire.FoundReplica(request=asked.request, tier=PEER), [sealed_memory("tierd-nodes", raw)])
             elif isinstance(asked, wire.FindElsewhere):
                 descriptors = await self._restorer.peer_fetcher.bring(session.run, asked, on_progress)
                 session.post(wire.FoundReplica(request=asked.request, tier=PEER, is_part=True), descriptors)

@@ -30,6 +30,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
+from tierd.format.peers import ROSTER_BYTES_MAX
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
@@ -197,7 +198,7 @@ class TrainerDoor:
                 elif isinstance(message, wire.Roster):
                     if len(descriptors) != 1:
                         raise BadRequest(f"take the nodes of {session.run}: {len(descriptors)} descriptors, expected 1")
-                    self._take_roster(session, read_sealed(descriptors[0], size_max=wire.ROSTER_BYTES_MAX))
+                    self._take_roster(session, read_sealed(descriptors[0], size_max=ROSTER_BYTES_MAX))
                 else:
                     self._take(session, message)
             finally:

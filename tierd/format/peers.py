@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 TIER_HEADER = "Tierd-Tier"  # "hot": only what is durable there
+ROSTER_BYTES_MAX = 4 << 20  # some hundred bytes for each node
 PARTS_BYTES_MAX = 256 << 10  # of a NodeParts
 
 

@@ -25,7 +25,6 @@ TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 HELD_MAX = 32  # checkpoints in an inventory
 COPIES_MAX = 8  # copies of other nodes' parts in one answer
-ROSTER_BYTES_MAX = 4 << 20  # some hundred bytes for each node
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
@@ -224,12 +223,11 @@ class Partner(_Message, frozen=True, kw_only=True):
 
 
 class Roster(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node, before Partner: which nodes this generation has. The one descriptor, a sealed
-    memfd, holds them: a list of NodeAddress as JSON, at most ROSTER_BYTES_MAX."""
+    """From the lowest rank of a node: all nodes, as JSON of NodeAddress in the one descriptor, a sealed memfd."""
 
 
 class FindNodes(_Message, frozen=True, kw_only=True):
-    """Asks for the roster of the run. Answered by FoundNodes."""
+    """Asks for the other nodes of the run. Answered by FoundReplica with one descriptor, as that of Roster."""
 
     request: int
 
@@ -421,21 +419,14 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(_Message, frozen=True, kw_only=True):
-    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: the tiers that could not be
-    listed, with the reason. `peer`: how other nodes read the parts that are here; None if they cannot.
-    `copies`: the copies of parts of other nodes that are here, at most COPIES_MAX."""
+    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: tiers not listed, why.
+    `peer`: how other nodes read the parts here; None if they cannot. `copies`: of other nodes, at most COPIES_MAX."""
 
     request: int
     checkpoints: list[HeldCheckpoint]
     unlisted: list[str] = []
     peer: PeerAddress | None = None
     copies: list[HeldCheckpoint] = []
-
-
-class FoundNodes(_Message, frozen=True, kw_only=True):
-    """The answer to FindNodes. Its descriptor is as that of Roster; the list is empty where the daemon knows none."""
-
-    request: int
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -461,7 +452,7 @@ ToDaemon = (
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Copied | Failed | Fenced | Convened | Requested | Agreed
-    | FoundReplica | Held | FoundNodes | Progress | Refused
+    | FoundReplica | Held | Progress | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
