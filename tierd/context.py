@@ -24,7 +24,7 @@ from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.format.peers import PeerAddress
+from tierd.format.peers import NodeAddress, PeerAddress
 from tierd.format.signature import Keyring, SomeManifest
 from tierd.identity import Identities
 from tierd.incidents import Incidents
@@ -83,10 +83,18 @@ class Partner(NamedTuple):
     lifecycle: str = ""
 
 
+class Roster(NamedTuple):
+    """The nodes of a generation, as its ranks have told."""
+
+    generation: Generation
+    nodes: list[NodeAddress]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonContext:
     """`now` is the wall clock, in UTC; `monotonic_s` a clock that never goes back, in seconds. `part_copies`: None
-    where nodes do not read from each other. `partners`: of the runs of which parts are copied here."""
+    where nodes do not read from each other. `partners`: of the runs of which parts are copied here. `rosters`: of the
+    runs over several nodes whose trainers have told it."""
 
     config: Config
     catalog: Catalog
@@ -105,6 +113,7 @@ class DaemonContext:
     peer_key: PeerKey = field(default_factory=PeerKey)
     part_copies: PartCopies | None = None
     partners: dict[Run, Partner] = field(default_factory=dict[Run, Partner])
+    rosters: dict[Run, Roster] = field(default_factory=dict[Run, Roster])
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -138,6 +147,11 @@ class DaemonContext:
             return 0 in self.memory.ranks(run) and not (is_replaced and self.memory.node(run) is not None)
         parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
         return not parts or 0 in parts[0].ranks
+
+    def other_nodes(self, run: Run) -> list[NodeAddress]:
+        """The nodes of the run but this one, as far as the trainers have told them."""
+        own, roster = self.memory.node(run), self.rosters.get(run)
+        return [each for each in roster.nodes if own is None or each.ranks != own.ranks] if roster is not None else []
 
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""

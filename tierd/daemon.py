@@ -150,8 +150,8 @@ class _Daemon:
         self._workers = self._make_workers()
         restorer = Restorer(context, self._judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
-        self._peers = PeerParts(context, restorer) if config.peers.listen else None
         lag_s = copier.lag_s if copier is not None else lambda run: None
+        self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
         self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s)
 
     def _make_workers(self) -> dict[str, Worker]:

@@ -6,12 +6,16 @@ Imports no asyncio and decodes no message: for the daemon, the CLI and the clien
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import resource
 import socket
 from collections.abc import Iterable, Sequence
 
+from tierd.errors import BadRequest
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
+
+_ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def close_all(descriptors: Iterable[int]) -> None:
@@ -44,6 +48,33 @@ def read_all(fd: int, offset: int, view: memoryview) -> int:
             break
         view, offset = view[count:], offset + count
     return len(view)
+
+
+def sealed_memory(name: str, content: bytes) -> int:
+    """A descriptor of memory that holds `content` and never changes."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(descriptor, content, 0)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_sealed(descriptor: int, *, size_max: int) -> bytes:
+    """What `sealed_memory` has made, by a process that is not trusted. Raises BadRequest for any other file: reading it
+    could wait for a disk, and end early."""
+    try:
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _ALL_SEALS
+        size_bytes = os.fstat(descriptor).st_size
+    except OSError:  # it is no memfd
+        is_sealed, size_bytes = False, 0
+    if not is_sealed or size_bytes > size_max:
+        raise BadRequest(f"read a memfd of {size_bytes} bytes: expected a sealed one of {size_max} at most")
+    content = bytearray(size_bytes)
+    read_all(descriptor, 0, memoryview(content))
+    return bytes(content)
 
 
 # socket.send_fds and recv_fds drop the flags that they are given (seen in CPython 3.11): a send would block, and a

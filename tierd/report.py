@@ -66,15 +66,34 @@ class PartnerReport(msgspec.Struct, kw_only=True):
     has_same_lifecycle: bool
 
 
+class NodeReport(msgspec.Struct, kw_only=True):
+    """One node of a run, as it has just answered. `address`: where other nodes read it; empty: nowhere. `problem`: why
+    it did not answer; empty if it did. `persisted`: its newest part in hot. `copied`: the newest part of another node
+    of which it has a copy. `copy_lag_s`: the age of the oldest checkpoint whose copy is missing; None if it keeps none.
+    `lacks_part`, `lacks_copy`: of the newest checkpoint that any of the nodes has persisted."""
+
+    ranks: list[int]
+    address: str
+    is_here: bool
+    problem: str = ""
+    persisted: NewestPart | None = None
+    copied: NewestPart | None = None
+    copy_lag_s: float | None = None
+    lacks_part: bool = False
+    lacks_copy: bool = False
+
+
 class NodesReport(msgspec.Struct, kw_only=True):
     """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier. `copied`:
     the newest copy of a part of `partner`. `everywhere`: the newest checkpoint that all nodes have persisted; only the
     daemon knows, once trainers told it. `awaited`: by cold tier, the oldest checkpoint that is not committed
-    there, with the ranks whose parts are missing."""
+    there, with the ranks whose parts are missing. `roster`: all nodes of the newest start, by rank; not set
+    unless they were asked."""
 
     ranks: list[int]
     world_size: int
     parts: dict[str, NewestPart] = {}
+    roster: list[NodeReport] | UnsetType = UNSET
     everywhere: NewestCheckpoint | None = None
     copied: NewestPart | None = None
     partner: PartnerReport | None = None

@@ -284,7 +284,7 @@ class Client:
                         self._generation.session.report(outcome, step, seconds=seconds, detail=str(error))
                 raise
             self._last_shot = shot
-            self._requests.taken(step, shot.stall_s, milestone)
+            self._requests.taken(step, shot.stall_s, self._snapshotter.milestone)
             return shot
 
     def _check_start(self) -> None:

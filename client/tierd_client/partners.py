@@ -9,14 +9,16 @@ over all: a part is lost only with both of a pair.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tierd.descriptors import close_all, sealed_memory
 from tierd.format import layout, wire
-from tierd.format.peers import PeerAddress
+from tierd.format.peers import NodeAddress, PeerAddress
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
+from tierd_client.session import DaemonSession
 
 
 def partners(domains: Mapping[int, str]) -> dict[int, int]:
@@ -36,29 +38,44 @@ def partners(domains: Mapping[int, str]) -> dict[int, int]:
 
 
 class _Node(msgspec.Struct, frozen=True, kw_only=True):
+    ranks: list[int]
     peer: PeerAddress | None
     domain: str
     lifecycle: str
 
 
-def find_partner(ranks: Ranks, node: wire.NodeRanks, welcome: wire.Welcome) -> wire.Partner | None:
-    """All ranks. What the lowest rank of this node tells its daemon: the node whose parts it copies. None if there is
-    none, or the nodes do not read from each other. `welcome`: of this rank's daemon."""
+def find_partner(
+    ranks: Ranks, node: wire.NodeRanks, welcome: wire.Welcome
+) -> tuple[wire.Partner | None, list[NodeAddress]]:
+    """All ranks. What the lowest rank of this node tells its daemon: the node whose parts it copies, None if there is
+    none or the nodes do not read from each other; and all nodes. `welcome`: of this rank's daemon."""
     own = b""
     if ranks.rank == node.ranks[0]:
-        own = msgspec.msgpack.encode(_Node(peer=welcome.peer, domain=welcome.domain, lifecycle=welcome.lifecycle))
+        own = msgspec.msgpack.encode(
+            _Node(ranks=node.ranks, peer=welcome.peer, domain=welcome.domain, lifecycle=welcome.lifecycle)
+        )
     nodes = {rank: msgspec.msgpack.decode(raw, type=_Node) for rank, raw in enumerate(ranks.gather(own)) if raw}
     peers = {lowest: each.peer for lowest, each in nodes.items() if each.peer is not None}
     domains = {lowest: nodes[lowest].domain for lowest in peers}
     if ranks.rank == 0:
         _warn_of_domains(domains, nodes=len(node.lowest))
         _warn_of_lifecycles({lowest: each.lifecycle for lowest, each in nodes.items()})
+    roster = [NodeAddress(ranks=each.ranks, peer=each.peer) for each in nodes.values()]
     kept_by = partners(domains)
     for owner, keeper in kept_by.items():
         if keeper == node.ranks[0]:
             name = layout.node_file_name(owner, ranks.world_size)
-            return wire.Partner(peer=peers[owner], node_file=name, lifecycle=nodes[owner].lifecycle)
-    return None
+            return wire.Partner(peer=peers[owner], node_file=name, lifecycle=nodes[owner].lifecycle), roster
+    return None, roster
+
+
+def send_roster(session: DaemonSession, nodes: Sequence[NodeAddress]) -> None:
+    """In memory of its own: the addresses of 2,048 nodes are more than a message may be."""
+    descriptor = sealed_memory("tierd-nodes", msgspec.json.encode(nodes))
+    try:
+        session.send(wire.Roster(), [descriptor])
+    finally:
+        close_all([descriptor])
 
 
 def _warn_of_lifecycles(lifecycles: Mapping[int, str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api import node_ranks as module
-from tierd.api.node_ranks import check_node_ranks, confirm_node_claim
+from tierd.api.node_ranks import check_node_ranks, confirm_node_claim, decode_roster
 from tierd.errors import BadConfig, BadRequest, Stale
 from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, Generation
@@ -129,3 +129,23 @@ async def test_a_generation_beyond_any_count_of_starts_is_not_noted(tmp_path: Pa
         with pytest.raises(BadRequest, match="not between 1 and"):
             await confirm_node_claim(rooms.context, RUN, far, BITS)
         assert await rooms.hot.claim(RUN, far) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ("", "truncated"),
+        ("[" * 100_000, "take the nodes"),
+        ('[{"ranks": [0, 4]}]', "others than its 4 ranks, or one twice"),
+        ('[{"ranks": [0]}, {"ranks": [0]}]', "one twice"),
+        ('[{"ranks": [-1]}]', "others than its 4 ranks"),
+        ('[{"ranks": []}]', "not ascending"),
+        ('[{"ranks": [1, 0]}]', "not ascending"),
+        ('[{"ranks": [0], "peer": {"address": "10.0.0.1/x:80", "token": "ab"}}]', "not host:port"),
+        ('[{"ranks": [0], "peer": {"address": "10.0.0.1:80", "token": "ab\\r\\nHost: x"}}]', "no token"),
+    ],
+)
+def test_impossible_nodes_are_refused(raw: str, said: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_roster(raw.encode(), RUN, 4)
+    assert said in str(caught.value).lower()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
@@ -16,6 +17,7 @@ from tierd.config import PeersConfig
 from tierd.format import wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.format.node_file import decode_node_file
+from tierd.format.peers import NodeParts
 from tierd.workers.restorer import Restorer
 
 NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -78,12 +80,32 @@ async def test_part_is_served_from_memory_and_from_hot(served: Served, is_persis
     assert (await served.part(SHARD, Range=f"bytes=0-{len(LONG)}"))[0] == 416
 
 
+async def test_node_lists_what_is_durable_and_the_newest_of_it(served: Served) -> None:
+    for step in (5, 6):
+        served.seal(step)
+        assert await served.rooms.persister().run_once()
+    served.seal(7)  # in memory only
+    for path, steps in ((f"parts/v1/{RUN}", [6, 5]), (f"parts/v1/{RUN}/newest", [6]), ("parts/v1/none", [])):
+        status, raw = await served.get(path, token=served.key.token(Run(path.split("/")[2])))
+        answer = msgspec.json.decode(raw, type=NodeParts)
+        assert (status, [part.step for part in answer.parts], answer.copies) == (200, steps, [])
+    assert (answer := msgspec.json.decode((await served.get(f"parts/v1/{RUN}"))[1], type=NodeParts)).copy_lag_s is None
+    assert (answer.parts[0].ranks, answer.parts[0].node_file) == ([1, 2], NODE_FILE)
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "of another run", "\N{SNOWMAN}"])
 async def test_nothing_is_served_without_the_token_of_the_run(served: Served, token: str) -> None:
     served.seal(5)
     if token == "of another run":
         token = served.key.token(Run("another"))
-    for path in (f"parts/v1/{RUN}/{5:012d}-g0001/{SHARD}", f"parts/v1/{RUN}/none/{SHARD}", "", "metrics", "parts/v1/"):
+    for path in (
+        f"parts/v1/{RUN}/{5:012d}-g0001/{SHARD}",
+        f"parts/v1/{RUN}/none/{SHARD}",
+        f"parts/v1/{RUN}",
+        "",
+        "metrics",
+        "parts/v1/",
+    ):
         status, body = await served.get(path, token=token.encode().decode("latin-1"))
         assert (status, SHARD.encode() in body) == (401, False)
 

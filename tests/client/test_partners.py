@@ -14,7 +14,7 @@ from tierd_client.partners import find_partner, partners
 
 from tests.support.wire_peer import welcome
 from tierd.format import wire
-from tierd.format.peers import PeerAddress
+from tierd.format.peers import NodeAddress, PeerAddress
 
 
 def test_two_halves_keep_the_copies_of_each_other() -> None:
@@ -76,7 +76,9 @@ def found_partners(welcomes: dict[int, wire.Welcome], world_size: int) -> list[w
         for first, end in zip(lowest, [*lowest[1:], world_size], strict=True):
             ranks.rank = first
             node = wire.NodeRanks(ranks=list(range(first, end)), lowest=lowest)
-            found.append(find_partner(ranks, node, welcomes[first]))
+            partner, roster = find_partner(ranks, node, welcomes[first])
+            assert len(roster) <= len(welcomes)
+            found.append(partner)
     return found
 
 
@@ -90,6 +92,19 @@ def test_each_node_is_told_whose_parts_it_copies() -> None:
     assert [partner and partner.peer.address for partner in found] == [f"10.0.0.{n}:9465" for n in (4, 6, 0, 2)]
     assert [partner and partner.node_file for partner in found] == [
         f"node-{lowest:05d}-of-00008.json" for lowest in (4, 6, 0, 2)
+    ]
+
+
+def test_every_node_is_told_where_all_nodes_are() -> None:
+    ranks: Any = Gathering(4)
+    rosters: list[list[NodeAddress]] = []
+    for ranks.rank in (0, 2, 0, 2):  # the first two have not heard of each other
+        node = wire.NodeRanks(ranks=[ranks.rank, ranks.rank + 1], lowest=[0, 2])
+        rosters.append(find_partner(ranks, node, welcome_of(ranks.rank, has_peer=ranks.rank > 0))[1])
+    assert rosters[2] == rosters[3]
+    assert [(each.ranks, each.peer and each.peer.address) for each in rosters[3]] == [
+        ([0, 1], None),
+        ([2, 3], "10.0.0.2:9465"),
     ]
 
 

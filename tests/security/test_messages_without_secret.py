@@ -47,11 +47,13 @@ MESSAGES: list[wire.ToDaemon] = [
         chunks=[b"\x05"],
     ),
     wire.Inventory(request=1, step=None, generation=None, milestone=None, lists_cold=False),
+    wire.FindNodes(request=1),
     wire.Ask(step=1, generation=1),
     wire.Report(outcome="restored", step=1, tier="hot", seconds=1.0, detail=""),
     wire.Stepped(seconds=1.0),
     wire.Everywhere(step=1),
     wire.Partner(peer=PeerAddress(address="127.0.0.1:1", token="ab"), node_file="node-00000-of-00002.json"),
+    wire.Roster(),
     wire.Convene(meeting=1),
     wire.Request(request=1, kind="stop", milestone=None),
     wire.Answer(request=1, step=1),
@@ -108,7 +110,7 @@ async def test_no_message_is_served_without_the_secret(served: Served, message: 
 
     def send(peer: Peer) -> None:
         with peer:
-            descriptors = [make_memfd(PAGE_BYTES)] if isinstance(message, wire.AttachSlot) else []
+            descriptors = [make_memfd(PAGE_BYTES)] if isinstance(message, wire.AttachSlot | wire.Roster) else []
             peer.send(message, *descriptors)
             assert peer.is_dropped()
 

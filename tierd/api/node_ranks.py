@@ -1,4 +1,5 @@
-"""Checks what the trainers of a run over several nodes tell their daemon: its ranks, and the claim of their generation.
+"""Checks what the trainers of a run over several nodes tell their daemon: its ranks, the nodes, and the claim of their
+generation.
 
 fenced: a node joins a generation only if it finds the same claim in a cold tier. So all nodes write to the same bucket,
 and parts of two starts of a run never become one checkpoint.
@@ -18,7 +19,9 @@ from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnr
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
+from tierd.format.peers import NodeAddress
 from tierd.format.wire import NodeRanks
+from tierd.workers.peer_fetcher import check_address
 
 log = logging.getLogger("tierd")
 
@@ -35,6 +38,24 @@ def check_node_ranks(node: NodeRanks, rank: int, world_size: int, action: str) -
     digits = set("0123456789abcdef")
     if (node.claim and (len(node.claim) != CLAIM_DIGITS or not set(node.claim) <= digits)) or node.base < 0:
         raise BadRequest(f"{action}: claim {node.claim[:40]!r}, base {node.base}")
+
+
+def decode_roster(raw: bytes, run: Run, world_size: int) -> list[NodeAddress]:
+    """The nodes of a run, from the memory of a Roster. Raises BadRequest."""
+    action = f"take the nodes of {run}"
+    try:
+        nodes = msgspec.json.decode(raw, type=list[NodeAddress])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{action}: {error}") from error
+    ranks = {rank for node in nodes for rank in node.ranks}
+    if not ranks <= set(range(world_size)) or len(ranks) < sum(len(node.ranks) for node in nodes):
+        raise BadRequest(f"{action}: they have others than its {world_size} ranks, or one twice")
+    for node in nodes:
+        if not node.ranks or node.ranks != sorted(node.ranks):
+            raise BadRequest(f"{action}: the ranks of a node are not ascending")
+        if node.peer is not None:
+            check_address(node.peer)
+    return nodes
 
 
 def needs_cold_tier(run: Run) -> BadConfig:

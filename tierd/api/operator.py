@@ -1,7 +1,8 @@
 """The daemon's HTTP server: /metrics, /healthz, /readyz, a status page and read-only JSON.
 
 Every answer is derived from the catalog, the memory tier and the incidents at the moment of the request, so status and
-metrics cannot disagree. Nothing here changes anything; with `?fresh`, the status waits for new listings of the tiers.
+metrics cannot disagree. Nothing here changes anything; with `?fresh`, the status waits for new listings of the tiers,
+with `?nodes` for the other nodes of each run.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from tierd.report import (
     tier_report,
 )
 from tierd.workers.lister import Lister
+from tierd.workers.roster_reader import RosterReader
 
 
 class Operator:
@@ -69,6 +71,7 @@ class Operator:
     ) -> None:
         self._context = context
         self._peer_lag_s = peer_lag_s
+        self._rosters = RosterReader(context, peer_lag_s)
         self._listers = listers
         self._catalog = context.catalog
         self._memory = context.memory
@@ -304,7 +307,15 @@ class Operator:
     async def _status(self, request: web.Request) -> web.Response:
         if "fresh" in request.query:
             await self._look()
-        return _json(await self.status())
+        status = await self.status()
+        if "nodes" in request.query:
+            await asyncio.gather(*map(self._add_roster, status.runs))
+        return _json(status)
+
+    async def _add_roster(self, report: RunReport) -> None:
+        if report.nodes is not UNSET:
+            roster = await self._rosters.read(Run(report.run))
+            report.nodes.roster = UNSET if roster is None else roster
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")

@@ -1,4 +1,5 @@
-"""The CLI's side of the trainers' socket: asks a daemon for a checkpoint in memory, a stop, or a snapshot of a run."""
+"""The CLI's side of the trainers' socket: asks a daemon for a checkpoint in memory, the nodes of a run, a stop, or a
+snapshot."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 import tierd
-from tierd.descriptors import close_all, receive_packet
+from tierd.descriptors import close_all, read_sealed, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
+from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
 from tierd.lifecycle.policy import HOT
 from tierd.peer import connect_to_daemon
 
@@ -47,6 +51,20 @@ def find_in_memory(
         )
     with os.fdopen(descriptors[0], "rb") as manifest:
         return manifest.read(), descriptors[1:]
+
+
+def find_nodes(socket_path: Path, run: str, *, daemon_uid: int | None = None, proof: str = "") -> list[NodeAddress]:
+    """The nodes of the run, with what opens their parts, as the daemon was told by the trainers; empty if it was not.
+
+    Raises as `find_in_memory` does."""
+    with _connected(socket_path, run, daemon_uid, proof) as sock:
+        sock.send(wire.encode(wire.FindNodes(request=1)))
+        descriptors = _expect(sock, wire.FoundReplica)
+    try:
+        raw = read_sealed(descriptors[0], size_max=ROSTER_BYTES_MAX) if descriptors else b"[]"
+    finally:
+        close_all(descriptors)
+    return msgspec.json.decode(raw, type=list[NodeAddress])
 
 
 def stop_run(

@@ -1,4 +1,5 @@
-"""Serves this node's parts of checkpoints to the daemons of other nodes: GET /parts/v1/<run>/<checkpoint>/<file>.
+"""Serves this node's parts of checkpoints to other nodes: GET /parts/v1/<run> lists them, and
+GET /parts/v1/<run>/<checkpoint>/<file> reads one.
 
 Read-only. Every request must have the run's token. `Range` selects bytes of a shard. Spec: docs/FORMAT.md#peers.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 
+import msgspec
 from aiohttp import web
 
 import tierd
@@ -19,8 +22,10 @@ from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.peers import TIER_HEADER
+from tierd.format.wire import HELD_MAX
 from tierd.lifecycle.policy import HOT
 from tierd.peer_key import PeerKey
+from tierd.workers.inventory import durable_parts
 from tierd.workers.part_files import PartFile, PartFiles
 from tierd.workers.restorer import Restorer
 
@@ -36,11 +41,20 @@ _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{1,15})")
 class PeerParts:
     """The listener at `peers.listen`."""
 
-    def __init__(self, context: DaemonContext, restorer: Restorer) -> None:
+    def __init__(
+        self,
+        context: DaemonContext,
+        restorer: Restorer,
+        *,
+        copy_lag_s: Callable[[Run], float | None] = lambda run: None,
+    ) -> None:
+        self._context, self._copy_lag_s = context, copy_lag_s
         self._config: Config = context.config
         self._key: PeerKey = context.peer_key
         self._files = PartFiles(context, restorer)
         app = web.Application()
+        app.router.add_get("/parts/v1/{run}", self._list)
+        app.router.add_get("/parts/v1/{run}/newest", self._list)
         app.router.add_get("/parts/v1/{run}/{checkpoint}/{file}", self._answer)
         self._server = HttpServer(app, context.config, peers_check=self._check)
 
@@ -58,6 +72,11 @@ class PeerParts:
         run = request.match_info.get("run", "")
         is_admitted = is_run(run) and has_token(request, self._key.token(Run(run)))
         return None if is_admitted else no_token("the token of the run is needed\n")
+
+    async def _list(self, request: web.Request) -> web.Response:
+        run, count = Run(request.match_info["run"]), 1 if request.path.endswith("/newest") else HELD_MAX
+        parts = durable_parts(self._context, run, copy_lag_s=self._copy_lag_s(run), count=count)
+        return web.Response(body=msgspec.json.encode(parts), content_type="application/json")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["file"]

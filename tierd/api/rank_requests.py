@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.api.session import FIRST, TrainerSession, refused
+from tierd.api.session import TrainerSession, refused
 from tierd.audit import AuditTrail
-from tierd.errors import BadRequest, NotFound, TierdError, Transient, Unsupported
+from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import Generation, Rank, Run
@@ -81,11 +81,6 @@ class RankRequests:
             raise NotFound(
                 f"{action}: no trainer of this run is connected to this daemon",
                 hint="`tierd status` shows the runs of this daemon; is it the daemon of a node of the run?",
-            )
-        if request.milestone is not None and trainer.rank != FIRST:
-            raise Unsupported(
-                f"{action} as milestone {request.milestone}: rank 0, which names it, is on another node",
-                hint="ask the daemon of rank 0's node, or name the checkpoint later with `tierd milestone`",
             )
         if len(self._pending) >= REQUESTS_MAX:
             raise Transient(f"{action}: {REQUESTS_MAX} requests wait for an answer")

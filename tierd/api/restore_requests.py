@@ -1,4 +1,5 @@
-"""Answers a peer's Find and FindElsewhere with descriptors of a checkpoint's files, its Inventory with what is here.
+"""Answers a peer's Find and FindElsewhere with descriptors of a checkpoint's files, its Inventory with what is here,
+its FindNodes with the nodes of the run.
 
 Until the answer, the peer receives Progress every second. A fetch is finished even if its peer disconnects, so a
 trainer that was killed during a fetch finds the checkpoint in the hot tier after its restart.
@@ -7,14 +8,14 @@ trainer that was killed during a fetch finds the checkpoint in the hot tier afte
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from tierd.api.session import TrainerSession, refused
 from tierd.context import DaemonContext
-from tierd.descriptors import close_all
+from tierd.descriptors import close_all, sealed_memory
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.workers.inventory import inventory
@@ -23,7 +24,7 @@ from tierd.workers.peer_fetcher import PEER
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together
-_ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+Asked = wire.Find | wire.FindElsewhere | wire.Inventory | wire.FindNodes
 PROGRESS_INTERVAL_S = 1.0  # a peer without any message for a minute gives up, and a fetch may take longer
 
 
@@ -39,7 +40,7 @@ class RestoreRequests:
         self._spawn = spawn
         self._pending = 0
 
-    def answer(self, session: TrainerSession, asked: wire.Find | wire.FindElsewhere | wire.Inventory) -> None:
+    def answer(self, session: TrainerSession, asked: Asked) -> None:
         """Start to look for the checkpoint. The answer is posted to the session."""
         if self._pending >= FINDS_MAX:
             session.post(refused(asked.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
@@ -47,7 +48,7 @@ class RestoreRequests:
         self._pending += 1
         self._spawn(self._answer(session, asked))
 
-    async def _answer(self, session: TrainerSession, asked: wire.Find | wire.FindElsewhere | wire.Inventory) -> None:
+    async def _answer(self, session: TrainerSession, asked: Asked) -> None:
         loop = asyncio.get_running_loop()
         progress = wire.Progress(request=asked.request, done_bytes=0, total_bytes=0)
 
@@ -64,6 +65,9 @@ class RestoreRequests:
         try:
             if isinstance(asked, wire.Inventory):
                 session.post(await inventory(self._context, self._restorer, session.run, asked))
+            elif isinstance(asked, wire.FindNodes):
+                raw = msgspec.json.encode(self._context.other_nodes(session.run))
+                session.post(wire.FoundReplica(request=asked.request, tier=PEER), [sealed_memory("tierd-nodes", raw)])
             elif isinstance(asked, wire.FindElsewhere):
                 descriptors = await self._restorer.peer_fetcher.bring(session.run, asked, on_progress)
                 session.post(wire.FoundReplica(request=asked.request, tier=PEER, is_part=True), descriptors)
@@ -91,9 +95,7 @@ class RestoreRequests:
             opened = await self._restorer.find(session.run, find, on_progress)
         descriptors = opened.descriptors
         try:
-            descriptors.insert(0, os.memfd_create("tierd-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.pwrite(descriptors[0], opened.manifest.encode(), 0)
-            fcntl.fcntl(descriptors[0], fcntl.F_ADD_SEALS, _ALL_SEALS)
+            descriptors.insert(0, sealed_memory("tierd-manifest", opened.manifest.encode()))
         except BaseException:
             close_all(descriptors)
             raise

@@ -16,19 +16,21 @@ from datetime import datetime
 from typing import Any
 
 from tierd.api.admission import Admission
+from tierd.api.node_ranks import decode_roster
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.api.rank_requests import RankRequests
-from tierd.api.restore_requests import RestoreRequests
+from tierd.api.restore_requests import Asked, RestoreRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
 from tierd.catalog import MEMORY
-from tierd.context import DaemonContext, Partner
-from tierd.descriptors import close_all
+from tierd.context import DaemonContext, Partner, Roster
+from tierd.descriptors import close_all, read_sealed
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, WrongSecret
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
+from tierd.format.peers import ROSTER_BYTES_MAX
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
@@ -179,7 +181,7 @@ class TrainerDoor:
                 if isinstance(message, wire.Goodbye):
                     self._end(session, message)
                     return
-                if isinstance(message, wire.Find | wire.FindElsewhere | wire.Inventory):
+                if isinstance(message, Asked):
                     self._restore_requests.answer(session, message)
                 elif isinstance(message, wire.Request):
                     self._throttle.hurry(session)  # it waits for the result
@@ -193,6 +195,10 @@ class TrainerDoor:
                     self._quotas.check_slot(session.run, session.rank, message.slot, capacity_bytes)
                     slot = MappedSlot(descriptors.pop(), capacity_bytes)
                     self._memory.attach(session.run, session.generation, session.rank, message.slot, slot)
+                elif isinstance(message, wire.Roster):
+                    if len(descriptors) != 1:
+                        raise BadRequest(f"take the nodes of {session.run}: {len(descriptors)} descriptors, expected 1")
+                    self._take_roster(session, read_sealed(descriptors[0], size_max=ROSTER_BYTES_MAX))
                 else:
                     self._take(session, message)
             finally:
@@ -273,6 +279,14 @@ class TrainerDoor:
         for part in copies.of_run(session.run):
             if part.generation == session.generation and part.name == message.node_file:
                 session.post(wire.Copied(step=part.step, generation=part.generation))
+
+    def _take_roster(self, session: TrainerSession, raw: bytes) -> None:
+        run, rosters = session.run, self._context.rosters
+        nodes = decode_roster(raw, run, self._memory.world_size(run))
+        for each in rosters.keys() - {*self._memory.runs(), *self._catalog.runs()}:
+            del rosters[each]
+        if self._memory.node(run) is not None:
+            rosters[run] = Roster(session.generation, nodes)
 
     def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""

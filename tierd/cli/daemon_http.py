@@ -51,12 +51,14 @@ class RunningDaemon:
         return {row.id: row.healthy for row in self.rows() if MEMORY in row.tiers}
 
 
-def find(config: Config, *, is_fresh: bool = False) -> RunningDaemon:
+def find(config: Config, *, is_fresh: bool = False, with_nodes: bool = False) -> RunningDaemon:
     """The daemon of this hot directory. Raises DaemonUnreachable, which says what answered instead.
 
-    `is_fresh`: it lists its tiers first, for LOOK_S at most."""
+    `is_fresh`: it lists its tiers first, for LOOK_S at most. `with_nodes`: it asks the other nodes of its runs, within
+    about 2 s."""
     address = _address(config)
-    status = _get(config, address, "/api/v1/status", StatusReport)
+    path, timeout_s = ("/api/v1/status?nodes=1", 2 * TIMEOUT_S) if with_nodes else ("/api/v1/status", TIMEOUT_S)
+    status = _get(config, address, path, StatusReport, timeout_s=timeout_s)
     if is_fresh:
         status = _get(config, address, "/api/v1/status?fresh=1", StatusReport, timeout_s=LOOK_S + TIMEOUT_S)
     hot = next((tier.url for tier in status.tiers if tier.name == "hot"), "")

@@ -1,4 +1,7 @@
-"""`tierd milestone`: marks a checkpoint as exempt from retention, in every tier that holds it. Needs no daemon."""
+"""`tierd milestone`: marks a checkpoint as exempt from retention, in every tier that holds it whole. Needs no daemon.
+
+It is the same on every node: whoever deletes in a cold tier looks for marks after the manifest is gone.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,16 @@ from tierd.cli.console import now, print_report
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
-from tierd.errors import BadConfig, NotFound
+from tierd.errors import BadConfig, Incomplete, NotFound
 from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.lifecycle.selection import select
 from tierd.listing import files_of
+
+_INCOMPLETE_HINT = (
+    "mark it on any node once a cold tier has it whole: `tierd status` says which ranks' parts it waits for; "
+    "`tierd snapshot --milestone NAME`, from any node, takes one that all nodes send first"
+)
 
 
 async def milestone(
@@ -34,7 +42,11 @@ async def milestone(
     check_key(config)
     async with open_tiers(settings_of(context)) as tiers:
         code = tiers.check_reachable()
-        chosen = select(query, tiers.catalog.inventory()).candidate
+        try:
+            chosen = select(query, tiers.catalog.inventory()).candidate
+        except Incomplete as error:
+            # A mark on one node's part would hold nothing: each node sends and deletes its parts by what it knows.
+            raise Incomplete(f"mark as {name}: {error.message}", hint=_INCOMPLETE_HINT) from error
         entry = tiers.catalog.get(chosen.id)
         if entry is not None and entry.manifest.signature is not msgspec.UNSET and not config.security.key_file:
             raise BadConfig(

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from tierd.access import PRIVATE
 from tierd.cli.console import print_note, progress_bar, size
 from tierd.cli.memory_store import ask_memory
-from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config import Config
 from tierd.errors import Corrupt, TierdError
 from tierd.format import layout
@@ -32,7 +31,13 @@ class Replicas(AsyncExitStack):
 
     manifest: Manifest
 
-    def __init__(self, query: CheckpointQuery, inventory: Inventory, tiers: OpenedTiers, config: Config | None) -> None:
+    def __init__(
+        self,
+        query: CheckpointQuery,
+        inventory: Inventory,
+        tiers: Mapping[str, ReadableTier],
+        config: Config | None,
+    ) -> None:
         super().__init__()
         selected = select(query, inventory)
         for reason in selected.passed_over:
@@ -95,7 +100,7 @@ class Replicas(AsyncExitStack):
             self.push_async_callback(store.close)
             tier: ReadableTier = ReadableTier(MEMORY, store)
         else:
-            tier = self._tiers.by_name[name]
+            tier = self._tiers[name]
         manifest, raw = await tier.read_manifest(layout.manifest_key(self.chosen.id))
         if isinstance(tier, Tier):
             await check_sizes(manifest, tier)
@@ -110,14 +115,14 @@ class Replicas(AsyncExitStack):
         """The bytes of a marker in the nearest tier that has it; with a key, of one that it has signed. None where no
         tier has one."""
         for name in self.chosen.tiers:
-            if name in self._tiers.by_name:
+            if name in self._tiers:
                 with suppress(TierdError):
-                    return await self._tiers.by_name[name].marker_bytes(key)
+                    return await self._tiers[name].marker_bytes(key)
         return None
 
     @property
     def has_key(self) -> bool:
-        return any(tier.keyring is not None for tier in self._tiers.by_name.values())
+        return any(tier.keyring is not None for tier in self._tiers.values())
 
     def _report(self, name: str, error: TierdError) -> None:
         if name not in self.passed_over:

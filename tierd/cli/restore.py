@@ -1,13 +1,15 @@
 """`tierd restore`: one checkpoint out of any tier into a directory, every chunk verified.
 
 Needs no daemon, except for the memory tier. What one replica cannot give comes from the next tier that has the
-checkpoint. The directory appears whole and verified, or not at all. After an interruption the same command continues.
+checkpoint. Of a checkpoint over several nodes, hot is what the nodes have together. The directory appears whole and
+verified, or not at all. After an interruption the same command continues.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +18,20 @@ import typer
 
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, print_note, print_report, size
+from tierd.cli.node_replicas import find_on_nodes
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
 from tierd.cli.partial_restore import Subset, fetch_subset
 from tierd.cli.replicas import Replicas
 from tierd.config import Config
-from tierd.errors import BadConfig, DaemonUnreachable
+from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format import layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import ReadableTier, Tier
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
 from tierd.transfer.fetch import Fetch, partial_keys
 
@@ -126,10 +129,18 @@ async def restore_to(
         if query.tier != MEMORY:
             tiers.check_reachable()
         inventory = tiers.catalog.inventory(in_memory=health.keys(), health=health)
-        async with Replicas(query, inventory, tiers, config) as replicas:
+        by_name: Mapping[str, ReadableTier] = tiers.by_name
+        async with AsyncExitStack() as stack:
+            nodes = await find_on_nodes(query, inventory, tiers, config, stack) if config else None
+            if nodes is not None:
+                query, inventory, by_name = nodes.query, nodes.inventory, nodes.tiers
+            replicas = await stack.enter_async_context(Replicas(query, inventory, by_name, config))
             if config:
                 _check_outside_tiers(replicas.chosen.id, target, config, is_whole=convert is None and subset is None)
-            return await _fetch(replicas, target, convert, subset)
+            try:
+                return await _fetch(replicas, target, convert, subset)
+            except TierdError as error:
+                raise (nodes.refusal(error) if nodes is not None else error) from error
 
 
 def _check_outside_tiers(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> None:

@@ -15,6 +15,7 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
+from tierd.cli.roster_table import print_roster
 from tierd.decisions import halted, to_reap
 from tierd.errors import DaemonUnreachable
 from tierd.format.node_file import ranks_text
@@ -38,7 +39,7 @@ async def status(context: typer.Context, json: options.Json = False) -> int:
     settings = settings_of(context)
     unreachable: DaemonUnreachable | None = None
     try:
-        report = daemon_http.find(settings.config()).status
+        report = daemon_http.find(settings.config(), with_nodes=True).status
     except DaemonUnreachable as error:
         report, unreachable = await _list(settings), error
     print_report(report, as_json=json, text=lambda report: _print(report, settings))
@@ -152,6 +153,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
             print_result(f"  {tier:<10} {of} of {awaited.world_size}, of other nodes")
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
+        if nodes.roster is not UNSET and nodes.roster:
+            print_roster(nodes.roster)
     for tier, checkpoint in newest.items():
         print_result(f"  {tier:<10} {_newest(checkpoint)}")
     if run.unhealthy_steps:

@@ -51,10 +51,10 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
-    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `Inventory` and `Request` may follow. `starts_anew`: start
-    from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`: of the run's secret,
-    see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because another node knows
-    this one. `node` None: all ranks are on one node."""
+    `rank` None: not a trainer; only `Find`, `FindElsewhere`, `FindNodes`, `Inventory` and `Request` may follow.
+    `starts_anew`: start from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`:
+    of the run's secret, see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because
+    another node knows this one. `node` None: all ranks are on one node."""
 
     protocol: int
     version: str
@@ -220,6 +220,16 @@ class Partner(_Message, frozen=True, kw_only=True):
     peer: PeerAddress
     node_file: str
     lifecycle: str = ""
+
+
+class Roster(_Message, frozen=True, kw_only=True):
+    """From the lowest rank of a node: all nodes, as JSON of NodeAddress in the one descriptor, a sealed memfd."""
+
+
+class FindNodes(_Message, frozen=True, kw_only=True):
+    """Asks for the other nodes of the run. Answered by FoundReplica with one descriptor, as that of Roster."""
+
+    request: int
 
 
 class Convene(_Message, frozen=True, kw_only=True):
@@ -409,9 +419,8 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(_Message, frozen=True, kw_only=True):
-    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: the tiers that could not be
-    listed, with the reason. `peer`: how other nodes read the parts that are here; None if they cannot.
-    `copies`: the copies of parts of other nodes that are here, at most COPIES_MAX."""
+    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: tiers not listed, why.
+    `peer`: how other nodes read the parts here; None if they cannot. `copies`: of other nodes, at most COPIES_MAX."""
 
     request: int
     checkpoints: list[HeldCheckpoint]
@@ -438,8 +447,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | Ask | Report | Stepped
-    | Everywhere | Partner | Convene | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | FindNodes | Ask | Report
+    | Stepped | Everywhere | Partner | Roster | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Copied | Failed | Fenced | Convened | Requested | Agreed

@@ -29,10 +29,19 @@ RECEIVED_BYTES = 1 << 20  # of an answer, before they are copied
 
 
 class PeerStore(AbstractAsyncContextManager["PeerStore"]):
-    """`close` ends its connections. `is_hot`: only what is in hot there. `bandwidth`: of what is read."""
+    """`close` ends its connections. `is_hot`: only what is in hot there. `bandwidth`: of what is read.
+    `attempts`: of a request that fails."""
 
-    def __init__(self, peer: PeerAddress, *, is_hot: bool = False, bandwidth: Bandwidth | None = None) -> None:
+    def __init__(
+        self,
+        peer: PeerAddress,
+        *,
+        is_hot: bool = False,
+        bandwidth: Bandwidth | None = None,
+        attempts: int = ATTEMPTS,
+    ) -> None:
         self._bandwidth = bandwidth
+        self._attempts = attempts
         self.url = f"http://{peer.address}/parts/v1"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
@@ -96,8 +105,9 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
                 failure = error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 failure = PeerUnreachable(f"{action}: {error or type(error).__name__}", hint="docs/RUNBOOK.md#peers")
+                failure.__cause__ = error
             failures += 1
-            if failures == ATTEMPTS:
+            if failures >= self._attempts:
                 raise failure
             await asyncio.sleep(backoff_s(failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S))
 

@@ -1,4 +1,4 @@
-"""What this daemon has of a run's checkpoints: the answer to a trainer's Inventory.
+"""What this daemon has of a run's checkpoints: the answer to a trainer's Inventory, and to another node.
 
 Over several nodes the ranks put the answers of all daemons together and choose what to restore
 (client/tierd_client/restore/node_choice.py). Reads no checkpoint.
@@ -12,6 +12,7 @@ from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import HeldPart, NodeParts
 from tierd.format.text import printable
 from tierd.format.wire import COPIES_MAX, DESCRIPTORS_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
 from tierd.lifecycle.policy import HOT
@@ -49,6 +50,30 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
         unlisted=reasons[:UNLISTED_MAX],
         peer=context.peer_key.of(run),
         copies=[_copy(part) for part in copies[:COPIES_MAX]],
+    )
+
+
+def durable_parts(context: DaemonContext, run: Run, *, copy_lag_s: float | None, count: int = HELD_MAX) -> NodeParts:
+    """What is in hot of parts and copies of the run, at most `count` of each."""
+    own = [(entry.part, entry.examined) for entry in context.catalog.entries(run) if entry.part is not None]
+    copies = context.part_copies.of_run(run) if context.part_copies is not None else []
+    return NodeParts(
+        parts=[_part(part, healthy) for part, healthy in own[:count]],
+        copies=[_part(part, part.is_healthy) for part in copies[:count]],
+        copy_lag_s=copy_lag_s and round(copy_lag_s, 1),
+    )
+
+
+def _part(part: NodeFile, healthy: bool | None) -> HeldPart:
+    return HeldPart(
+        step=part.step,
+        generation=part.generation,
+        world_size=part.world_size,
+        ranks=part.ranks,
+        node_file=part.name,
+        head_digest=part.head_digest,
+        created_at=part.created_at,
+        healthy=healthy,
     )
 
 

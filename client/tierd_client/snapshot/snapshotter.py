@@ -20,10 +20,11 @@ from tierd.cgroup import memory_limit
 from tierd.errors import BadRequest, SlotsBusy, TierdError, Transient, from_kind
 from tierd.format import layout, manifest, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.peers import NodeAddress
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
 from tierd_client.log import log
-from tierd_client.partners import find_partner
+from tierd_client.partners import find_partner, send_roster
 from tierd_client.ranks import Ranks
 from tierd_client.snapshot.everywhere import EverywherePersisted
 from tierd_client.snapshot.handle import ASK_INTERVAL_S, Shot
@@ -53,7 +54,9 @@ class Snapshotter:
         self._last: tuple[int, int] | None = None  # (generation, step)
         self._numbered = 0, 0  # over several nodes: (generation, number of its last snapshot), on rank 0
         self._partner: wire.Partner | None = None  # what the daemon was told
+        self._nodes: list[NodeAddress] = []  # the same: all nodes of the generation
         self._partner_of: tuple[int, str] | None = None  # `_attached_to` when the nodes last told their addresses
+        self.milestone: str | None = None  # the name of the last snapshot
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
@@ -108,7 +111,7 @@ class Snapshotter:
         )
         self._shots[step, shot.generation] = shot
         captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
-        own = self._own_part(captured)
+        own = self._own_part(captured, milestone)
         self._make_slots(own)
         index = self._ranks.run_on_all(lambda: self._take_slot(step, last_wait_s))
         staging = self._ranks.run_on_all(lambda: self._stage(index, own, step, state))
@@ -120,7 +123,7 @@ class Snapshotter:
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             stall_s=0.0,
             metrics=plain,
-            milestone=milestone,
+            milestone=self.milestone,
             parent=parent,
             architecture_hash=architecture_hash(captured),
             versions=VERSIONS,
@@ -128,6 +131,7 @@ class Snapshotter:
         )
         if self._generation.node is not None:
             sealed = self._with_common_head(sealed)
+            self.milestone = sealed.milestone
             self.everywhere.taken(shot.generation, step)
         shot.stall_s = time.perf_counter() - began
         self.overlap.begin(shot, staging, sealed)
@@ -168,10 +172,11 @@ class Snapshotter:
             self._checked_tensors = len(captured.tensors)
         return captured, plain_metrics(metrics)
 
-    def _own_part(self, captured: Captured) -> Captured:
+    def _own_part(self, captured: Captured, milestone: str | None = None) -> Captured:
         """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
         # While these stay the same, so do the owner of each key and the size of the slots.
         # Two lists, not one of tuples: the garbage collector would visit 100,000 of them during the stall.
+        self.milestone = milestone
         sizes = [tensor.key for tensor in captured.tensors], [tensor.tensor.nbytes for tensor in captured.tensors]
         has_changed = sizes != self._owned_sizes
         if self._ranks.world_size == 1:
@@ -181,12 +186,15 @@ class Snapshotter:
         samples = self._comparison.samples(None if has_changed else captured.tensors)
         over_nodes: list[int] = []
         if self._generation.node is not None:
-            over_nodes = [self._partner_of != self._attached_to, *self.everywhere.missing()]
+            names_it = milestone is not None
+            over_nodes = [self._partner_of != self._attached_to, names_it, *self.everywhere.missing()]
         some_changed, *maxima = self._ranks.maximum([has_changed, *over_nodes, *samples])
         if over_nodes:
             if maxima.pop(0):
                 self._find_partner()
-            over_nodes.pop(0)
+            if maxima.pop(0):
+                self.milestone = self._common_milestone(milestone)
+            del over_nodes[:2]
             self._tell_everywhere(maxima[: len(over_nodes)])
             maxima = maxima[len(over_nodes) :]
         if some_changed:
@@ -201,6 +209,11 @@ class Snapshotter:
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
+
+    def _common_milestone(self, own: str | None) -> str | None:
+        """All ranks. The name that the lowest rank has which has one: an operator may have asked on any node."""
+        names = self._ranks.gather((own or "").encode())
+        return next((name.decode() for name in names if name), None)
 
     def wait_everywhere(self, shot: Shot, timeout_s: float) -> None:
         """All ranks. Until the snapshot is durable on every node, and copied to another. Raises on all ranks as
@@ -243,12 +256,18 @@ class Snapshotter:
         address and knows nothing of its partner."""
         generation, attached_to = self._generation, self._attached_to
         assert generation.node is not None
-        partner = find_partner(self._ranks, generation.node, generation.session.welcome)
         self._partner_of = attached_to
-        self._partner = partner if generation.is_lowest_of_node else None
-        if self._partner is not None:
-            generation.session.send(self._partner)
+        partner, nodes = find_partner(self._ranks, generation.node, generation.session.welcome)
+        self._partner, self._nodes = (partner, nodes) if generation.is_lowest_of_node else (None, [])
+        self._tell_nodes()
         self.everywhere.keeps_copies = self._partner is not None
+
+    def _tell_nodes(self) -> None:
+        """On the lowest rank of a node, once the ranks have told each other their nodes."""
+        if self._nodes:
+            send_roster(self._generation.session, self._nodes)
+        if self._partner is not None:
+            self._generation.session.send(self._partner)
 
     def _tell_everywhere(self, maxima: Sequence[int]) -> None:
         """`maxima`: over all ranks, of what `EverywherePersisted.missing` returns."""
@@ -349,8 +368,7 @@ class Snapshotter:
     def on_attach(self) -> None:
         """A daemon that has restarted does not know its partner. A handle that is being waited for repeats its own
         request."""
-        if self._partner is not None:
-            self._generation.session.send(self._partner)
+        self._tell_nodes()
 
 
 def _model_names(tensors: Sequence[HeldTensor], rank: int) -> frozenset[str]:

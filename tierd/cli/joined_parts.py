@@ -1,0 +1,64 @@
+"""The parts of a checkpoint that several nodes have, as one store for reading: each shard comes from who has its part.
+
+A holder that cannot be reached is given up, and the next one is read in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tierd.errors import NotFound, TierdError
+from tierd.format import layout
+from tierd.format.manifest import Manifest
+from tierd.tiers.store import ReadableStore, Source
+from tierd.tiers.tier import ReadableTier
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """Who has the part of these ranks, or a copy of it. `healthy` None: not examined. `lost`: why it gives no more."""
+
+    tier: ReadableTier
+    ranks: Sequence[int]
+    healthy: bool | None
+    lost: TierdError | None = None
+
+
+class JoinedParts:
+    """`raw`: of the manifest. `holders`: of each shard, by its key, in the order in which they are read. `hot`: has the
+    markers."""
+
+    def __init__(
+        self, raw: bytes, manifest: Manifest, holders: Mapping[str, Sequence[Holder]], hot: ReadableStore
+    ) -> None:
+        self._raw, self._manifest, self._holders, self._hot = raw, manifest, holders, hot
+
+    async def get_bytes(self, key: str, *, size_max: int) -> bytes:
+        """The manifest, or the marker of a milestone. This node's verdict says nothing about the other parts."""
+        if key == self._manifest.key:
+            return self._raw
+        if layout.milestone_of(key.rpartition("/")[2]) is None:
+            raise NotFound(f"read {key} on the nodes: it is of one part")
+        return await self._hot.get_bytes(key, size_max=size_max)
+
+    async def read(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Raises NotFound when nobody gives it any more: other shards may still be read."""
+        lost: TierdError | None = None
+        for holder in self._holders.get(key, ()):
+            if holder.lost is None:
+                try:
+                    await holder.tier.store.read(key, offset, buffer)
+                    return
+                except TierdError as error:
+                    holder.lost = error
+            lost = holder.lost
+        why = "no other node has it" if lost is None else lost.message
+        raise NotFound(f"read {key} on the nodes: {why}")
+
+    def source(self, key: str) -> Source:
+        return Source(partial(self.read, key))
+
+    async def close(self) -> None:
+        """Whoever opened the stores closes them."""

@@ -1,0 +1,60 @@
+"""The nodes of a run, as `tierd status` prints them: a table, and a line for each kind of thing that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierd.cli.console import duration, print_result, table
+from tierd.format.node_file import ranks_text
+from tierd.report import NewestPart, NodeReport
+
+ROWS_MAX = 16  # of more nodes, only those that something is wrong with
+RANKS_CHARS_MAX = 14
+
+
+def print_roster(roster: Sequence[NodeReport]) -> None:
+    silent = [node for node in roster if node.problem]
+    steps = [node.persisted for node in roster if node.persisted is not None]
+    newest = max(steps, key=lambda part: (part.generation, part.step), default=None)
+    print_result(f"  nodes      {len(roster) - len(silent)} of {len(roster)} answer")
+    shown = roster
+    if len(roster) > ROWS_MAX:
+        shown = [node for node in roster if node.problem or node.lacks_part or node.lacks_copy or node.is_here][
+            :ROWS_MAX
+        ]
+    table(
+        ["  RANKS", "PERSISTED", "COPY", "COPY LAG", "ADDRESS"],
+        [
+            [
+                f"  {_short(ranks_text(node.ranks))}",
+                "no answer" if node.problem else _step(node.persisted),
+                "" if node.problem else _step(node.copied),
+                "" if node.copy_lag_s is None else duration(node.copy_lag_s),
+                (node.address or "none") + (" (here)" if node.is_here else ""),
+            ]
+            for node in shown
+        ],
+        right=("PERSISTED", "COPY", "COPY LAG"),
+    )
+    if len(shown) < len(roster):
+        print_result(f"  … and {len(roster) - len(shown)} more nodes: --json has all")
+    for node in silent[:ROWS_MAX]:
+        print_result(f"  NO ANSWER from ranks {_short(ranks_text(node.ranks))}: {node.problem}")
+    if newest is not None:
+        _print_lacking(f"step {newest.step}", [node for node in roster if node.lacks_part])
+        _print_lacking(f"the copy of step {newest.step}", [node for node in roster if node.lacks_copy])
+
+
+def _print_lacking(what: str, nodes: Sequence[NodeReport]) -> None:
+    if nodes:
+        print_result(
+            f"  {what} is missing on the nodes of ranks {ranks_text(sorted(r for n in nodes for r in n.ranks))}"
+        )
+
+
+def _step(part: NewestPart | None) -> str:
+    return "none" if part is None else str(part.step)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= RANKS_CHARS_MAX else f"{text[: RANKS_CHARS_MAX - 1]}…"
