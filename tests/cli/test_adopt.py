@@ -1,4 +1,4 @@
-"""`tierd adopt` and what follows: the folder of another program comes back byte for byte, or the command says why not."""
+"""`tierd adopt`: the folder of another program comes back byte for byte, or the command says why it cannot."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def test_a_restore_into_its_own_place_in_a_tier_keeps_the_form_of_the_tier(house
 
 def test_tensors_of_it_are_not_read(house: House, folder: Path) -> None:
     adopt(house, folder)
-    for command in (["export", "--format", "safetensors"], ["restore", "--only", "model.*"], ["restore", "--rank", "0"]):
+    for command in (
+        ["export", "--format", "safetensors"],
+        ["restore", "--only", "model.*"],
+        ["restore", "--rank", "0"],
+    ):
         result = house.tierd(*command, "--to", house.root / "back")
         assert result.exit_code == 2
         assert "another program wrote it" in result.stderr

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.descriptors import read_all
-from tierd.errors import BadRequest, NotFound, TierdError, Transient, Unsupported
+from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format import adopted
 from tierd.tiers.direct_io import clone_file
 from tierd.tiers.new_file import Uses
@@ -252,8 +252,9 @@ def _named(path: Path) -> Generator[None]:
     """Raises an OSError as the error that says what the caller can do."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise NotFound(f"adopt {path}: {error.strerror}", hint="is the path right, or was it deleted?") from error
+    except (FileNotFoundError, TierUnreachable) as error:  # the latter where `Tree` finds no root
+        hint = "is the path right, or was it deleted?"
+        raise NotFound(f"adopt {path}: No such file or directory", hint=hint) from error
     except PermissionError as error:
         named = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, (str, bytes)) else ""
         hint = f"user {os.geteuid()}, who adopts, must be able to read it"
