@@ -1,5 +1,4 @@
-"""The tree of an adopted checkpoint: which files, folders and links another program wrote, and which stored file is
-which.
+"""The tree of an adopted checkpoint: the files, folders and links that another program wrote, and how they are stored.
 
 It is the file `adopted.json` beside the stored files, and one of the manifest's files. Decoding checks that no path and
 no link leads out of the tree, and that the tree and the manifest name the same files.
