@@ -56,6 +56,7 @@ DOORS = {
             "tierd/audit.py": "events of the audit trail",
             "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
+            "tierd/transfer/adopted_output.py": "the folder of another program",
         },
     ),
     "file system changes": Door(
@@ -96,6 +97,7 @@ DOORS = {
             "tierd/tiers/cache.py": "makes the folder of a cache",
             "tierd/transfer/atomic_output.py": "a restored directory",
             "tierd/transfer/partial_file.py": "a fetch",
+            "tierd/transfer/adopted_output.py": "the folder of another program",
             "tierd/api/packets.py": "the socket and its folder",
             "tierd/daemon.py": "removes its socket",
             "tierd/descriptors.py": "content is sent in a memfd",

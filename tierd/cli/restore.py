@@ -24,7 +24,7 @@ from tierd.cli.options import Settings, check_one_place, parse_query, settings_o
 from tierd.cli.partial_restore import Subset, fetch_subset
 from tierd.cli.replicas import Replicas
 from tierd.config import Config
-from tierd.errors import BadConfig, DaemonUnreachable, TierdError
+from tierd.errors import BadConfig, DaemonUnreachable, TierdError, Unsupported
 from tierd.format import layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
@@ -32,6 +32,8 @@ from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import ReadableTier, Tier
+from tierd.transfer.adopted_output import AdoptedOutput
+from tierd.transfer.adoption import read_tree
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
 from tierd.transfer.fetch import Fetch, partial_keys
 
@@ -40,12 +42,14 @@ Convert = Callable[[Path, Manifest, AtomicOutput], Awaitable[Path]]
 
 
 class Restored(msgspec.Struct, kw_only=True):
-    """What `tierd restore --json` prints. `tier`: the last that was read; `given_bytes`: what each tier gave.
+    """What `tierd restore --json` prints. `kind`: "adopted" for the folder of another program, as it was. `tier`: the
+    last that was read; `given_bytes`: what each tier gave.
     `resumed_bytes`: left by an earlier attempt. `passed_over`: tiers that could not give all of it, and why."""
 
     run: str
     step: int
     generation: int
+    kind: str
     tier: str
     to: str
     size_bytes: int
@@ -135,30 +139,42 @@ async def restore_to(
             if nodes is not None:
                 query, inventory, by_name = nodes.query, nodes.inventory, nodes.tiers
             replicas = await stack.enter_async_context(Replicas(query, inventory, by_name, config))
-            if config:
-                _check_outside_tiers(replicas.chosen.id, target, config, is_whole=convert is None and subset is None)
+            is_whole = convert is None and subset is None
+            is_own = config is not None and _is_own_place(replicas.chosen.id, target, config, is_whole=is_whole)
             try:
-                return await _fetch(replicas, target, convert, subset)
+                return await _fetch(replicas, target, convert, subset, is_for_tier=is_own)
             except TierdError as error:
                 raise (nodes.refusal(error) if nodes is not None else error) from error
 
 
-def _check_outside_tiers(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> None:
-    """Raises BadConfig inside a tier, except for a whole checkpoint in its own folder: a tier holds nothing else."""
+def _is_own_place(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> bool:
+    """Whether the target is the checkpoint's own folder in a tier. Raises BadConfig where it is another place in a
+    tier, or not for a whole checkpoint: a tier holds nothing else."""
     own = f"{checkpoint.run}/{checkpoint.name}"
     cold_roots = [Path(cold.url.removeprefix("file://")) for cold in config.cold if cold.url.startswith("file://")]
     for root in (root.resolve() for root in [config.hot_path, *cold_roots]):
-        if target.is_relative_to(root) and not (is_whole and target == root / own):
+        if is_whole and target == root / own:
+            return True
+        if target.is_relative_to(root):
             raise BadConfig(
                 f"write {checkpoint} into {target}: that is inside the tier at {root}, but not its place there",
                 hint=f"--to {root / own}" if is_whole else "name a place outside of it",
             )
+    return False
 
 
-async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subset: Subset | None) -> Restored:
+async def _fetch(
+    replicas: Replicas, target: Path, convert: Convert | None, subset: Subset | None, *, is_for_tier: bool
+) -> Restored:
     nearest = await replicas.nearest()
     manifest = replicas.manifest
     checkpoint = replicas.chosen.id
+    if manifest.is_adopted and (convert or subset):
+        raise Unsupported(
+            f"read tensors of {checkpoint}: another program wrote it, and tierd does not read its files",
+            hint="`tierd restore` without --only, --rank and --format gives its folder back",
+        )
+    adopted: AdoptedOutput | None = None
     began_s = time.monotonic()
     files = subset.files(manifest) if subset else [entry.name for entry in manifest.files]
     needed_bytes = 0 if subset else manifest.size_bytes * (2 if convert else 1)
@@ -174,11 +190,17 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
                 await fetch.finish()
                 await _commit(replicas, Tier("restored", store))
                 wanted_bytes, made = fetch.wanted_bytes, output.folder / checkpoint.run / checkpoint.name
+                if manifest.is_adopted and not is_for_tier:
+                    tree = await read_tree(Tier("restored", store), manifest)
+                    adopted = AdoptedOutput(tree, made, output.folder / "adopted")
+                    made = adopted.build()
             if convert:
                 output.is_worth_keeping = False
                 made = await convert(made, manifest, output)
             size_bytes = sum(file.stat().st_size for file in made.iterdir()) if subset else manifest.size_bytes
             output.publish(made)
+            if adopted is not None:
+                adopted.finish(target)
         except BaseException:
             if output.is_worth_keeping:
                 print_note(f"tierd: the fetched chunks stay in {output.partial}; the same command continues from them")
@@ -189,6 +211,7 @@ async def _fetch(replicas: Replicas, target: Path, convert: Convert | None, subs
     given_bytes = replicas.given_bytes
     return Restored(
         **msgspec.to_builtins(checkpoint),
+        kind=manifest.kind,
         tier=list(given_bytes)[-1] if given_bytes else nearest.name,
         to=str(target),
         size_bytes=size_bytes,

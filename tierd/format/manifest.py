@@ -21,6 +21,7 @@ from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
 FORMAT_VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks
 FILES_MAX = WORLD_SIZE_MAX
+SNAPSHOT, ADOPTED = "snapshot", "adopted"  # kinds of a checkpoint: of tierd's client, or of another program
 NOT_FINITE = ("nan", "inf", "-inf")  # metrics that are not numbers in JSON
 
 
@@ -47,7 +48,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What describes a whole checkpoint. `sequence` counts the run's checkpoints from 1; `kind` is snapshot or adopted.
+    """What describes a whole checkpoint. `sequence` counts the run's checkpoints from 1; `kind`: SNAPSHOT or ADOPTED.
     `parent`: the checkpoint that it continues, of the same run or of the run that it was forked from."""
 
     format_version: int
@@ -66,6 +67,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> CheckpointId:
         return checkpoint_id(self.run, self.step, self.generation)
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether another program wrote it: its files are opaque, and format/adopted.py describes them."""
+        return self.kind == ADOPTED
 
     @property
     def created(self) -> datetime | None:

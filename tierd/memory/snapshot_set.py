@@ -9,7 +9,7 @@ from typing import Any
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Rank
-from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, plain_metrics
+from tierd.format.manifest import FORMAT_VERSION, SNAPSHOT, FileEntry, Manifest, plain_metrics
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import NodeRanks, Sealed
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
@@ -100,7 +100,7 @@ class SnapshotSet:
             "parent": self.head.parent,
             "world_size": self.world_size,
             "created_at": self.head.created_at,
-            "kind": "snapshot",
+            "kind": SNAPSHOT,
             "metrics": plain_metrics(self.head.metrics),
             "architecture_hash": self.head.architecture_hash,
             "versions": self.head.versions,

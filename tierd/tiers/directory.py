@@ -83,9 +83,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         is_lasting: bool = False,
         replace: bool = False,
         algorithm: str = "",
+        clone: Callable[[int], bool] | None = None,
     ) -> FileEntry:
         """As of `Store`. `algorithm`: of the digests that the entry gets; empty: none. A memoryview may be read up to
-        the next multiple of 4096 after `size_bytes` where it is that long."""
+        the next multiple of 4096 after `size_bytes` where it is that long. `clone`: as of `NewFile.begin`; where it
+        succeeds, `source` is not read."""
         action = f"write {check_key(key)} in {self.url}"
         if isinstance(source, memoryview) and source.nbytes < size_bytes:
             raise BadRequest(f"{action}: {source.nbytes} bytes given, {size_bytes} named")
@@ -96,10 +98,19 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
             sums.add(offset, piece[:length])
             file.write(offset, piece, length)
 
+        def sum_up(offset: int, piece: memoryview) -> None:
+            if missing := file.read(offset, piece):
+                raise Corrupt(f"{action}: the clone ends at byte {offset + len(piece) - missing}")
+            sums.add(offset, piece)
+
         async def copy(piece: tuple[int, int]) -> None:
             offset, length = piece
-            await self._bandwidth.take(length)
-            if isinstance(source, memoryview):
+            if not is_clone:
+                await self._bandwidth.take(length)
+            if is_clone:
+                async with self.buffers.borrow(min(PIECE_BYTES, round_up(size_bytes))) as buffer:
+                    await self.pool.run(sum_up, offset, buffer[:length])
+            elif isinstance(source, memoryview):
                 view = source[offset : offset + round_up(length)]
                 await self.pool.run(write, offset, view, length)
             else:
@@ -112,7 +123,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         with translated(action, missing=TierUnreachable):
             self.pool.check_settled()
             try:
-                await self.pool.run(file.begin)
+                is_clone = await self.pool.run(file.begin, clone)
                 await for_each(self.pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
                 entry = sums.entry(key.rpartition("/")[2], expect, action)
                 if replace:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
+from tierd.descriptors import read_all
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.shard import ALIGN_BYTES, round_up
@@ -71,18 +72,29 @@ class NewFile:
         self.uses = Uses(self._release)
 
     @_counted
-    def begin(self) -> None:
+    def begin(self, clone: Callable[[int], bool] | None = None) -> bool:
+        """Makes the temporary file. `clone`: called with its descriptor, makes it share the blocks of another file and
+        returns True, or changes nothing. Returns what it returned: then the file has its bytes, and `read` reads them.
+        """
         self._folder, self._name = self._tree.open_folder(self._key, create=True)
         # Random, because two writers of one key must not write into one file.
         temporary_name = layout.partial_name(self._name, secrets.token_hex(4))
-        self._fd = self._tree.make_file(self._folder, temporary_name, os.O_WRONLY)
+        self._fd = self._tree.make_file(self._folder, temporary_name, os.O_WRONLY if clone is None else os.O_RDWR)
         self._temporary_name = temporary_name
         failpoint("file.created")
         with suppress(OSError):  # no locks on this filesystem: a sweep may remove the file, and the put fails
             fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if clone is not None and clone(self._fd):
+            return True
         if self._is_direct and self._size_bytes:
             reserve(self._fd, self._size_bytes)
             self._is_direct = set_direct(self._fd)
+        return False
+
+    @_counted
+    def read(self, offset: int, piece: memoryview) -> int:
+        """Fills `piece` with bytes of the clone. Returns how many were missing because it ended."""
+        return read_all(self._fd, offset, piece)
 
     @_counted
     def write(self, offset: int, piece: memoryview, length: int) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog_entry import NOT_LISTED_YET
+from tierd.catalog_entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
 from tierd.decisions import lost, pending
 from tierd.descriptors import open_all, reopen_read_only
@@ -117,6 +117,7 @@ class Restorer:
                     await self.fetcher.sweep(run)
                 raise
             checkpoint, tier = selected.candidate.id, selected.tier
+            _check_kind(self._catalog.get(checkpoint))
             if selected.candidate.is_healthy is None and not find.allow_unhealthy and checkpoint not in health:
                 # Examine it first: a trainer that stopped on a NaN must not get that NaN back.
                 health[checkpoint] = await self._judge(checkpoint)
@@ -314,6 +315,16 @@ def _excluded(run: Run, find: Find) -> dict[tuple[CheckpointId, str], TierdError
         if checkpoint := parse_name(run, name):
             failed[checkpoint, tier] = None
     return failed
+
+
+def _check_kind(entry: Entry | None) -> None:
+    if entry is not None and entry.manifest.is_adopted:
+        checkpoint = entry.id
+        raise Unsupported(
+            f"restore {checkpoint} into a trainer: it is adopted: another program wrote it, and tierd does not read it",
+            hint=f"`tierd restore --run {checkpoint.run} --step {checkpoint.step} --generation {checkpoint.generation} "
+            "--to DIR` gives its folder back, from which that program resumes",
+        )
 
 
 def _check_count(checkpoint: CheckpointId, files: int) -> None:

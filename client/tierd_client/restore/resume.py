@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import msgspec
 
 from tierd.descriptors import open_all
-from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy
+from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy, Unsupported
 from tierd.format import layout, manifest
 from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
@@ -199,9 +199,15 @@ def _restore_directory(path: str, ranks: Ranks, read: ReadReplica, *, allow_unhe
 def open_directory(path: str) -> Replica:
     """The checkpoint in a directory that `tierd restore --to` wrote, or in a checkpoint's folder of a tier.
 
-    Raises NotFound when it has no manifest, Corrupt when the manifest or a file cannot be read.
+    Raises NotFound when it has no manifest, Corrupt when the manifest or a file cannot be read,
+    Unsupported when it is adopted.
     """
     found = manifest.decode(_read_manifest(path), where=f"in {path}")
+    if found.is_adopted:
+        raise Unsupported(
+            f"restore {path}: it is an adopted checkpoint: another program wrote it, and tierd does not read it",
+            hint=f"`tierd restore --run {found.run} --step {found.step} --to DIR` gives its folder back",
+        )
 
     def open_file(entry: manifest.FileEntry) -> int:
         try:

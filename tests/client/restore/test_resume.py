@@ -24,6 +24,7 @@ from tierd_client import (
     TierUnreachable,
     TrainingState,
     Unhealthy,
+    Unsupported,
 )
 from tierd_client.restore.resume import ResumePolicy, parse_resume
 
@@ -322,6 +323,20 @@ def test_directory_without_a_checkpoint_is_not_found(daemon: Daemon, run: str, t
         for path in (tmp_path, tmp_path / "absent", tmp_path / "file"):
             with pytest.raises(NotFound, match=r"manifest\.json"):
                 first.restore(resume=path)
+
+
+def test_an_adopted_checkpoint_is_refused_and_the_command_that_restores_it_is_named(
+    daemon: Daemon, run: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500/model.bin").write_bytes(b"of another program")
+    assert daemon.tierd("adopt", tmp_path / "checkpoint-500", "--run", run, "--step", "500").returncode == 0
+    wait_until(lambda: daemon.steps("hot", run) == [500], "the adopted checkpoint")
+    with started(daemon, run) as trainer:
+        for resume in ("auto", daemon.folder(500, run=run)):
+            with pytest.raises(Unsupported, match="adopted") as caught:
+                trainer.restore(resume=resume)
+            assert f"tierd restore --run {run} --step 500" in caught.value.hint
 
 
 def test_damage_in_a_directory_is_corrupt_naming_the_file(daemon: Daemon, run: str, tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""`tierd adopt`: the folder of another program comes back byte for byte, or the command says why it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import House, flip_a_bit, make_checkpoint, make_house
+from tests.support.daemon import Daemon
+from tests.support.foreign import contents, make_folder, write
+from tests.support.waiting import wait_until
+from tests.support.wire_peer import Peer
+from tierd.format import wire
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return make_house(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "out/checkpoint-500")
+
+
+def adopt(house: House, path: Path, *more: str, step: int = 500) -> dict[str, object]:
+    return house.json("adopt", path, "--run", "hf", "--step", str(step), *more)
+
+
+def test_a_folder_comes_back_byte_for_byte_with_modes_links_and_empty_folders(house: House, folder: Path) -> None:
+    before = contents(folder)
+    adopted = adopt(house, folder)
+    assert (adopted["run"], adopted["step"], adopted["generation"], adopted["sequence"]) == ("hf", 500, 1, 1)
+    assert (adopted["files"], adopted["is_new"]) == (9, True)
+    assert contents(folder) == before, "the source was changed"
+
+    restored = house.json("restore", "--to", house.root / "back")
+    assert (restored["kind"], restored["is_verified"]) == ("adopted", True)
+    assert contents(house.root / "back") == before
+    assert not list(house.root.glob("*.partial"))
+
+
+def test_a_single_file_comes_back_under_its_name(house: House, tmp_path: Path) -> None:
+    path = write(tmp_path / "lightning/epoch=3-step=40.ckpt", 100_000, mode=0o640)
+    adopt(house, path, step=40)
+    assert house.tierd("restore", "--to", house.root / "back").exit_code == 0
+    assert contents(house.root / "back")[path.name] == contents(path.parent)[path.name]
+    assert os.listdir(house.root / "back") == [path.name]
+
+
+def test_an_adopted_checkpoint_is_listed_verified_drilled_and_shown_as_any_other(house: House, folder: Path) -> None:
+    adopt(house, folder)
+    assert [(row["step"], row["tiers"]) for row in house.json("ls")] == [(500, ["hot"])]
+    assert house.tierd("verify", "--deep").exit_code == 0
+    assert house.tierd("drill", "--tier", "hot").exit_code == 0
+    assert "kind          adopted" in house.tierd("show", "hf").stdout
+    stored = next((house.hot / "hf").glob("*/00002-*distcp"))
+    flip_a_bit(stored)
+    assert house.tierd("verify", "--deep").exit_code == 12
+    assert house.tierd("restore", "--to", house.root / "back").exit_code == 12
+    assert not (house.root / "back").exists()
+
+
+def test_a_restore_into_its_own_place_in_a_tier_keeps_the_form_of_the_tier(house: House, folder: Path) -> None:
+    adopt(house, folder)
+    own = house.cold / "hf/000000000500-g0001"
+    assert house.tierd("restore", "--to", own).exit_code == 0
+    shutil.rmtree(house.hot)
+    assert house.tierd("restore", "--tier", "cold", "--to", house.root / "back").exit_code == 0
+    assert contents(house.root / "back") == contents(folder)
+
+
+def test_tensors_of_it_are_not_read(house: House, folder: Path) -> None:
+    adopt(house, folder)
+    for command in (
+        ["export", "--format", "safetensors"],
+        ["restore", "--only", "model.*"],
+        ["restore", "--rank", "0"],
+    ):
+        result = house.tierd(*command, "--to", house.root / "back")
+        assert result.exit_code == 2
+        assert "another program wrote it" in result.stderr
+        assert not (house.root / "back").exists()
+
+
+def test_dry_run_writes_nothing(house: House, folder: Path) -> None:
+    assert adopt(house, folder, "--dry-run")["is_dry_run"] is True
+    assert os.listdir(house.hot) == []
+
+
+def test_adopting_again_does_nothing_and_other_bytes_under_the_step_are_refused(house: House, folder: Path) -> None:
+    adopt(house, folder)
+    again = adopt(house, folder)
+    assert (again["is_new"], again["sequence"]) == (False, 1)
+    write(folder / "__0_0.distcp", 70_001)
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
+    assert result.exit_code == 15
+    assert "--generation 2" in result.stderr
+    assert adopt(house, folder, "--generation", "2")["sequence"] == 2
+    assert [row["generation"] for row in house.json("ls")] == [2, 1]
+    assert adopt(house, write(folder.parent / "late.bin"), step=9)["generation"] == 2
+
+
+def test_a_run_of_tierds_client_adopts_nothing(house: House, folder: Path) -> None:
+    make_checkpoint(house.cold, run="hf", step=100)
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
+    assert result.exit_code == 2
+    assert "that run is of tierd's client" in result.stderr
+
+
+def test_what_a_run_holds_must_be_known(house: House, folder: Path) -> None:
+    write(house.cold / "hf/000000000100-g0001/manifest.json")
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
+    assert result.exit_code == 14
+    assert "which checkpoints it has is not known" in result.stderr
+    assert os.listdir(house.hot) == []
+
+
+def outside_link(folder: Path) -> None:
+    (folder / "weights").symlink_to("../../elsewhere")
+
+
+def absolute_link(folder: Path) -> None:
+    (folder / "weights").symlink_to("/etc/hostname")
+
+
+def link_through_a_link(folder: Path) -> None:
+    (folder / "here").symlink_to("empty")
+    (folder / "weights").symlink_to("here/../../..")
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+
+
+def listener(folder: Path) -> None:
+    here = os.getcwd()
+    os.chdir(folder)  # the name of a socket has 107 bytes at most
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind("socket")
+    finally:
+        os.chdir(here)
+
+
+def not_utf8(folder: Path) -> None:
+    (Path(os.fsdecode(os.fsencode(folder) + b"/\xff"))).touch()
+
+
+@pytest.mark.parametrize("spoil", [outside_link, absolute_link, link_through_a_link, pipe, listener, not_utf8])
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name(
+    house: House, folder: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(folder)
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
+    assert result.exit_code == 2, result.output
+    assert any(name in result.stderr for name in ("weights", "pipe", "socket", "\\udcff"))
+    assert os.listdir(house.hot) == []
+
+
+def test_a_missing_path_an_empty_folder_and_a_folder_around_a_tier_are_refused(house: House, tmp_path: Path) -> None:
+    (tmp_path / "empty/inner").mkdir(parents=True)
+    for path, code in ((tmp_path / "none", 10), (tmp_path / "empty", 2), (house.root, 2), (house.hot, 2)):
+        assert house.tierd("adopt", path, "--run", "hf", "--step", "1").exit_code == code, path
+    assert house.tierd("adopt", tmp_path, "--run", "../x", "--step", "1").exit_code == 2
+    assert os.listdir(house.hot) == []
+
+
+def test_signed_and_refused_when_altered(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    assert house.tierd("key", "new", house.root / "key").exit_code == 0
+    house.config.write_text(house.config.read_text() + f'\n[security]\nkey_file = "{house.root / "key"}"\n')
+    folder = make_folder(tmp_path / "out/checkpoint-500")
+    adopt(house, folder)
+    manifest = next((house.hot / "hf").glob("*/manifest.json"))
+    assert '"digest"' in manifest.read_text()
+    assert house.tierd("restore", "--to", house.root / "back").exit_code == 0
+    assert contents(house.root / "back") == contents(folder)
+    manifest.write_text(manifest.read_text().replace('"sequence": 1', '"sequence": 2'))
+    assert house.tierd("restore", "--to", house.root / "other").exit_code != 0
+
+
+def test_beside_a_running_daemon_it_is_found_copied_to_cold_and_refused_to_a_trainer(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "out/checkpoint-500")
+    with Daemon(tmp_path / "house", more="cold_list_interval_s = 600") as daemon:
+        assert daemon.tierd("adopt", folder, "--run", "hf", "--step", "500").returncode == 0
+        wait_until(lambda: daemon.steps("cold") == [500], "the copy in cold")
+        assert not daemon.status()["failures"], daemon.status()["failures"]
+        assert "examine" not in daemon.log
+        with Peer(daemon.socket) as peer:
+            peer.greet("hf")
+            find = wire.Find(request=7, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+            peer.send(find)
+            answer = peer.answer()
+        assert answer is not None
+        assert "it is adopted" in answer.message
+        assert "tierd restore --run hf --step 500" in answer.hint
+        shutil.rmtree(daemon.hot / "hf")
+        restored = daemon.tierd("restore", "--tier", "cold", "--run", "hf", "--to", tmp_path / "back")
+    assert restored.returncode == 0, restored.stderr
+    assert contents(tmp_path / "back") == contents(folder)

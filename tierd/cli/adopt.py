@@ -1,0 +1,170 @@
+"""`tierd adopt`: makes a folder or file that another program wrote a checkpoint in the hot tier. Needs no daemon.
+
+It is built beside its place in the hot directory and appears there by one rename, so a daemon that starts or ends
+meanwhile never sees a part of it. A daemon that runs there finds it at once, and copies and deletes it by the policy.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli import options
+from tierd.cli.console import duration, now, print_report, progress_bar, size
+from tierd.cli.log import check_key, record
+from tierd.cli.opened_tiers import OpenedTiers, open_tiers
+from tierd.cli.options import settings_of
+from tierd.config import Config
+from tierd.errors import BadConfig, TargetNotEmpty
+from tierd.format.audit import Action
+from tierd.format.digest import preferred
+from tierd.format.ids import CheckpointId, check_run
+from tierd.format.manifest import Manifest
+from tierd.format.signature import Keyring
+from tierd.identity import Identities
+from tierd.key_file import keyring_of
+from tierd.lifecycle.policy import HOT
+from tierd.listing import refresh_run
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.pool import ThreadPool
+from tierd.tiers.tier import Tier
+from tierd.transfer import adoption
+from tierd.transfer.adoption import Adoption, adopted_id, is_same_tree, read_tree, scan_settled
+from tierd.transfer.atomic_output import atomic_output
+from tierd.transfer.source_tree import SourceTree
+
+
+class Adopted(msgspec.Struct, kw_only=True):
+    """What `tierd adopt --json` prints. `size_bytes` of `files` files; `cloned_bytes` of them share blocks with the
+    source. `is_new`: False where it was adopted before, and nothing was done."""
+
+    run: str
+    step: int
+    generation: int
+    sequence: int
+    path: str
+    tier: str
+    files: int
+    size_bytes: int
+    cloned_bytes: int = 0
+    created_at: str
+    seconds: float = 0.0
+    is_new: bool
+    is_dry_run: bool
+
+
+async def adopt(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder or a file, complete, of any program.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that it becomes a checkpoint of.")],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="Its step.")],
+    generation: Annotated[
+        int | None,
+        typer.Option("--generation", metavar="G", min=1, help="Its generation; default: the newest of the run."),
+    ] = None,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+) -> int:
+    """Adopt a checkpoint that another program wrote: opaque, checksummed, kept by the policy."""
+    name = check_run(run)
+    config = settings_of(context).config()
+    check_key(config)
+    source = path.absolute().resolve()
+    _check_outside_tiers(source, config)
+    began_s = time.monotonic()
+    pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
+    try:
+        async with open_tiers(settings_of(context)) as tiers:
+            code = tiers.check_reachable()
+            checkpoint = adopted_id(tiers.catalog, name, step, generation)
+            tree = await scan_settled(source, pool, now)
+            report = Adopted(
+                **msgspec.to_builtins(checkpoint),
+                sequence=tiers.catalog.sequence_max(name) + 1,
+                path=str(source),
+                tier=HOT,
+                files=len(tree.files),
+                size_bytes=tree.size_bytes,
+                created_at=adoption.created_at(tree),
+                is_new=True,
+                is_dry_run=dry_run,
+            )
+            if existing := await _existing(tiers, checkpoint, tree):
+                report.is_new, report.sequence = False, existing.sequence
+            elif not dry_run:
+                keyring = keyring_of(config.security.key_file, to_sign=True)
+                manifest, report.cloned_bytes = await _adopt(tiers, config, keyring, checkpoint, Adoption(tree, pool))
+                report.sequence = manifest.sequence
+                await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
+    finally:
+        pool.close()
+    report.seconds = round(time.monotonic() - began_s, 6)
+    print_report(report, as_json=json, text=_sentence(report))
+    return code
+
+
+def _sentence(report: Adopted) -> str:
+    what = f"{report.path} as {report.run} step {report.step} (generation {report.generation})"
+    held = f"{report.files} files, {size(report.size_bytes)}"
+    if not report.is_new:
+        return f"adopted before: {what}: nothing has changed there since"
+    if report.is_dry_run:
+        return f"would adopt {what} in hot: {held}"
+    how = "copied"
+    if report.cloned_bytes:
+        is_all = report.cloned_bytes == report.size_bytes
+        how = "shared with the source" if is_all else f"{size(report.cloned_bytes)} of it shared with the source"
+    return f"adopted {what} in hot: {held} in {duration(report.seconds)}, {how}"
+
+
+def _check_outside_tiers(source: Path, config: Config) -> None:
+    """Raises BadConfig where one of the two holds the other."""
+    cold_roots = [Path(cold.url.removeprefix("file://")) for cold in config.cold if cold.url.startswith("file://")]
+    for root in (root.resolve() for root in [config.hot_path, *cold_roots]):
+        if source.is_relative_to(root) or root.is_relative_to(source):
+            raise BadConfig(
+                f"adopt {source}: the tier at {root} is {'around' if source.is_relative_to(root) else 'in'} it",
+                hint="give the folder of one checkpoint, outside of the tiers",
+            )
+
+
+async def _existing(tiers: OpenedTiers, checkpoint: CheckpointId, tree: SourceTree) -> Manifest | None:
+    """The checkpoint, if it was adopted from what lies there now. Raises TargetNotEmpty if from something else."""
+    entry = tiers.catalog.get(checkpoint)
+    if entry is None:
+        return None
+    tier = next(tier for name, tier in tiers.by_name.items() if name in entry.tiers)
+    if is_same_tree(await read_tree(tier, entry.manifest), entry.manifest, tree):
+        return entry.manifest
+    raise TargetNotEmpty(
+        f"adopt {tree.path} as {checkpoint}: that was adopted before, from other files or before they were written",
+        hint=f"--generation {checkpoint.generation + 1} adopts it as a step of a new timeline",
+    )
+
+
+async def _adopt(
+    tiers: OpenedTiers, config: Config, keyring: Keyring | None, checkpoint: CheckpointId, attempt: Adoption
+) -> tuple[Manifest, int]:
+    """(the committed manifest, how many bytes share blocks with the source)."""
+    target = config.hot_path / checkpoint.run / checkpoint.name
+    with atomic_output(target, size_bytes=0, access=config.access) as output:
+        timeout_s = 2 * config.limits.request_timeout_s
+        url = f"file://{output.partial}"
+        async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
+            if not await attempt.pool.query(attempt.tree.can_clone_into, output.descriptor):
+                output.check_room(attempt.tree.size_bytes)
+            algorithm = "" if keyring is None else preferred()
+            with progress_bar(f"step {checkpoint.step} into hot", attempt.tree.size_bytes) as progress:
+                await attempt.copy(checkpoint, store, algorithm=algorithm, progress=progress)
+            # Another command may have adopted the step before while this one copied.
+            await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
+            manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
+            if keyring is not None:
+                manifest = keyring.sign_manifest(manifest)
+            await Tier("adopted", store, limits=config.limits).commit(manifest)
+        output.publish(output.folder / checkpoint.run / checkpoint.name)
+    return manifest, attempt.cloned_bytes

@@ -1,0 +1,59 @@
+"""Turns the restored files of an adopted checkpoint into the folder that was adopted: paths, bytes, modes and links.
+
+The files are moved, not copied. It works in a private folder, where nobody else can put a link. All calls block.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tierd.format.adopted import AdoptedTree
+from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd, fsync_path
+
+_WRITABLE = 0o700  # of a folder until all is in place
+
+
+class AdoptedOutput:
+    """`stored`: the folder with the files of the checkpoint. `built`: the folder to make, durable when `build` returns.
+    Of a single file, the folder that it is in."""
+
+    def __init__(self, tree: AdoptedTree, stored: Path, built: Path) -> None:
+        self._tree, self._stored, self._built = tree, stored, built
+        self._folders = [entry for entry in tree.entries if entry.kind == "folder"]
+
+    def build(self) -> Path:
+        """Returns `built`. Raises OSError."""
+        os.mkdir(self._built, _WRITABLE)
+        for entry in self._folders:  # a folder comes before what is in it
+            os.mkdir(self._built / entry.path, _WRITABLE)
+        for entry in self._tree.files:
+            path = self._built / entry.path
+            with closing_fd(os.open(self._stored / entry.stored_as, os.O_RDONLY | NO_LINK)) as fd:
+                os.rename(self._stored / entry.stored_as, path)
+                os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=(entry.modified_ns, entry.modified_ns))
+                os.fsync(fd)
+        for entry in self._tree.entries:
+            if entry.kind == "link":  # last: nothing is written through one
+                os.symlink(entry.target, self._built / entry.path)
+        for entry in reversed(self._folders):
+            os.chmod(self._built / entry.path, entry.mode | _WRITABLE)
+            fsync_path(self._built / entry.path)
+        if not self._tree.is_file:
+            os.chmod(self._built, self._tree.mode | _WRITABLE)
+        fsync_path(self._built)
+        return self._built
+
+    def finish(self, published: Path) -> None:
+        """Takes the rights from folders that their owner may not write into: such a folder cannot be moved."""
+        for entry in reversed(self._folders):
+            _narrow(published / entry.path, entry.mode)
+        if not self._tree.is_file:
+            _narrow(published, self._tree.mode)
+
+
+def _narrow(path: Path, mode: int) -> None:
+    if mode | _WRITABLE != mode:
+        with closing_fd(os.open(path, FOLDER | os.O_NOFOLLOW)) as folder:
+            os.fchmod(folder, mode)

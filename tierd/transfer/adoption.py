@@ -1,0 +1,173 @@
+"""Copies a folder or file of another program into a directory tier, as all files of a checkpoint but the manifest.
+
+Where the file system can, a file shares its blocks with the source (FICLONE), else it is copied. It is never a hard
+link: what the program writes later must not change the checkpoint. The bytes are opaque. What changes while it is read
+is refused. The commit is left to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+import tierd
+from tierd.catalog import Catalog
+from tierd.errors import BadRequest, TierUnreachable
+from tierd.format import adopted, checksum, layout
+from tierd.format.adopted import TREE_FILE, AdoptedTree
+from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.manifest import ADOPTED, FORMAT_VERSION, FileEntry, Manifest
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.pool import ThreadPool, for_each
+from tierd.tiers.store import Progress, Source
+from tierd.tiers.tier import ReadableTier
+from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, changed, first_difference, scan
+
+FILES_IN_FLIGHT = 4
+THREADS = 4
+
+
+@dataclass(slots=True)
+class Adoption:
+    """One attempt. `pool`: for the calls to the file system of the source, each with a deadline. `files`: what was
+    stored, in the manifest's order. `cloned_bytes`: of them, those that share blocks with the source."""
+
+    tree: SourceTree
+    pool: ThreadPool
+    files: list[FileEntry] = field(default_factory=list[FileEntry])
+    cloned_bytes: int = 0
+
+    async def copy(
+        self,
+        checkpoint: CheckpointId,
+        store: DirectoryStore,
+        *,
+        algorithm: str = "",
+        progress: Progress | None = None,
+    ) -> None:
+        """Raises as `scan`, Transient when something has changed since the tree was listed, and as `Store.put`."""
+        stored_tree = self.tree.stored()
+        names = {entry.path: entry.stored_as for entry in stored_tree.files}
+        entries: dict[str, FileEntry] = {}
+
+        async def put(source: SourceEntry) -> None:
+            name = names[source.path]
+            async with self._opened(source) as file:
+                entries[name] = await store.put(
+                    layout.file_key(checkpoint, name),
+                    Source(partial(self.pool.run, file.read)),
+                    size_bytes=source.size_bytes,
+                    chunk_bytes=checksum.CHUNK_BYTES,
+                    progress=progress,
+                    algorithm=algorithm,
+                    clone=file.clone,
+                )
+                await self.pool.run(file.check_unchanged)
+                self.cloned_bytes += source.size_bytes if file.is_cloned else 0
+
+        await for_each(FILES_IN_FLIGHT, self.tree.files, put)
+        await self.pool.query(self.tree.check_unchanged)
+        raw = stored_tree.encode()
+        entries[TREE_FILE] = await store.put(
+            layout.file_key(checkpoint, TREE_FILE),
+            memoryview(raw),
+            size_bytes=len(raw),
+            chunk_bytes=checksum.CHUNK_BYTES,
+            algorithm=algorithm,
+        )
+        self.files = [entries[name] for name in (TREE_FILE, *names.values())]
+
+    @asynccontextmanager
+    async def _opened(self, entry: SourceEntry) -> AsyncGenerator[SourceFile]:
+        file = await self.pool.query(SourceFile, self.tree, entry, discard=SourceFile.close)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def manifest(self, checkpoint: CheckpointId, *, sequence: int) -> Manifest:
+        """What commits the files that `copy` has stored. It is created when the newest of them was written."""
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            run=checkpoint.run,
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            sequence=sequence,
+            parent=None,
+            world_size=1,
+            created_at=created_at(self.tree),
+            kind=ADOPTED,
+            metrics={},
+            architecture_hash="",
+            versions={"tierd": tierd.__version__},
+            files=self.files,
+        )
+
+
+def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = None) -> CheckpointId:
+    """Where a checkpoint of another program goes: into the newest generation of its run, 1 for the first.
+
+    Raises BadRequest where tierd's client writes the run: two writers would delete each other's checkpoints by their
+    common retention. Raises TierUnreachable where a tier may hold checkpoints of the run that are not known.
+    """
+    entries = catalog.entries(run)
+    if snapshot := next((entry.id for entry in entries if not entry.manifest.is_adopted), None):
+        raise BadRequest(
+            f"adopt step {step} into {run}: that run is of tierd's client, which has written {snapshot}",
+            hint="choose another run name",
+        )
+    unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}
+    unknown = list(unreadable.values()) + ([] if entries else list(catalog.unlisted().values()))
+    if unknown:
+        raise TierUnreachable(
+            f"adopt step {step} into {run}: which checkpoints it has is not known: {unknown[0]}",
+            hint="its next generation and sequence follow from them; docs/RUNBOOK.md#tier-unreachable",
+        )
+    return checkpoint_id(run, step, generation or (entries[0].id.generation if entries else 1))
+
+
+def created_at(tree: SourceTree) -> str:
+    """When the newest file was written, as ISO 8601 in UTC, to the microsecond."""
+    try:
+        written = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=tree.modified_ns // 1000)
+    except OverflowError:
+        written = datetime(1970, 1, 1, tzinfo=UTC)
+    return written.isoformat(timespec="microseconds")
+
+
+async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]) -> SourceTree:
+    """What lies at `path`, so long after the last write that a later one would show. Waits for at most 2 s. Raises as
+    `scan`, and Transient while something writes there."""
+    tree = await pool.query(scan, path)
+    if wait_s := tree.unsettled_s(now().timestamp()):
+        await asyncio.sleep(wait_s)
+        later = await pool.query(scan, path)
+        if difference := first_difference(tree, later):
+            raise changed(path, difference)
+    return tree
+
+
+async def read_tree(tier: ReadableTier, manifest: Manifest) -> AdoptedTree:
+    """The tree of an adopted checkpoint in a tier. Raises Corrupt, NotFound, NewerFormat or TierUnreachable."""
+    raw = await tier.store.get_bytes(
+        layout.file_key(manifest.id, TREE_FILE), size_max=min(_tree_bytes(manifest), adopted.TREE_BYTES_MAX)
+    )
+    return await asyncio.to_thread(adopted.decode_tree, raw, manifest, where=tier.name)
+
+
+def _tree_bytes(manifest: Manifest) -> int:
+    return next((entry.size_bytes for entry in manifest.files if entry.name == TREE_FILE), 0)
+
+
+def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
+    """Whether a checkpoint was adopted from what lies there now, as far as sizes, modes and times show."""
+    sizes = {entry.name: entry.size_bytes for entry in manifest.files}
+    same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
+    return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored()

@@ -1,0 +1,268 @@
+"""A folder or file of another program, as it is adopted: listed without following a link, opened, and compared later.
+
+Nothing here changes it. What cannot be adopted raises an error that names it. A program may still be writing: a file
+counts as unchanged if its inode, size, mode and time of modification are. All calls block.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.descriptors import read_all
+from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable, Transient, Unsupported
+from tierd.format import adopted
+from tierd.tiers.direct_io import clone_file
+from tierd.tiers.new_file import Uses
+from tierd.tiers.tree import FOLDER, NO_LINK, Tree, closing_fd
+
+# Two writes within one tick of the kernel's clock leave the same time of modification; a tick has 10 ms at most.
+TICK_NS = 100_000_000
+COARSE_TICK_NS = 2_000_000_000  # where a file system stores whole seconds, or every other one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceEntry:
+    """`path`: from the top. `target`: of a link."""
+
+    path: str
+    kind: str
+    mode: int
+    device: int
+    inode: int
+    size_bytes: int = 0
+    modified_ns: int = 0
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTree:
+    """`root`: the folder in which the paths of `entries` begin; of a single file, the folder that it is in."""
+
+    root: Path
+    name: str
+    is_file: bool
+    mode: int
+    entries: tuple[SourceEntry, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.name if self.is_file else self.root
+
+    @property
+    def files(self) -> list[SourceEntry]:
+        return [entry for entry in self.entries if entry.kind == "file"]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def modified_ns(self) -> int:
+        """When the newest of its files was written, in Unix time."""
+        return max(entry.modified_ns for entry in self.files)
+
+    def stored(self) -> adopted.AdoptedTree:
+        """As it is described in a tier."""
+        names = {entry.path: adopted.stored_name(index, entry.path) for index, entry in enumerate(self.files, start=1)}
+        return adopted.new_tree(
+            name=self.name,
+            is_file=self.is_file,
+            mode=self.mode,
+            entries=[
+                adopted.TreeEntry(
+                    path=entry.path,
+                    kind=entry.kind,  # pyright: ignore[reportArgumentType]
+                    mode=entry.mode & adopted.MODE_MASK if entry.kind != "link" else 0,
+                    modified_ns=entry.modified_ns if entry.kind == "file" else 0,
+                    stored_as=names.get(entry.path, ""),
+                    target=entry.target,
+                )
+                for entry in self.entries
+            ],
+        )
+
+    def unsettled_s(self, now_s: float) -> float:
+        """How long to wait until a write would change a file's time of modification, in seconds; 0: not at all."""
+        ticks = (COARSE_TICK_NS if entry.modified_ns % 1_000_000_000 == 0 else TICK_NS for entry in self.files)
+        settled_ns = max((entry.modified_ns + tick for entry, tick in zip(self.files, ticks, strict=True)), default=0)
+        return min(max(settled_ns / 1e9 - now_s, 0.0), COARSE_TICK_NS / 1e9)  # a clock may be ahead of this one
+
+    def can_clone_into(self, folder: int) -> bool:
+        """Whether files in an open folder can share blocks with its files, so that they take no space."""
+        with _named(self.path):
+            try:
+                target = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            except OSError:  # a file system without unnamed files
+                return False
+            with closing_fd(target):
+                file = SourceFile(self, max(self.files, key=lambda entry: entry.size_bytes))
+                try:
+                    return file.clone(target)
+                finally:
+                    file.close()
+
+    def check_unchanged(self) -> None:
+        """Raises Transient when it is not what it was, NotFound when it is gone."""
+        if difference := first_difference(self, scan(self.path)):
+            raise changed(self.path, difference)
+
+
+def changed(path: Path, difference: str) -> Transient:
+    return Transient(
+        f"adopt {path}: {difference} while it was read",
+        hint="the program is still writing, or deletes it; adopt it when it is complete",
+    )
+
+
+def first_difference(before: SourceTree, now: SourceTree) -> str:
+    """What has changed; empty if nothing has."""
+    if before == now:
+        return ""
+    entries = {entry.path: entry for entry in now.entries}
+    for entry in before.entries:
+        if entry.path not in entries:
+            return f"{entry.path} was deleted"
+        if entry != entries.pop(entry.path):
+            return f"{entry.path} was written"
+    return f"{next(iter(entries))} was made" if entries else "the mode of the folder was changed"
+
+
+def scan(path: Path) -> SourceTree:
+    """What lies at `path`, which is no link. Raises NotFound, BadRequest for what this user may not read, Unsupported
+    for what a checkpoint cannot hold, Transient when it changes meanwhile."""
+    with _named(path):
+        about = os.stat(path, follow_symlinks=False)
+        if stat.S_ISREG(about.st_mode):
+            name = path.name
+            entries = [_entry(path, name, about, "")]
+        else:
+            with closing_fd(os.open(path, FOLDER | os.O_NOFOLLOW)) as folder:
+                about = os.fstat(folder)
+            entries = sorted(_walk(path), key=lambda entry: entry.path.split("/"))
+    if problem := adopted.path_problem(path.name):
+        raise Unsupported(f"adopt {path}: its name {problem}")
+    is_file = stat.S_ISREG(about.st_mode)
+    if not any(entry.kind == "file" for entry in entries):
+        raise Unsupported(f"adopt {path}: there is no file in it", hint="is this the folder of a checkpoint?")
+    return SourceTree(
+        root=path.parent if is_file else path,
+        name=path.name,
+        is_file=is_file,
+        mode=0 if is_file else stat.S_IMODE(about.st_mode) & adopted.MODE_MASK,
+        entries=tuple(entries),
+    )
+
+
+def _walk(top: Path) -> Iterator[SourceEntry]:
+    """The entries of a folder and of all below."""
+    tree = Tree(top, create=False)
+    count, waiting = 0, [""]
+    while waiting:
+        above = waiting.pop()
+        folder, _ = tree.open_folder(f"{above}/-" if above else "-", create=False)
+        with closing_fd(folder):
+            for name in os.listdir(folder):
+                count += 1
+                if count > adopted.ENTRIES_MAX:
+                    raise Unsupported(f"adopt {top}: it has more than {adopted.ENTRIES_MAX} entries")
+                path = f"{above}/{name}" if above else name
+                about = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(about.st_mode) else ""
+                entry = _entry(top, path, about, target)
+                yield entry
+                if entry.kind == "folder":
+                    waiting.append(path)
+
+
+def _entry(top: Path, path: str, about: os.stat_result, target: str) -> SourceEntry:
+    shown = ascii(path)[1:-1]
+    if problem := adopted.path_problem(path):
+        raise Unsupported(f"adopt {top}: the path of {shown} {problem}", hint="rename it, or adopt a copy")
+    if stat.S_ISLNK(about.st_mode) and adopted.leads_out(path, target):
+        raise Unsupported(
+            f"adopt {top}: the link {shown} leads out of it, to {ascii(target)[1:-1]}",
+            hint="what is outside would not be in the checkpoint: replace the link by the file",
+        )
+    kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link"))
+    kind = next((kind for is_kind, kind in kinds if is_kind(about.st_mode)), "")
+    if not kind:
+        raise Unsupported(f"adopt {top}: {shown} is neither a file nor a folder nor a link")
+    is_file = kind == "file"
+    return SourceEntry(
+        path=path,
+        kind=kind,
+        mode=stat.S_IMODE(about.st_mode),
+        device=about.st_dev,
+        inode=about.st_ino,
+        size_bytes=about.st_size if is_file else 0,
+        modified_ns=min(max(about.st_mtime_ns, 0), adopted.MODIFIED_NS_MAX) if is_file else 0,
+        target=target,
+    )
+
+
+class SourceFile:
+    """One open file of a tree. `close` may be called while others still read: the last one to end closes it, so that
+    no read goes to a descriptor that belongs to another file meanwhile."""
+
+    def __init__(self, tree: SourceTree, entry: SourceEntry) -> None:
+        """Raises as `scan`; Transient when it is another file than the one that was listed."""
+        self._tree, self._entry = tree, entry
+        self.is_cloned = False
+        with _named(tree.root / entry.path):
+            self._fd = Tree(tree.root, create=False).open_file(entry.path, os.O_RDONLY | NO_LINK)
+        self._uses = Uses(lambda: os.close(self._fd))
+        try:
+            self.check_unchanged()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fills the buffer. Raises Transient when the file ends before."""
+        with self._uses, _named(self._tree.root / self._entry.path):
+            if read_all(self._fd, offset, buffer):
+                raise changed(self._tree.path, f"{self._entry.path} was cut")
+
+    def clone(self, target: int) -> bool:
+        """Makes an empty file share the blocks of this one. False where the file system cannot."""
+        with self._uses:
+            self.is_cloned = clone_file(self._fd, target)
+            if self.is_cloned and os.fstat(target).st_size != self._entry.size_bytes:
+                raise changed(self._tree.path, f"{self._entry.path} was written")
+            return self.is_cloned
+
+    def check_unchanged(self) -> None:
+        with self._uses:
+            now = os.fstat(self._fd)
+        if _entry(self._tree.path, self._entry.path, now, "") != self._entry:
+            raise changed(self._tree.path, f"{self._entry.path} was written")
+
+    def close(self) -> None:
+        with self._uses:
+            self._uses.is_over = True
+
+
+@contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Raises an OSError as the error that says what the caller can do."""
+    try:
+        yield
+    except (FileNotFoundError, TierUnreachable) as error:  # the latter where `Tree` finds no root
+        hint = "is the path right, or was it deleted?"
+        raise NotFound(f"adopt {path}: No such file or directory", hint=hint) from error
+    except PermissionError as error:
+        named = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, (str, bytes)) else ""
+        hint = f"user {os.geteuid()}, who adopts, must be able to read it"
+        raise BadRequest(f"adopt {path}: {error.strerror}{named}", hint=hint) from error
+    except NotADirectoryError as error:
+        hint = "give the folder or the file itself"
+        raise Unsupported(f"adopt {path}: it is a link, or neither a file nor a folder", hint=hint) from error
+    except TierdError:
+        raise
+    except OSError as error:
+        raise Transient(f"adopt {path}: {error.strerror or error}", hint="check the disk: dmesg, mount, df") from error
