@@ -36,6 +36,7 @@ from tierd.workers.committer import Committer
 
 GRACE_S = 900.0  # in place of a day: how long leftovers in cold stay
 COMMITTER_INTERVAL_S = 5.0
+IDLE_COMMITTER_S = 60.0  # where every job is on one node, and it has nothing to do
 RESTART_S = 15.0  # after the death of a node its job starts again
 LAST_RESTORE_S = 1500.0  # longer than a part is awaited
 
@@ -320,6 +321,7 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
 def simulate(schedule: Schedule) -> Outcome:
     """Run a schedule of any scenario to its end or to its first violation."""
     if schedule.scenario not in (SEVERAL_NODES, COPIES):
-        return simulate_in(schedule)
+        with patch.object(Committer, "interval_s", IDLE_COMMITTER_S):
+            return simulate_in(schedule)
     with _simulated(random.Random(schedule.seed + 3)):
         return simulate_in(schedule, NodesWorld if schedule.scenario == SEVERAL_NODES else CopiesWorld)
