@@ -173,6 +173,12 @@ class PeerUnreachable(TierUnreachable):
     """Raised when the daemon of another node cannot be reached, or does not serve its part of a checkpoint now."""
 
 
+class PeerRestarted(PeerUnreachable):
+    """The daemon of another node does not know the token: it has started again since it gave it."""
+
+    kind = PeerUnreachable.kind  # clients know this one
+
+
 class TargetNotEmpty(TierdError):
     """Raised when the target already exists: a directory to restore into, or a run to start from scratch."""
 

@@ -60,7 +60,7 @@ async def keep(rooms: Rooms, value: float, *, is_healthy: bool | None = None) ->
     (root / part.key).unlink()
     await copies.store.put_bytes(layout.file_key(ID, entry.name), shard)
     part = msgspec.structs.replace(part, files=[entry], is_healthy=is_healthy)
-    await copies.commit(part, part.encode(), address="")
+    await copies.commit(part, part.encode(), peer=None)
 
 
 async def test_healthy_copy_is_opened(rooms: Rooms) -> None:

@@ -7,22 +7,31 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig
+from tierd.api.peer_parts import PeerParts
+from tierd.config import ColdConfig, PeersConfig
 from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
-from tierd.format.ids import Generation, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, checkpoint_id
+from tierd.format.peers import PeerAddress
 from tierd.tiers.part_copies import PartCopies
 from tierd.workers.committer import HOME_S, Committer
 from tierd.workers.part_finisher import LOST_AFTER_S, PartFinisher
+from tierd.workers.restorer import Restorer
 
 RANDOM = "ab" * 16
 HERE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim=RANDOM)
 THERE = wire.NodeRanks(ranks=[1], lowest=[0, 1], claim=RANDOM)
 ID = checkpoint_id(RUN, 5, 1)
+NOBODY = PeerAddress(address="127.0.0.1:1", token="ab")
+
+
+async def judge_nothing(_: CheckpointId) -> bool | None:
+    return None
 
 
 class Pair:
@@ -37,7 +46,7 @@ class Pair:
         self.cold = here.cold["cold"]
         self.finisher = PartFinisher(self.context, self.copies, self.cold)
 
-    async def begin(self, *, address: str = "127.0.0.1:1") -> None:
+    async def begin(self, *, peer: PeerAddress | None = NOBODY) -> None:
         for rooms, node in ((self.there, THERE), (self.here, HERE)):
             await rooms.list_tiers()
             assert await rooms.context.claim(self.cold, RUN, Generation(1), Claim(claim=RANDOM, hot="x"))
@@ -49,7 +58,7 @@ class Pair:
         for file in part.part.files:
             key = layout.file_key(ID, file.name)
             await self.copies.store.put_bytes(key, (self.there.config.hot_path / key).read_bytes())
-        await self.copies.commit(part.part, part.part.encode(), address=address)
+        await self.copies.commit(part.part, part.part.encode(), peer=peer)
         await self.here.replicator().run_once()
         assert self.names == {"node-00000-of-00002.json", "rank-00000-of-00002.safetensors"}
 
@@ -69,7 +78,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     cold = ColdConfig(name="cold", url=f"file://{tmp_path / 'shared'}")
     async with (
         rooms_at(tmp_path / "here", cold=(cold,)) as here,
-        rooms_at(tmp_path / "there", cold=(cold,)) as there,
+        rooms_at(tmp_path / "there", cold=(cold,), peers=PeersConfig(listen="127.0.0.1:0")) as there,
     ):
         pair = Pair(here, there)
         yield pair
@@ -102,16 +111,30 @@ async def test_a_node_that_answers_sends_its_part_itself(pair: Pair) -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         host, port = server.sockets[0].getsockname()
-        await pair.begin(address=f"{host}:{port}")
+        await pair.begin(peer=PeerAddress(address=f"{host}:{port}", token="ab"))
         await pair.pass_time(10 * LOST_AFTER_S)
         assert "node-00001-of-00002.json" not in pair.names
     await pair.pass_time(LOST_AFTER_S)
     assert "node-00001-of-00002.json" in pair.names
 
 
+@pytest.mark.parametrize("what", ["its disk is empty", "it has started again", "it has the part"])
+async def test_a_node_that_came_back_without_its_part_is_lost(pair: Pair, what: str) -> None:
+    parts = PeerParts(pair.there.context, Restorer(pair.there.context, judge_nothing))
+    await parts.start()
+    peer = pair.there.context.peer_key.of(RUN)
+    assert peer is not None
+    await pair.begin(peer=msgspec.structs.replace(peer, token="ab") if what == "it has started again" else peer)
+    if what == "its disk is empty":
+        pair.there.catalog.drop(ID, "hot")
+    await pair.pass_time(LOST_AFTER_S)
+    await parts.close()
+    assert ("node-00001-of-00002.json" in pair.names) == (what != "it has the part")
+
+
 async def test_an_address_that_is_not_known_is_that_of_a_lost_node(pair: Pair) -> None:
     """This daemon has restarted since."""
-    await pair.begin(address="")
+    await pair.begin(peer=None)
     await pair.pass_time(LOST_AFTER_S)
     assert "node-00001-of-00002.json" in pair.names
 

@@ -14,6 +14,7 @@ from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
@@ -36,7 +37,7 @@ class PartCopies:
         self.bandwidth = Bandwidth(0.0)
         self.unreadable: dict[CheckpointId, int] = {}
         self._parts: dict[CheckpointId, NodeFile] = {}
-        self._addresses: dict[CheckpointId, str] = {}
+        self._peers: dict[CheckpointId, PeerAddress] = {}
 
     async def recover(self) -> None:
         """At the start: learns what is there, and deletes what is not complete. A failure is logged: the daemon does
@@ -80,20 +81,21 @@ class PartCopies:
             raise NotFound(f"open the copy of {part.name} of {part.id}: it was just deleted")
         return await self.store.open_files(layout.file_key(part.id, name) for name in names)
 
-    def address(self, checkpoint: CheckpointId) -> str:
-        """host:port of the daemon whose part it is; empty where that is not known, after a restart."""
-        return self._addresses.get(checkpoint, "")
+    def peer(self, checkpoint: CheckpointId) -> PeerAddress | None:
+        """The daemon whose part it is; None where that is not known, after a restart."""
+        return self._peers.get(checkpoint)
 
-    async def commit(self, part: NodeFile, raw: bytes, *, address: str) -> None:
-        """Its shards are there and durable. `raw`: the node file. `address`: of the daemon whose part it is."""
+    async def commit(self, part: NodeFile, raw: bytes, *, peer: PeerAddress | None) -> None:
+        """Its shards are there and durable. `raw`: the node file. `peer`: the daemon whose part it is."""
         await self.tier.commit(part, raw=raw)
         self._parts[part.id] = part
-        self._addresses[part.id] = address
+        if peer is not None:
+            self._peers[part.id] = peer
 
     async def delete(self, checkpoint: CheckpointId) -> None:
         """Also of one that is not complete. Raises as `Store.delete`."""
         self._parts.pop(checkpoint, None)
-        self._addresses.pop(checkpoint, None)
+        self._peers.pop(checkpoint, None)
         self.unreadable.pop(checkpoint, None)
         await self.tier.delete(checkpoint)
         await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)

@@ -13,7 +13,7 @@ from functools import partial
 import aiohttp
 
 from tierd.backoff import backoff_s
-from tierd.errors import Corrupt, NotFound, PeerUnreachable
+from tierd.errors import Corrupt, NotFound, PeerRestarted, PeerUnreachable
 from tierd.format.peers import TIER_HEADER, PeerAddress
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.rate_limit import Bandwidth
@@ -101,6 +101,8 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
         while True:
             try:
                 return await call()
+            except PeerRestarted:
+                raise
             except PeerUnreachable as error:
                 failure = error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -117,6 +119,8 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
         async with self._session.get(url, headers=headers, allow_redirects=False) as answer:
             if answer.status == 404:
                 raise NotFound(f"read {key} from {self.url}: that node has no such file")
+            if answer.status == 401:
+                raise PeerRestarted(f"read {key} from {self.url}: that daemon has started again, with another token")
             if answer.status == 416:
                 raise Corrupt(f"read {key} from {self.url}: the file is shorter there")
             if answer.status != status:

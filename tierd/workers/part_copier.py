@@ -150,7 +150,7 @@ class PartCopier:
                     raise problem
                 await fetch.finish()
                 async with self._deleting:
-                    await self._copies.commit(part, raw, address=partner.peer.address)
+                    await self._copies.commit(part, raw, peer=partner.peer)
                     self._begun.pop(own.id, None)
             finally:
                 self._active = None

@@ -1,7 +1,8 @@
 """Finishes in a cold tier what a lost node was sending: from the copy of its part that this node, its partner, has.
 
 A checkpoint over several nodes is committed when the parts of all are there. This node waits until the other one
-answers no connection for a while: a slow node is not helped, for both would send the same bytes.
+answers no connection for a while, or answers that it does not have the part, because it came back with an empty disk. A
+slow node is not helped, for both would send the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from contextlib import suppress
 
 from tierd.context import DaemonContext
-from tierd.errors import TierdError, Transient
+from tierd.errors import NotFound, PeerRestarted, TierdError, Transient
 from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
@@ -19,12 +20,14 @@ from tierd.format.node_file import NodeFile
 from tierd.listing import files_of
 from tierd.tiers.checkpoint_copy import copy_part
 from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.peer_store import PeerStore
 from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")
 
-LOST_AFTER_S = 120.0  # without a connection to the other node, since this one has sent its own part
+LOST_AFTER_S = 120.0  # without the part on the other node, since this one has sent its own
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
 
 
 class PartFinisher:
@@ -45,7 +48,7 @@ class PartFinisher:
         self._silent_since_s = {each: since for each, since in self._silent_since_s.items() if each in waiting}
         is_well = True
         for own in sorted(waiting.values(), key=lambda own: own.id.recency, reverse=True):
-            if await self._answers(own.id):
+            if await self._has_part(own.id):
                 self._silent_since_s.pop(own.id, None)
                 continue
             now_s = self._context.monotonic_s()
@@ -60,13 +63,17 @@ class PartFinisher:
                 is_well = False
         return is_well
 
-    async def _answers(self, checkpoint: CheckpointId) -> bool:
-        """Whether the node whose part it is accepts a connection. False also where its address is not known: this
-        daemon has restarted, and the trainers have not told it."""
-        address = self._copies.address(checkpoint)
-        if not address:
+    async def _has_part(self, checkpoint: CheckpointId) -> bool:
+        """Whether the node whose part it is accepts a connection, unless it answers that it does not have the part: it
+        has lost its disk. False also where its address is not known, because this daemon has restarted, and where that
+        one has, and the trainers have not told its new token."""
+        peer, part = self._copies.peer(checkpoint), self._copies.get(checkpoint)
+        if peer is None or part is None:
             return False
-        host, _, port = address.rpartition(":")
+        partner = self._context.partners.get(checkpoint.run)
+        if partner is not None and partner.peer.address == peer.address:
+            peer = partner.peer
+        host, _, port = peer.address.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -75,7 +82,13 @@ class PartFinisher:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
-        return True
+        with suppress(TimeoutError, TierdError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S), PeerStore(peer, is_hot=True) as store:
+                try:
+                    await store.get_bytes(part.key, size_max=self._copies.tier.manifest_bytes_max)
+                except (NotFound, PeerRestarted):
+                    return False
+        return True  # also a node that is too slow to answer
 
     async def _finish(self, own: NodeFile) -> None:
         """Raises as `copy_part`."""

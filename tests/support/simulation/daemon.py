@@ -1,8 +1,8 @@
 """One daemon of the simulation: the real `_Daemon` with its workers, catalog, stores and trainers' socket handlers.
 
 Simulated: the clocks, the S3 client, and the packets between trainer and daemon. Real: everything else; the hot tier
-is a DirectoryStore in a folder of its own. Left out: the HTTP server, signals, the drain, the lock, the file watch, and
-the health examination, which starts a process.
+is a DirectoryStore in a folder of its own. Left out: the HTTP listeners, signals, the drain, the lock, the file watch,
+and the health examination, which starts a process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+
+from aiohttp import web
 
 from tests.support.simulation.bucket import BucketClient, SimulatedBucket
 from tests.support.simulation.loop import OWNER, Process
+from tests.support.simulation.network import PORT, PeerRequest
 from tierd import daemon
 from tierd.config import (
     ColdConfig,
@@ -30,6 +34,7 @@ from tierd.config import (
     HotConfig,
     LifecycleConfig,
     LimitsConfig,
+    PeersConfig,
     ScrubConfig,
     SnapshotConfig,
     TierPolicy,
@@ -47,7 +52,15 @@ EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 HOT_KEEP_LAST, COLD_KEEP_LAST, COLD_KEEP_EVERY = 2, 4, 3
 
 
-def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: float, examines: bool = False) -> Config:
+def make_config(
+    root: Path,
+    node: str,
+    cold_url: str,
+    *,
+    cold_list_interval_s: float,
+    examines: bool = False,
+    has_peers: bool = False,
+) -> Config:
     """Small retention counts, so that a short run has deletions."""
     return Config(
         daemon=DaemonConfig(socket=str(root / node / "socket"), node=node, slowdown_max=0.0, memory_grace_s=300.0),
@@ -58,6 +71,7 @@ def make_config(root: Path, node: str, cold_url: str, *, cold_list_interval_s: f
             hot=TierPolicy(keep_last=HOT_KEEP_LAST),
             cold=ColdPolicy(keep_last=COLD_KEEP_LAST, keep_every=COLD_KEEP_EVERY),
         ),
+        peers=PeersConfig(listen=f"{node}:{PORT}" if has_peers else ""),
         health=HealthConfig(examine=examines),
         scrub=ScrubConfig(interval_s=900.0, deep_share=0.3, max_read_mib_s=0.0),
         limits=LimitsConfig(
@@ -111,6 +125,7 @@ class SimulatedDaemon(daemon._Daemon):
     def __init__(self, config: Config, bucket: SimulatedBucket | None) -> None:
         self.process = Process(config.daemon.node)
         self._bucket = bucket
+        self.is_listening = False
         self._connections: list[Connection] = []
         self._is_serving = False
         self.crash: Exception | None = None
@@ -148,14 +163,17 @@ class SimulatedDaemon(daemon._Daemon):
     async def _recover_and_serve(self) -> None:
         context = self._context
         await recover(context.catalog, context.hot, context.hot_store, now_s=context.now().timestamp())
+        if self._copies is not None:
+            await self._copies.recover()
+            context.peer_key.address = context.config.peers.listen
         async with asyncio.TaskGroup() as group:
             self._group = group
             self.start_workers(group)
-            self._is_serving = True
+            self._is_serving = self.is_listening = True
 
     def kill(self) -> None:
         """SIGKILL: nothing of it runs again, and its connections end."""
-        self.process.is_alive = False
+        self.process.is_alive = self.is_listening = False
         for connection in self._connections:
             connection.shutdown()
 
@@ -169,6 +187,20 @@ class SimulatedDaemon(daemon._Daemon):
         self._door._connections += 1
         self._own_context.run(self._spawn, self._door._serve_peer(ours))
         return theirs
+
+    def answer_peer(self, request: PeerRequest) -> None:
+        """Start to answer another daemon."""
+        self._own_context.run(self._spawn, self._answer_peer(request))
+
+    async def _answer_peer(self, request: Any) -> None:
+        """As HttpServer does."""
+        assert self._peers is not None
+        answer = self._peers._check(request) or await self._peers._answer(request)
+        if isinstance(answer, web.Response):
+            assert isinstance(answer.body, bytes)
+            request.begin(answer.status)
+            request.write(answer.body)
+            request.end()
 
     def unreadable(self) -> list[tuple[str, CheckpointId]]:
         """(tier, checkpoint) of the replicas that its status reports as unreadable."""

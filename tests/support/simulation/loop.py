@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import heapq
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 STEPS_MAX = 2_000_000  # callbacks of one simulation: more means that it does not end
@@ -55,13 +55,14 @@ class _Task(asyncio.Task[Any]):
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """`latency_s`: name of an executor → seconds until a job runs, and from then until its result arrives.
     `before_job` and `after_job`: called around each job, with that name; `after_job` also with the function's name.
-    `is_stopped`: end at once. `errors`: exceptions that nobody handled."""
+    `connect`: as create_connection. `is_stopped`: end at once. `errors`: exceptions that nobody handled."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.latency_s: Callable[[str], tuple[float, float]] = lambda name: (0.001, 0.0)
         self.before_job: Callable[[str], None] = lambda name: None
         self.after_job: Callable[[str, str], None] = lambda name, function: None
+        self.connect: Callable[..., Awaitable[Any]]
         self.result_at_s = 0.0  # when the result of the job that runs now arrives
         self.is_stopped = False
         self.errors: list[dict[str, Any]] = []
@@ -200,6 +201,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
         self.call_later(until_run_s, run)
         return future
+
+    async def create_connection(self, *arguments: Any, **options: Any) -> Any:
+        return await self.connect(*arguments, **options)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(context)

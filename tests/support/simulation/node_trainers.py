@@ -52,6 +52,7 @@ class NodeRank:
         self.connection: Connection | None = None
         self.answers: asyncio.Queue[tuple[Any, list[int]] | None] = asyncio.Queue()
         self.hello: wire.Hello | None = None
+        self.welcome: wire.Welcome | None = None
 
     async def answer(self, kind: type) -> Any:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -223,7 +224,8 @@ class NodeTrainers:
         rank.answers = asyncio.Queue()
         asyncio.get_running_loop().create_task(self._receive(rank, rank.connection, rank.answers))
         await rank.send(hello)
-        return await rank.answer(wire.Welcome)
+        rank.welcome = await rank.answer(wire.Welcome)
+        return rank.welcome
 
     async def _attach(self, rank: NodeRank) -> None:
         for index, slot in enumerate(rank.slots):
@@ -264,8 +266,9 @@ class NodeTrainers:
                 self._changed.set()
                 return
             message = wire.decode_to_client(raw)
+            self._hear(rank, message)
             match message:
-                case wire.Welcome() | wire.FoundReplica() | wire.Refused():
+                case wire.Welcome() | wire.FoundReplica() | wire.Held() | wire.Refused():
                     answers.put_nowait((message, descriptors))
                 case wire.Released():
                     rank.slots[message.slot].sealed = None
@@ -280,6 +283,9 @@ class NodeTrainers:
                 case _:
                     pass
             self._changed.set()
+
+    def _hear(self, rank: NodeRank, message: wire.ToClient) -> None:
+        """Every message of a daemon, before anything else happens with it."""
 
     def _end(self) -> None:
         self.is_over = True
@@ -311,8 +317,10 @@ class NodeTrainers:
         self._checker.restored(self.job.run, self.node, restored, files, None if is_excused else least)
         self.restored, self.step = restored, restored.step if restored else 0
 
-    async def _find_on(self, rank: NodeRank, wanted: Id | None) -> tuple[Id | None, dict[str, bytes]]:
-        exclude: list[str] = []
+    async def _find_on(
+        self, rank: NodeRank, wanted: Id | None, excluded: Sequence[str] = ()
+    ) -> tuple[Id | None, dict[str, bytes]]:
+        exclude = list(excluded)
         while True:
             self._requests += 1
             await rank.send(
@@ -348,7 +356,11 @@ class NodeTrainers:
             if self.is_paused:
                 continue
             self.step += self.job.every_steps
+            await self._exchange()
             await self._snapshot()
+
+    async def _exchange(self) -> None:
+        """What the ranks tell each other before each snapshot."""
 
     async def _snapshot(self) -> None:
         """Fill one slot of each rank, all with the head of rank 0. Skipped when no slot becomes free in time."""
@@ -366,6 +378,7 @@ class NodeTrainers:
             return
         checkpoint = Id(self.job.run, self.generation, self.step)
         self._number += 1
+        self._taken()
         size = self.job.world_size
         files = {shard_name(rank.number, size): self._shard(checkpoint, rank) for rank in self._ranks}
         self._poisoned.difference_update(self.placement)
@@ -382,6 +395,9 @@ class NodeTrainers:
             except (Disconnected, BrokenPipeError):
                 pass  # it is sent again after the reconnect
             await asyncio.sleep(0.01)
+
+    def _taken(self) -> None:
+        """A snapshot is being taken."""
 
     def _shard(self, checkpoint: Id, rank: NodeRank) -> bytes:
         content = make_shard(self.holder, checkpoint, rank.number)

@@ -28,6 +28,7 @@ from tests.support.simulation.checker import (
 )
 
 _NODE_FILE = re.compile(r"node-\d{5}-of-\d{5}\.json")
+_CHECKPOINT = re.compile(r"\d{12}-g\d{4,8}")
 _KEY = re.compile(r"([A-Za-z0-9._-]+/\d{12}-g\d{4,8})/([^/]+)")
 GONE = "gone.json"
 MANIFEST = "manifest.json"
@@ -46,12 +47,20 @@ class PartsPlace(FolderPlace):
     def parts(self) -> dict[str, str]:
         """The node file of each `<run>/<checkpoint>` without a manifest."""
         found: dict[str, str] = {}
-        for run in _names(self._root):
-            for name in _names(f"{self._root}/{run}") if not run.startswith(".") else ():
-                files = _names(f"{self._root}/{run}/{name}")
-                if MANIFEST not in files and (nodes := sorted(filter(_NODE_FILE.fullmatch, files))):
-                    found[f"{run}/{name}"] = nodes[0]
+        for folder, files in self.contents().items():
+            if MANIFEST not in files and (nodes := sorted(filter(_NODE_FILE.fullmatch, files))):
+                found[folder] = nodes[0]
         return found
+
+    def contents(self) -> dict[str, list[str]]:
+        """The names of the files of each `<run>/<checkpoint>`."""
+        return {
+            f"{run}/{name}": _names(f"{self._root}/{run}/{name}")
+            for run in _names(self._root)
+            if not run.startswith(".")
+            for name in _names(f"{self._root}/{run}")
+            if _CHECKPOINT.fullmatch(name)
+        }
 
 
 class NodesPlace(BucketPlace):
@@ -117,9 +126,12 @@ class NodesChecker(Checker):
     def observe_bytes(self, name: str, now_s: float) -> None:
         super().observe_bytes(name, now_s)
         for checkpoint, part in self.parts[name].items() if name != COLD else ():
-            for file, content in part.files.items():
-                if self.places[name].read(f"{folder_of(checkpoint)}/{file}") != content:
-                    self.violate("a file of a part was changed", f"{file} of {checkpoint} in {name}")
+            self._check_bytes(name, checkpoint, part)
+
+    def _check_bytes(self, name: str, checkpoint: Id, part: Part) -> None:
+        for file, content in part.files.items():
+            if self.places[name].read(f"{folder_of(checkpoint)}/{file}") != content:
+                self.violate("a file of a part was changed", f"{file} of {checkpoint} in {name}")
 
     def _read_part(self, name: str, checkpoint: Id, node_file: str) -> Part:
         place, folder = self.places[name], folder_of(checkpoint)
@@ -254,9 +266,13 @@ class NodesChecker(Checker):
             if checkpoint not in self.committed[COLD] and newest is not None and checkpoint < newest:
                 self.violate("leftovers stay in cold", f"{checkpoint}: {', '.join(sorted(names))}")
 
+    def _kept_on(self, node: str) -> list[dict[Id, Part]]:
+        return [self.parts[node]]
+
     def _is_covered(self, checkpoint: Id, nodes: Iterable[str]) -> bool:
         """Whether every part of one start is in a hot tier now, or was sent."""
-        parts = [self.parts[node][checkpoint].files for node in nodes if checkpoint in self.parts[node]]
+        held = [kept for node in nodes for kept in self._kept_on(node)]
+        parts = [kept[checkpoint].files for kept in held if checkpoint in kept]
         cold = self.places[COLD]
         size = len(self.placements[checkpoint])
         for snapshot in self.snapshots[checkpoint]:

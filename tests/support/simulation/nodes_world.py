@@ -20,11 +20,14 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.simulation.checker import COLD, Checker, Policy
+from tests.support.simulation.copies_checker import PEERS, CopiesChecker, copies_of
+from tests.support.simulation.copying_trainers import CopyingTrainers
 from tests.support.simulation.daemon import EPOCH, SimulatedDaemon
 from tests.support.simulation.loop import OWNER, SimulatedLoop
+from tests.support.simulation.network import SimulatedNetwork
 from tests.support.simulation.node_trainers import NAN, NodeTrainers
 from tests.support.simulation.nodes_checker import NodesChecker, NodesPlace, PartsPlace
-from tests.support.simulation.schedule import SEVERAL_NODES, Event, Schedule
+from tests.support.simulation.schedule import COPIES, SEVERAL_NODES, Event, Schedule
 from tests.support.simulation.world import PREFIX, SETTLE_S, Outcome, World
 from tests.support.simulation.world import simulate as simulate_in
 from tierd.decisions import pending
@@ -33,12 +36,14 @@ from tierd.workers.committer import Committer
 
 GRACE_S = 900.0  # in place of a day: how long leftovers in cold stay
 COMMITTER_INTERVAL_S = 5.0
+IDLE_COMMITTER_S = 60.0  # where every job is on one node, and it has nothing to do
 RESTART_S = 15.0  # after the death of a node its job starts again
 LAST_RESTORE_S = 1500.0  # longer than a part is awaited
 
 
 class NodesWorld(World):
     _examines = True
+    _trainers_type: type[NodeTrainers] = NodeTrainers
 
     def __init__(self, schedule: Schedule, root: Path, loop: SimulatedLoop) -> None:
         self._context = contextvars.copy_context()
@@ -114,7 +119,7 @@ class NodesWorld(World):
         former = self._jobs_over_nodes[-1].placement if self._jobs_over_nodes else []
         placement = former if former and choice < 0.5 else place(choice, self._schedule.nodes, job.nodes)
         assert isinstance(self.checker, NodesChecker)
-        trainers = NodeTrainers(
+        trainers = self._trainers_type(
             job,
             placement,
             f"{job.name}.{len(self._jobs_over_nodes) + 1}",
@@ -222,6 +227,66 @@ class NodesWorld(World):
                 raise RuntimeError("a bug in the simulated trainers") from job.task.exception()
 
 
+class CopiesWorld(NodesWorld):
+    """Nodes keep copies of each other's parts."""
+
+    _has_peers = True
+    _trainers_type = CopyingTrainers
+
+    def __init__(self, schedule: Schedule, root: Path, loop: SimulatedLoop) -> None:
+        super().__init__(schedule, root, loop)
+        self.network = SimulatedNetwork(random.Random(schedule.seed + 4), self._daemons.get)
+        loop.connect = self.network.create_connection
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        with (
+            patch("tierd.tiers.peer_store.aiohttp", self.network.aiohttp),
+            patch("tierd.api.peer_parts.web", self.network.web),
+        ):
+            yield
+
+    def _make_checker(self, policy: Policy) -> Checker:
+        honours_conditions = not self._schedule.ignores_conditions
+        return CopiesChecker(policy, honours_conditions=honours_conditions, on_violation=self._end)
+
+    def _add_places(self) -> None:
+        super()._add_places()
+        for node in self._schedule.nodes:
+            self.checker.places[copies_of(node)] = PartsPlace(self._root / node / "hot" / PEERS)
+
+    def _apply(self, event: Event) -> None:
+        target, argument = event.target, event.argument
+        if event.action == "cut link":
+            link = tuple(target.split(">"))
+            self.network.cut.add((link[0], link[1]))
+            self._disturb(float(argument), self._mend_network)
+        elif event.action == "slow links":
+            self.network.slow.add(target)
+            self._disturb(float(argument), self._mend_network)
+        elif event.action == "links break":
+            self.network.break_rate = 0.3
+            self._disturb(float(argument), self._mend_network)
+        else:
+            super()._apply(event)
+
+    def _mend_network(self) -> None:
+        self.network.mend()
+
+    def _faults(self) -> float:
+        return super()._faults() + self.network.faults
+
+    def _kill_daemon(self, node: str, for_s: float) -> None:
+        super()._kill_daemon(node, for_s)
+        assert isinstance(self.checker, CopiesChecker)
+        self.checker.daemon_died(node)
+        self.network.changed()
+
+    async def _settle(self) -> None:
+        self.network.mend()
+        await super()._settle()
+
+
 def place(choice: float, nodes: Sequence[str], count: int) -> list[str]:
     """The node of each rank, two on each of `count` nodes: one after the other, in turns, or in no order."""
     rng = random.Random(choice)
@@ -246,6 +311,7 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
 
     with (
         patch("tierd.health.examiner.examine_files", examine),
+        patch("tierd.workers.open_copy.examine_files", examine),
         patch("tierd.workers.replicator.GRACE_S", GRACE_S),
         patch.object(Committer, "interval_s", COMMITTER_INTERVAL_S),
     ):
@@ -254,7 +320,8 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
 
 def simulate(schedule: Schedule) -> Outcome:
     """Run a schedule of any scenario to its end or to its first violation."""
-    if schedule.scenario != SEVERAL_NODES:
-        return simulate_in(schedule)
+    if schedule.scenario not in (SEVERAL_NODES, COPIES):
+        with patch.object(Committer, "interval_s", IDLE_COMMITTER_S):
+            return simulate_in(schedule)
     with _simulated(random.Random(schedule.seed + 3)):
-        return simulate_in(schedule, NodesWorld)
+        return simulate_in(schedule, NodesWorld if schedule.scenario == SEVERAL_NODES else CopiesWorld)

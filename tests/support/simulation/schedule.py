@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +10,8 @@ from tests.support.simulation.trainer import Job
 
 DRAWN = ("one node", "moves", "shared run", "shared folder", "lost shards")
 SEVERAL_NODES = "several nodes"
-SCENARIOS = (*DRAWN, "full disk", SEVERAL_NODES)
+COPIES = "copies"
+SCENARIOS = (*DRAWN, "full disk", SEVERAL_NODES, COPIES)
 """
 one node: jobs stay where they are.
 moves: a job may start again on another node.
@@ -19,6 +21,7 @@ shared folder: as moves, with a directory as the cold tier.
 lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
 full disk: one node, whose hot disk has space only for what it holds, or for nothing, again and again. No seed draws it.
 several nodes: one job over several nodes. No seed draws it. See nodes_world.py.
+copies: as several nodes, which keep copies of each other's parts. No seed draws it.
 """
 
 
@@ -61,8 +64,8 @@ class Schedule:
 
 def make_schedule(seed: int, scenario: str = "") -> Schedule:
     """`scenario`: empty: the seed decides."""
-    if scenario == SEVERAL_NODES:
-        return make_nodes_schedule(seed)
+    if scenario in (SEVERAL_NODES, COPIES):
+        return make_nodes_schedule(seed, scenario=scenario)
     rng = random.Random(seed)
     drawn = rng.choice(DRAWN)
     scenario = scenario or drawn
@@ -131,7 +134,7 @@ def _draw(rng: random.Random, schedule: Schedule) -> Event:
     return Event(after_s, action, target, argument)
 
 
-def make_nodes_schedule(seed: int, nodes: int = 0) -> Schedule:
+def make_nodes_schedule(seed: int, nodes: int = 0, scenario: str = SEVERAL_NODES) -> Schedule:
     """One job over `nodes` nodes, with one spare; 0: the seed decides."""
     rng = random.Random(seed)
     count = nodes or rng.choices([2, 3, 4, 8, 16], [20, 65, 12, 2, 1])[0]
@@ -144,7 +147,7 @@ def make_nodes_schedule(seed: int, nodes: int = 0) -> Schedule:
     )
     schedule = Schedule(
         seed=seed,
-        scenario=SEVERAL_NODES,
+        scenario=scenario,
         nodes=[f"node{n}" for n in range(1, count + 2)],
         jobs=[job],
         cold_list_interval_s=rng.choice([30.0, 120.0, 600.0]),
@@ -178,6 +181,35 @@ def _draw_over_nodes(rng: random.Random, schedule: Schedule) -> Event:
         "mark": (3, "", rng.random()),
         "nothing": (2, "", ""),
     }
+    if schedule.scenario == COPIES:
+        one, other = rng.sample(schedule.nodes, 2)
+        actions |= {
+            "lose disk": (8, node, rng.uniform(5.0, 120.0)),
+            "cut link": (6, f"{one}>{other}", rng.uniform(5.0, 400.0)),
+            "slow links": (3, node, rng.uniform(5.0, 200.0)),
+            "links break": (3, "", rng.uniform(5.0, 200.0)),
+            "bucket fails": (4, "", rng.uniform(60.0, 600.0)),
+        }
     action = rng.choices(list(actions), [weight for weight, _, _ in actions.values()])[0]
     _, target, argument = actions[action]
     return Event(after_s, action, target, argument)
+
+
+def make_three_node_schedules() -> list[Schedule]:
+    """Three nodes that keep copies, and all sequences of up to three of the events below, in all orders: each happens
+    45 s after the one before, while snapshots are taken every 20 s. Of one seed each: the order of the callbacks is
+    another one in each schedule, and not all orders are tried."""
+    events = [
+        *(Event(45.0, action, f"node{n}", 20.0) for action in ("lose disk", "kill daemon") for n in (1, 2, 3)),
+        *(Event(45.0, "cut link", link, 60.0) for link in ("node1>node2", "node2>node3", "node3>node1")),
+        Event(45.0, "bucket fails", "", 60.0),
+    ]
+    schedules: list[Schedule] = []
+    job = Job(name="job", run="run", world_size=6, interval_s=20.0, nodes=3)
+    for count in (1, 2, 3):
+        for chosen in itertools.product(events, repeat=count):
+            base = make_nodes_schedule(len(schedules), nodes=3, scenario=COPIES)
+            base = replace(base, jobs=[job], ignores_conditions=False, is_slow=False, nodes=base.nodes[:3])
+            start = Event(1.0, "start job", job.name, 0.1)
+            schedules.append(replace(base, events=[start, *chosen]))
+    return schedules

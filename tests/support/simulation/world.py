@@ -21,7 +21,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -59,6 +59,7 @@ class Outcome:
 
 class World:
     _examines = False
+    _has_peers = False
 
     def __init__(self, schedule: Schedule, root: Path, loop: SimulatedLoop) -> None:
         self._schedule = schedule
@@ -88,6 +89,10 @@ class World:
         loop.latency_s = self._latency_s
         loop.before_job = self._before_job
         loop.after_job = self._after_job
+
+    def patched(self) -> AbstractContextManager[None]:
+        """What is replaced besides, for the time of the simulation."""
+        return nullcontext()
 
     def _make_checker(self, policy: Policy) -> Checker:
         honours_conditions = not self._schedule.ignores_conditions
@@ -234,7 +239,14 @@ class World:
             return
         cold_url = f"file://{self._root / COLD}" if self._has_folder else f"s3://simulated/{PREFIX}"
         interval_s = self._schedule.cold_list_interval_s
-        config = make_config(self._root, node, cold_url, cold_list_interval_s=interval_s, examines=self._examines)
+        config = make_config(
+            self._root,
+            node,
+            cold_url,
+            cold_list_interval_s=interval_s,
+            examines=self._examines,
+            has_peers=self._has_peers,
+        )
         self._daemons[node] = SimulatedDaemon(config, None if self._has_folder else self.bucket)
         self._daemons[node].start()
         self._note(f"daemon of {node} starts")
@@ -314,7 +326,7 @@ class World:
     # ── checks ──
 
     def _check(self) -> None:
-        for place in self.checker.places:
+        for place in self.checker.committed:
             self.checker.observe_bytes(place, self._loop.time())
         for daemon in list(self._daemons.values()):
             for bug in daemon.bugs():
@@ -348,7 +360,8 @@ def simulate(schedule: Schedule, make_world: type[World] = World) -> Outcome:
     with isolated(schedule.seed) as root:
         world = make_world(schedule, root, loop)
         try:
-            with failing_calls(world.disk_fails, is_full=world.is_full, on_no_space=world.had_no_space):
+            full = {"is_full": world.is_full, "on_no_space": world.had_no_space}
+            with failing_calls(world.disk_fails, **full), world.patched():
                 loop.run_until_complete(world.run())
             outcome = Outcome(world.checker.violation, world.trace, loop.steps, loop.time())
         finally:
