@@ -224,6 +224,17 @@ def test_a_forged_header_is_corrupt(name: str) -> None:
         _parse(_forged(FORGERIES[name]))
 
 
+@pytest.mark.parametrize("shape", [[0, 1 << 63], [10**4000] * 64])
+def test_a_size_beyond_int64_is_refused_before_it_is_multiplied(shape: list[int]) -> None:
+    def change(table: dict[str, Any]) -> None:
+        sharding = {"x": {"saved_offsets": [0] * len(shape)}}
+        table["__metadata__"].update(DCP_SHARDING_INFO=json.dumps(sharding))
+        table["x"].update(shape=shape, data_offsets=[0, 0])
+
+    with pytest.raises(Corrupt, match=r"x: sizes and offsets must be integers of 0 to 2\*\*63 - 1"):
+        _parse(_forged(change, payload=0))
+
+
 def test_a_key_that_appears_twice_is_corrupt() -> None:
     body = _forged(lambda table: None)[8:-4].replace(b'"x": {"dtype"', b'"x": {}, "x": {"dtype"')
     with pytest.raises(Corrupt, match="twice"):

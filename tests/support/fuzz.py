@@ -308,7 +308,7 @@ def mutate(numbers: random.Random, seed_inputs: Sequence[bytes]) -> bytes:
                 begin = numbers.randrange(len(other) + 1)
                 raw[at:at] = other[begin : begin + numbers.randrange(60)]
             case _:
-                digits = [index for index, byte in enumerate(raw) if 48 <= byte < 58]
+                digits = [at + index for index, byte in enumerate(raw[at : at + 200]) if 48 <= byte < 58]
                 if digits:
                     raw[numbers.choice(digits)] = numbers.randrange(48, 58)
     return bytes(raw)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.store_contract import content, entry_of
 from tierd.errors import Corrupt
 from tierd.format import checksum
-from tierd.tiers.chunks import ChunkSums, differences
+from tierd.tiers.chunks import ChunkSums, difference, differences
 
 
 @given(
@@ -38,6 +38,32 @@ def test_error_names_the_chunk_that_differs() -> None:
     sums.add(0, memoryview(content(5000)[:3999] + b"?" + content(5000)[4000:]))
     with pytest.raises(Corrupt, match=r"^write x: chunk 3 of 5: crc64nvme .* expected "):
         sums.entry("x", expect, "write x")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_digests_alone_show_a_damaged_chunk(damaged: bool) -> None:
+    data = content(5000)
+    whole = ChunkSums(5000, 1000, "sha256")
+    whole.add(0, memoryview(data))
+    expect = whole.entry("x")
+    sums = ChunkSums(5000, 1000, "sha256", has_crc=False)
+    sums.add(0, memoryview(data[:3999] + (b"?" if damaged else data[3999:4000]) + data[4000:]))
+    chunks = [sums.pop_chunk(index) for index in range(5)]
+    assert {chunk.crc64nvme for chunk in chunks if chunk} == {""}
+    problems = [difference(expect, index, chunk) for index, chunk in enumerate(chunks) if chunk]
+    assert [bool(problem) for problem in problems] == [False, False, False, damaged, False]
+    assert not damaged or problems[3].startswith("chunk 3 of 5: sha256 ")
+
+
+def test_a_chunk_without_crc_differs_from_an_entry_without_digests() -> None:
+    digests = ChunkSums(5000, 5000, "sha256", has_crc=False)
+    digests.add(0, memoryview(content(5000)))
+    found = digests.pop_chunk(0)
+    assert found is not None
+    assert difference(entry_of(content(5000), "x", 5000), 0, found)
+    neither = ChunkSums(5000, 5000, has_crc=False)
+    neither.add(0, memoryview(content(5000)))
+    assert neither.entry("x") == entry_of(content(5000), "x", 5000)
 
 
 def test_different_size_is_reported_as_one_difference() -> None:

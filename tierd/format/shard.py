@@ -24,6 +24,7 @@ FORMAT_VERSION = 1
 ALIGN_BYTES = 4096  # a page; O_DIRECT needs this alignment
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
 NDIM_MAX = 64
+INT64_MAX = (1 << 63) - 1  # the product of 64 sizes without a bound takes a second for each 2 MB of header
 _LENGTH = struct.Struct("<Q")
 
 
@@ -205,8 +206,8 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
         shape = tuple(raw["shape"])
         offsets = tuple(sharding[name]["saved_offsets"])
         numbers = (begin, end, *shape, *offsets)
-        if any(type(number) is not int or number < 0 for number in numbers) or len(shape) > NDIM_MAX:
-            raise ValueError(f"{name}: sizes and offsets must be integers of 0 or more, not {numbers}")
+        if len(shape) > NDIM_MAX or any(type(number) is not int or not 0 <= number <= INT64_MAX for number in numbers):
+            raise ValueError(f"{name}: sizes and offsets must be integers of 0 to 2**63 - 1, not {str(numbers)[:200]}")
         if len(offsets) != len(shape):
             raise ValueError(f"{name}: {len(offsets)} saved offsets for {len(shape)} dimensions")
         if begin != expected or end - begin != math.prod(shape) * DTYPE_BYTES[raw["dtype"]]:

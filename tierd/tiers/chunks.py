@@ -23,7 +23,7 @@ READS_IN_FLIGHT = 4
 
 
 class ChunkSum(NamedTuple):
-    """Of one chunk. `digest`: empty where none is computed."""
+    """Of one chunk. `digest` or `crc64nvme` is empty where it is not computed, but never both."""
 
     crc64nvme: str
     digest: str
@@ -32,13 +32,15 @@ class ChunkSum(NamedTuple):
 class ChunkSums:
     """`add` each piece exactly once, from any thread; read the result when all are added.
 
-    `algorithm`: of the digests to compute as well, for which each piece begins at a leaf of its chunk.
+    `algorithm`: of the digests to compute as well, for which each piece begins at a leaf of its chunk. `has_crc`: False
+    to compute the digests alone, which show every difference that a CRC shows.
     """
 
-    def __init__(self, size_bytes: int, chunk_bytes: int, algorithm: str = "") -> None:
+    def __init__(self, size_bytes: int, chunk_bytes: int, algorithm: str = "", *, has_crc: bool = True) -> None:
         self._size_bytes = size_bytes
         self._chunk_bytes = chunk_bytes
         self._algorithm = algorithm
+        self._has_crc = has_crc or not algorithm
         # offset → (checksum, length, hashes of the leaves); none spans two chunks
         self._parts: dict[int, tuple[int, int, bytes]] = {}
 
@@ -47,7 +49,8 @@ class ChunkSums:
         while done < len(piece):
             part = piece[done : done + self._chunk_bytes - (offset + done) % self._chunk_bytes]
             hashes = digest.leaves(self._algorithm, part) if self._algorithm else b""
-            self._parts[offset + done] = (checksum.crc64nvme(part), len(part), hashes)
+            crc = checksum.crc64nvme(part) if self._has_crc else 0
+            self._parts[offset + done] = (crc, len(part), hashes)
             done += len(part)
 
     def pop_chunk(self, index: int) -> ChunkSum | None:
@@ -61,7 +64,7 @@ class ChunkSums:
         if begin != end:
             return None
         parts = [self._parts.pop(offset) for offset in offsets]
-        crc = checksum.encode(checksum.combine([(crc, length) for crc, length, _ in parts]))
+        crc = checksum.encode(checksum.combine([part[:2] for part in parts])) if self._has_crc else ""
         return ChunkSum(crc, digest.of_chunk(self._algorithm, (part[2] for part in parts)) if self._algorithm else "")
 
     def entry(self, name: str, expect: FileEntry | None = None, action: str = "") -> FileEntry:
@@ -142,11 +145,13 @@ def differences(expect: FileEntry, actual: FileEntry) -> list[str]:
 
 
 def difference(expect: FileEntry, index: int, found: ChunkSum) -> str:
-    """How a chunk differs from the manifest; empty if it does not. A digest counts where both sides have one."""
+    """How a chunk differs from the manifest; empty if it does not. A digest counts where both sides have one, and the
+    CRC may be missing only then."""
     where = f"chunk {index} of {len(expect.chunks)}"
-    if found.crc64nvme != expect.chunks[index]:
+    has_digests = found.digest and expect.algorithm
+    if (found.crc64nvme or not has_digests) and found.crc64nvme != expect.chunks[index]:
         return f"{where}: crc64nvme {found.crc64nvme}, expected {expect.chunks[index]}"
-    if found.digest and expect.algorithm and found.digest != expect.digest_of(index):
+    if has_digests and found.digest != expect.digest_of(index):
         return f"{where}: {expect.algorithm} {found.digest}, expected {expect.digest_of(index)}"
     return ""
 

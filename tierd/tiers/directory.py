@@ -67,6 +67,9 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         self.pool = ThreadPool(self.pieces_in_flight + 2, "tierd-directory", where=self.url, timeout_s=timeout_s)
         # Not in the queue of the others, for the answer is needed at once.
         self._free_space_pool = ThreadPool(1, "tierd-free-space", where=self.url, timeout_s=FREE_SPACE_TIMEOUT_S)
+        # While a piece is summed, it is written: the disk waits for no digest.
+        threads = min(self.pieces_in_flight, len(os.sched_getaffinity(0)))
+        self.sums_pool = ThreadPool(threads, "tierd-checksums", where=self.url, timeout_s=timeout_s)
         self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=self.pieces_in_flight)
         self._bandwidth = Bandwidth(max_write_mib_s)
         self._has_swept = False
@@ -94,9 +97,8 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         sums = ChunkSums(size_bytes, chunk_bytes, algorithm)
         file = NewFile(self.tree, key, size_bytes)
 
-        def write(offset: int, piece: memoryview, length: int) -> None:
-            sums.add(offset, piece[:length])
-            file.write(offset, piece, length)
+        async def write(offset: int, piece: memoryview, length: int) -> None:
+            await self.write_and_sum(partial(file.write, offset, piece, length), sums, offset, piece[:length])
 
         def sum_up(offset: int, piece: memoryview) -> None:
             if missing := file.read(offset, piece):
@@ -112,11 +114,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                     await self.pool.run(sum_up, offset, buffer[:length])
             elif isinstance(source, memoryview):
                 view = source[offset : offset + round_up(length)]
-                await self.pool.run(write, offset, view, length)
+                await write(offset, view, length)
             else:
                 async with self.buffers.borrow(min(PIECE_BYTES, round_up(size_bytes))) as buffer:
                     await source.fill(offset, buffer[:length])
-                    await self.pool.run(write, offset, buffer[: round_up(length)], length)
+                    await write(offset, buffer[: round_up(length)], length)
             if progress is not None:
                 progress(length)
 
@@ -135,6 +137,11 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         if not is_new:
             await self._check_same(key, entry, action)
         return entry
+
+    async def write_and_sum(self, write: Callable[[], None], sums: ChunkSums, offset: int, piece: memoryview) -> None:
+        """Writes a piece and adds it to `sums`, both at once. `write`: blocks."""
+        calls = ((self.pool, write), (self.sums_pool, partial(sums.add, offset, piece)))
+        await for_each(len(calls), calls, lambda call: call[0].run(call[1]))
 
     @property
     def answered_s(self) -> float:
@@ -305,6 +312,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
 
     async def close(self) -> None:
         self.pool.close()
+        self.sums_pool.close()
         self._free_space_pool.close()
         self.buffers.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
@@ -55,7 +56,7 @@ class Fetch:
                 partial=PartialFile(store, layout.file_key(manifest.id, entry.name), entry),
                 wanted=bytearray(len(entry.chunks)),
                 missing=bytearray(len(entry.chunks)),
-                sums=ChunkSums(entry.size_bytes, entry.chunk_bytes, entry.algorithm),
+                sums=_sums(entry),
             )
             for entry in manifest.files
             if wanted is None or entry.name in wanted
@@ -184,12 +185,7 @@ class Fetch:
         """
         result = _ReadResult()
         for file in files:
-            file.sums = ChunkSums(file.entry.size_bytes, file.entry.chunk_bytes, file.entry.algorithm)
-
-        def keep(file: _File, offset: int, buffer: memoryview, length: int) -> None:
-            file.sums.add(offset, buffer[:length])
-            if writes:
-                file.partial.write(offset, buffer, length)
+            file.sums = _sums(file.entry)
 
         async def read(piece: tuple[_File, int, int]) -> None:
             file, offset, length = piece
@@ -204,7 +200,11 @@ class Fetch:
                         raise _ReplicaUnavailable(error) from error
                     result.failed[entry.name] = error
                     return
-                await self.store.pool.run(keep, file, offset, buffer, length)
+                if writes:
+                    write = partial(file.partial.write, offset, buffer, length)
+                    await self.store.write_and_sum(write, file.sums, offset, buffer[:length])
+                else:
+                    await self.store.sums_pool.run(file.sums.add, offset, buffer[:length])
             for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
                 found = file.sums.pop_chunk(index)
                 if found is None:
@@ -223,6 +223,11 @@ class Fetch:
         pieces = ((file, *piece) for file in files for piece in file.missing_pieces())
         await for_each(self.store.pieces_in_flight, pieces, read)
         return result
+
+
+def _sums(entry: FileEntry) -> ChunkSums:
+    """Of a file that is compared with its entry. Where the entry has digests, no CRC is needed as well."""
+    return ChunkSums(entry.size_bytes, entry.chunk_bytes, entry.algorithm, has_crc=not entry.algorithm)
 
 
 @dataclass(slots=True)
