@@ -89,14 +89,14 @@ def id_of(step: int) -> CheckpointId:
     return checkpoint_id(RUN, step, 1)
 
 
-@pytest.fixture(params=[False, True], ids=["unsigned", "signed"])
+@pytest.fixture(params=[False, True], ids=["unsigned in plain HTTP", "signed with TLS"])
 async def two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[TwoNodes]:
     monkeypatch.setattr(peer_store, "RETRY_MIN_S", 0.001)
     monkeypatch.setattr(peer_store, "RETRY_MAX_S", 0.002)
     keyring = Keyring([new_key()]) if request.param else None
-    peers = PeersConfig(listen="127.0.0.1:0")
+    peers = PeersConfig(listen="127.0.0.1:0", tls=request.param)
     clocks = {"now": lambda: datetime(2026, 11, 1, 1, tzinfo=UTC)}
     async with (
         rooms_at(tmp_path / "here", keyring=keyring, peers=peers, clocks=clocks) as here,
@@ -170,6 +170,19 @@ async def test_partner_that_cannot_be_reached_is_an_incident_and_tried_again(two
     two.tell(address="127.0.0.1:1")
     assert not await two.copier.run_once()
     assert two.here.incidents.recent()[0]["stage"] == "copy"
+    two.tell()
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_partner_that_has_another_certificate_since_is_named_and_copied_when_that_is_told(two: TwoNodes) -> None:
+    """Its daemon has restarted, and the trainers have not told the new address yet."""
+    await two.both(5)
+    two.tell(fingerprint="ab" * 32)
+    assert not await two.copier.run_once()
+    (failure,) = two.here.incidents.recent()
+    is_tls = bool(two.there.context.peer_key.fingerprint)
+    assert ("its certificate is sha256" if is_tls else "no TLS handshake") in failure["message"]
     two.tell()
     assert await two.copier.run_once()
     assert two.steps == [5]
