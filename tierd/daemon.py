@@ -58,6 +58,7 @@ from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.committer import Committer
+from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.driller import Driller
 from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
@@ -171,6 +172,8 @@ class _Daemon:
             workers["examine"] = self._examiner
         if config.scrub.interval_s:
             workers |= {f"scrub {name}": Scrubber(context, tier) for name, tier in context.tiers.items()}
+            if self._copies is not None:
+                workers[f"scrub {PEERS}"] = CopyScrubber(context, self._copies)
         if config.drill.interval_s:
             workers["drill"] = Driller(context)
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
