@@ -123,7 +123,7 @@ def copied(source: Path, target: Path) -> float:
     return time.perf_counter() - began_s
 
 
-def turn(folder: Path, mib: int) -> dict[str, float]:
+def turn(folder: Path, mib: int, *, tls: bool) -> dict[str, float]:
     """One round with new nodes."""
     with ExitStack() as stack:
         daemons: list[Daemon] = []
@@ -131,7 +131,7 @@ def turn(folder: Path, mib: int) -> dict[str, float]:
         for name in ("a", "b", "spare"):
             (folder / name).mkdir(parents=True)
             cold = f'[[cold]]\nname = "cold"\nurl = "file://{folder}/cold"\n'
-            peers = '[peers]\nlisten = "127.0.0.1:0"\n'
+            peers = f'[peers]\nlisten = "127.0.0.1:0"\ntls = {str(tls).lower()}\n'
             of = lost if name == "b" else stack
             daemons.append(of.enter_context(daemon(folder / name, more=cold + peers, cold="")))
         first, second, spare = daemons
@@ -194,12 +194,13 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     figures = Figures()
     for number in range(args.rounds + 1):
         say(f"round {number} of {args.rounds}")
-        figures.add("nodes", **turn(folder / str(number), args.mib))
-    report(figures, machine(folder), args.mib)
+        figures.add("nodes", **turn(folder / str(number), args.mib, tls=args.tls))
+    report(figures, machine(folder) | {"tls": args.tls}, args.mib)
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", mib=512, rounds=3, first="warms up")
+    parser.add_argument("--tls", action="store_true", help="the nodes read from each other with peers.tls")
     with run_of(parser) as (args, folder):
         measure(args, folder)
 

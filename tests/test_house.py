@@ -141,6 +141,7 @@ DOORS = {
             "tierd/memory/slot.py": "the slots of trainers",
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
             "tierd/descriptors.py": "a manifest is sent in a memfd",
+            "tierd/peer_certificate.py": "ssl reads the private key from a file",
             "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),
@@ -483,7 +484,11 @@ def test_the_list_of_modules_tested_through_others_is_correct() -> None:
 # ── references ──
 
 
-PRESET = {"outcome": metrics.SNAPSHOT_OUTCOMES, "direction": metrics.DIRECTIONS, "stage": metrics.STAGES}
+PRESET = {
+    "outcome": metrics.SNAPSHOT_OUTCOMES,
+    "direction": metrics.DIRECTIONS + metrics.PEER_DIRECTIONS,
+    "stage": metrics.STAGES,
+}
 
 
 def test_every_label_value_that_the_code_writes_begins_at_zero() -> None:

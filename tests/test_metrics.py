@@ -28,6 +28,7 @@ PUBLIC = {
     "tierd_last_committed_step": ("gauge", {"run", "tier"}),
     "tierd_last_committed_timestamp_seconds": ("gauge", {"run", "tier"}),
     "tierd_everywhere_age_seconds": ("gauge", {"run"}),
+    "tierd_peer_bytes_total": ("counter", {"direction"}),
     "tierd_peer_lag_seconds": ("gauge", {"run"}),
     "tierd_commit_missing_ranks": ("gauge", {"run", "tier"}),
     "tierd_checkpoints": ("gauge", {"run", "tier"}),

@@ -206,6 +206,17 @@ def test_nothing_is_held_back_while_somebody_waits(lab: Lab) -> None:
     assert lab.changed_tiers == ["hot"] * 3
 
 
+def test_what_is_still_written_while_another_write_to_the_tier_ends_is_held_back(lab: Lab) -> None:
+    """Several requests of another node at once: one has written nothing since the last report."""
+    with lab.throttle.writing("hot") as count_written:
+        with lab.throttle.writing("hot"):
+            count_written(RATE)
+        lab.report(USUAL_S * 3)
+        assert lab.limit() == RATE / 2
+        lab.report(USUAL_S * 3)
+        assert lab.limit() < RATE / 2
+
+
 def test_where_no_trainer_is_nothing_is_held_back(lab: Lab) -> None:
     lab.report(run=Run("other"))
     lab.write(USUAL_S * 3)

@@ -161,6 +161,8 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ""  # the host name or address that other nodes use; empty: that of listen, or daemon.node for 0.0.0.0
     )
     domain: str = ""  # what may fail together with this node, such as a rack; empty: as $SLURM_TOPOLOGY_ADDR says
+    # encrypts what nodes read from each other, with a certificate that the daemon makes at its start; on all nodes
+    tls: bool = False
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ from tierd.systemd import Systemd
 DEFAULT_FILE = "tierd.toml"
 _SOCKET_PATH_MAX = 107  # sockaddr_un holds 108 bytes with the final NUL
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
-_TIER_WORDS = ("auto", "memory", "hot")
+_TIER_WORDS = ("auto", "memory", "hot", "peers", "served")
 
 _Mistake = tuple[str, object, str]  # (key, its value, what is expected)
 

@@ -27,7 +27,7 @@ from tierd import logs
 from tierd.api.http_server import HttpServer
 from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
-from tierd.api.peer_parts import PeerParts
+from tierd.api.peer_parts import SERVED, PeerParts
 from tierd.api.trainer import TrainerDoor
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.catalog import Catalog
@@ -58,6 +58,7 @@ from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.committer import Committer
+from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.driller import Driller
 from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
@@ -112,7 +113,11 @@ class _Daemon:
         keyring = self._keyring = keyring_of(config.security.key_file, to_sign=True)
         self._memory = MemoryTier(algorithm="" if keyring is None else preferred())
         self._throttle = WriteThrottle(
-            [*names, PEERS], config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
+            [*names, PEERS, SERVED],
+            config.daemon,
+            metrics=self._metrics,
+            on_limit=self._limit_writes,
+            now_s=time.monotonic,
         )
         hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=config.access)
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
@@ -167,6 +172,8 @@ class _Daemon:
             workers["examine"] = self._examiner
         if config.scrub.interval_s:
             workers |= {f"scrub {name}": Scrubber(context, tier) for name, tier in context.tiers.items()}
+            if self._copies is not None:
+                workers[f"scrub {PEERS}"] = CopyScrubber(context, self._copies)
         if config.drill.interval_s:
             workers["drill"] = Driller(context)
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
@@ -334,10 +341,14 @@ class _Daemon:
         caps = [cold.max_upload_mib_s for cold in self._config.cold if cold.name == tier and cold.max_upload_mib_s > 0]
         limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
         limit_mib_s = limit_mib_s if limit_mib_s < math.inf else 0.0
-        if tier != PEERS:
+        if tier == PEERS:
+            if self._copies is not None:
+                self._copies.bandwidth.limit(limit_mib_s)
+        elif tier == SERVED:
+            if self._peers is not None:
+                self._peers.limit_copies(limit_mib_s)
+        else:
             self._context.tiers[tier].store.limit_writes(limit_mib_s)
-        elif self._copies is not None:
-            self._copies.bandwidth.limit(limit_mib_s)
 
     # ── Notifier ──
 

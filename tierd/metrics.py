@@ -61,6 +61,7 @@ HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable", "s
 PROOFS = ("deep", "checksum", "size")
 SLOT_STATES = ("free", "filling", "sealed", "persisting", "retained")
 DIRECTIONS = ("read", "write")
+PEER_DIRECTIONS = ("in", "out")
 
 # From 1 ms to the longest wait for a slot (60 s); two cores copy a pre-faulted gigabyte in 0.06 s.
 _STALL_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -152,6 +153,11 @@ class Metrics:
             "Age of the oldest checkpoint of which this node has its own part, but not yet the copy of its partner's; "
             "0 if there is none; no series where it keeps no copies.",
             ["run"],
+        )
+        self.peer_bytes_total = counter(
+            "peer_bytes_total",
+            "Bytes of parts of checkpoints that this node has read from other nodes (in) and sent to them (out).",
+            ["direction"],
         )
         self.checkpoints = gauge(
             "checkpoints",
@@ -298,6 +304,8 @@ class Metrics:
                     self.copies_given_up_total.labels(tier, reason)
             for direction in DIRECTIONS:
                 self.bytes_total.labels(tier, direction)
+        for direction in PEER_DIRECTIONS:
+            self.peer_bytes_total.labels(direction)
         self.restore_seconds.labels("memory")
         for state in SLOT_STATES:
             self.slots.labels(state)

@@ -1,6 +1,7 @@
-"""How other nodes read from this daemon: its address, and a token for each run. Both are lost when the daemon restarts.
+"""How other nodes read from this daemon: its address, its certificate, and a token for each run.
 
-The tokens are made from random bytes, so that nothing is stored. The daemon tells them to the trainers of the run only.
+All are lost when the daemon restarts. The tokens are made from random bytes, so that nothing is stored. The daemon
+tells them to the trainers of the run only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from tierd.format.peers import PeerAddress
 
 @dataclass(slots=True, kw_only=True)
 class PeerKey:
-    """`address`: host:port; empty while this daemon serves nothing to other nodes."""
+    """`address`: host:port; empty while this daemon serves nothing to other nodes. `fingerprint`: of its certificate;
+    empty without TLS."""
 
     address: str = ""
+    fingerprint: str = ""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def token(self, run: Run) -> str:
@@ -26,4 +29,6 @@ class PeerKey:
 
     def of(self, run: Run) -> PeerAddress | None:
         """For the trainers of the run; None if other nodes cannot read here."""
-        return PeerAddress(address=self.address, token=self.token(run)) if self.address else None
+        if not self.address:
+            return None
+        return PeerAddress(address=self.address, token=self.token(run), fingerprint=self.fingerprint)

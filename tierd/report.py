@@ -60,10 +60,12 @@ class NewestPart(PartReport, kw_only=True):
 
 
 class PartnerReport(msgspec.Struct, kw_only=True):
-    """The node whose parts are copied here. `has_same_lifecycle`: as this one, as far as it is known."""
+    """The node whose parts are copied here. `fingerprint`: of its TLS certificate; empty without TLS.
+    `has_same_lifecycle`: as this one, as far as it is known."""
 
     address: str
     has_same_lifecycle: bool
+    fingerprint: str = ""
 
 
 class NodeReport(msgspec.Struct, kw_only=True):
@@ -176,7 +178,7 @@ class FailureReport(msgspec.Struct, kw_only=True):
 
 class StatusReport(msgspec.Struct, kw_only=True):
     """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
-    parts of this one; empty: nowhere."""
+    parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
 
     version: str
     node: str
@@ -184,6 +186,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     uptime_s: float | None
     is_ready: bool
     peer_address: str = ""
+    peer_fingerprint: str = ""
     halted: list[str] = []
     foreign: list[str] = []
     lost: list[LostReplica] = []

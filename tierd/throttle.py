@@ -1,4 +1,5 @@
-"""Slows down writes to the tiers while training steps are slower than usual: a closed loop on reported step times.
+"""Slows down writes to the tiers, and what is read for copies on other nodes, while training steps are slower than
+usual: a closed loop on reported step times.
 
 While steps take longer than with an idle daemon, the write rate of the busy tiers is halved at each report; while they
 do not, it grows by 10 % at each report until there is no limit. The rate never falls below what makes a snapshot
@@ -30,11 +31,12 @@ HEADROOM = 2.0  # a checkpoint must be written in half the time between two snap
 
 @dataclass(slots=True)
 class _Traffic:
-    """Writes to one tier. `limit`: bytes per second. `started`: the time and `written_bytes` when the current
-    checkpoint began to be written."""
+    """Writes to one tier. `limit`: bytes per second. `count`: of those in progress. `started`: the time and
+    `written_bytes` when the first of these began."""
 
     limit: float = math.inf
     written_bytes: int = 0
+    count: int = 0
     started: tuple[float, int] | None = None
 
     def rate(self, moved_bytes: int, elapsed_s: float, now_s: float) -> float:
@@ -103,11 +105,15 @@ class WriteThrottle:
         def count_written(size_bytes: int) -> None:
             traffic.written_bytes += size_bytes
 
-        traffic.started = self._now_s(), traffic.written_bytes
+        if not traffic.count:
+            traffic.started = self._now_s(), traffic.written_bytes
+        traffic.count += 1
         try:
             yield count_written
         finally:
-            traffic.started = None
+            traffic.count -= 1
+            if not traffic.count:
+                traffic.started = None
 
     def sealed(self, run: Run, size_bytes: int, at_s: float) -> None:
         """A snapshot of the run will be persisted; all ranks had sealed it at `at_s`. Repeating it changes nothing."""

@@ -61,6 +61,7 @@ def find_partner(
         _warn_of_domains(domains, nodes=len(node.lowest))
         _warn_of_lifecycles({lowest: each.lifecycle for lowest, each in nodes.items()})
     roster = [NodeAddress(ranks=each.ranks, peer=each.peer) for each in nodes.values()]
+        _warn_of_tls(peers)
     kept_by = partners(domains)
     for owner, keeper in kept_by.items():
         if keeper == node.ranks[0]:
@@ -85,8 +86,23 @@ def _warn_of_lifecycles(lifecycles: Mapping[int, str]) -> None:
         log.warning(
             "tierd: the lifecycle in the config of %d of %d nodes differs from that of rank 0's node, which counts in "
             "cold tiers: those of ranks %s",
-            len(others), len(lifecycles), ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else ""),
+            len(others), len(lifecycles), _listed(others),
         )  # fmt: skip
+
+
+def _warn_of_tls(peers: Mapping[int, PeerAddress]) -> None:
+    """Where some nodes have TLS: they read nothing from the others."""
+    plain = [lowest for lowest, peer in peers.items() if not peer.fingerprint]
+    if 0 < len(plain) < len(peers):
+        log.warning(
+            "tierd: %d of %d nodes have no peers.tls in their config, and the others read nothing from them: those of "
+            "ranks %s",
+            len(plain), len(peers), _listed(plain),
+        )  # fmt: skip
+
+
+def _listed(lowest: Sequence[int]) -> str:
+    return ", ".join(map(str, lowest[:8])) + (", …" if len(lowest) > 8 else "")
 
 
 def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:

@@ -17,7 +17,7 @@ from tierd.config import PeersConfig
 from tierd.format import wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.format.node_file import decode_node_file
-from tierd.format.peers import NodeParts
+from tierd.format.peers import TIER_HEADER, NodeParts
 from tierd.workers.restorer import Restorer
 
 NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -26,8 +26,8 @@ LONG = bytes(range(251)) * (3 * PIECE_BYTES // 251)
 
 
 class Served:
-    def __init__(self, rooms: Rooms) -> None:
-        self.rooms = rooms
+    def __init__(self, rooms: Rooms, parts: PeerParts) -> None:
+        self.rooms, self.parts = rooms, parts
         self.key = rooms.context.peer_key
 
     def seal(self, step: int) -> None:
@@ -59,7 +59,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         parts = PeerParts(rooms.context, Restorer(rooms.context, judge))
         assert rooms.context.peer_key.of(RUN) is None
         await parts.start()
-        yield Served(rooms)
+        yield Served(rooms, parts)
         await parts.close()
 
 
@@ -172,3 +172,24 @@ async def test_node_that_reads_a_little_now_and_then_is_dropped(
 
 async def test_node_that_reads_slowly_enough_gets_the_whole_file(served: Served) -> None:
     assert await read_slowly(served, first_s=0.5, between_s=0.0, size_bytes=8 << 20) >= 8 << 20
+
+
+async def test_copies_are_held_back_and_restores_are_not(served: Served) -> None:
+    """The limit of the throttle applies to what is read with `Tierd-Tier: hot`, never below what the reader needs."""
+    served.seal(5)
+    assert await served.rooms.persister().run_once()
+    served.parts.limit_copies(1e-6)
+    ended: list[str] = []
+
+    async def read(name: str, **headers: str) -> None:
+        assert await served.part(SHARD, **headers) == (200, LONG)
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read("copy", **{TIER_HEADER: "hot"}))
+        await asyncio.sleep(0)
+        group.create_task(read("restore"))
+    assert ended == ["restore", "copy"]
+    served.parts.limit_copies(0.0)
+    await read("copy", **{TIER_HEADER: "hot"})
+    assert served.rooms.count("tierd_peer_bytes_total", direction="out") == 3 * len(LONG)

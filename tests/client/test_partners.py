@@ -82,8 +82,10 @@ def found_partners(welcomes: dict[int, wire.Welcome], world_size: int) -> list[w
     return found
 
 
-def welcome_of(lowest: int, domain: str = "", *, has_peer: bool = True, lifecycle: str = "") -> wire.Welcome:
-    peer = PeerAddress(address=f"10.0.0.{lowest}:9465", token="ab") if has_peer else None
+def welcome_of(
+    lowest: int, domain: str = "", *, has_peer: bool = True, lifecycle: str = "", fingerprint: str = ""
+) -> wire.Welcome:
+    peer = PeerAddress(address=f"10.0.0.{lowest}:9465", token="ab", fingerprint=fingerprint) if has_peer else None
     return msgspec.structs.replace(welcome(), peer=peer, domain=domain, lifecycle=lifecycle)
 
 
@@ -133,6 +135,17 @@ def test_another_lifecycle_than_that_of_rank_0_is_warned_of(caplog: pytest.LogCa
     assert [partner and partner.lifecycle for partner in found] == [None, None, "", "other"]
     assert "of 1 of 4 nodes differs from that of rank 0's node" in caplog.text
     assert "those of ranks 2" in caplog.text
+
+
+def test_nodes_without_tls_are_named_where_others_have_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tierd_client"):
+        found = found_partners({n: welcome_of(n, fingerprint="cd" * 32 if n else "") for n in range(3)}, 3)
+        assert [partner and bool(partner.peer.fingerprint) for partner in found] == [True, False, True]
+        assert "1 of 3 nodes have no peers.tls" in caplog.text
+        assert caplog.text.rstrip().endswith("those of ranks 0")
+        caplog.clear()
+        found_partners({n: welcome_of(n, fingerprint="cd" * 32) for n in range(3)}, 3)
+        assert "peers.tls" not in caplog.text
 
 
 def test_nodes_without_peers_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ def assert_restored(daemons: Sequence[Daemon], digests: list[str], *, tier: str 
 
 
 def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
-    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+    with peers(tmp_path, "a", "b", "spare", tls=True) as (first, second, spare):
         with joined(tmp_path, 4) as trainers:
             connect_on([first, second], trainers)
             together(trainers, "restore")
@@ -66,6 +66,7 @@ def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
             copied = first.status()["runs"][0]["nodes"]["copied"]
             assert (copied["step"], copied["ranks"]) == (2, [2, 3])
             assert {line.split()[0] for line in doctor(first)} == {"ok", "WARNING"}  # 127.0.0.1 is no other node
+            assert any("accepts connections with TLS" in line for line in doctor(first))
         lose(second)
         assert any(line.startswith("PROBLEM") and "accepts no connection: Conn" in line for line in doctor(first))
         with joined(tmp_path, 4, seed=2) as trainers:

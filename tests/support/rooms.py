@@ -58,7 +58,7 @@ class Rooms:
             for cold in config.cold
         }
         self.throttle = WriteThrottle(
-            ["hot", *names, "peers"],
+            ["hot", *names, "peers", "served"],
             config.daemon,
             metrics=self.metrics,
             on_limit=lambda tier: None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,8 +13,10 @@ from aiohttp.test_utils import TestServer
 
 from tierd.errors import BadRequest, Corrupt, NotFound, PeerUnreachable
 from tierd.format.peers import PeerAddress
+from tierd.peer_certificate import make_certificate
 from tierd.tiers import peer_store
 from tierd.tiers.peer_store import ATTEMPTS, PeerStore
+from tierd.tiers.store import Progress
 
 KEY = "run/000000000005-g0001/rank-00000-of-00002.safetensors"
 CONTENT = bytes(range(256))
@@ -28,15 +31,24 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def reading(answer: Answer) -> AsyncIterator[PeerStore]:
-    """A store that reads from a server that answers so."""
+async def reading(
+    answer: Answer, *, tls: ssl.SSLContext | None = None, fingerprint: str = "", count_read: Progress | None = None
+) -> AsyncIterator[PeerStore]:
+    """A store that reads from a server that answers so, and expects this fingerprint."""
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    async with (
-        TestServer(app) as server,
-        PeerStore(PeerAddress(address=f"127.0.0.1:{server.port}", token="secret")) as store,
-    ):
-        yield store
+    server = TestServer(app, scheme="https" if tls is not None else "http")
+    await server.start_server(ssl=tls)
+    try:
+        peer = PeerAddress(address=f"127.0.0.1:{server.port}", token="secret", fingerprint=fingerprint)
+        async with PeerStore(peer, count_read=count_read) as store:
+            yield store
+    finally:
+        await server.close()
+
+
+async def certificate() -> tuple[ssl.SSLContext, str]:
+    return await asyncio.to_thread(make_certificate)
 
 
 async def piece(request: web.Request) -> web.Response:
@@ -51,10 +63,14 @@ async def read(store: PeerStore, offset: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-async def test_reads_the_bytes_that_are_asked_for() -> None:
-    async with reading(piece) as store:
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_reads_the_bytes_that_are_asked_for(has_tls: bool) -> None:
+    tls, fingerprint = await certificate() if has_tls else (None, "")
+    counts: list[int] = []
+    async with reading(piece, tls=tls, fingerprint=fingerprint, count_read=counts.append) as store:
         assert await read(store, 3, 100) == CONTENT[3:103]
         assert await read(store, 0, 0) == b""
+    assert sum(counts) == 100
 
 
 async def test_small_object_is_read_whole_and_a_large_one_refused() -> None:
@@ -148,3 +164,66 @@ async def test_node_that_sends_a_byte_now_and_then_is_unreachable(monkeypatch: p
             await read(store, 0, len(CONTENT))
         with pytest.raises(PeerUnreachable):
             await store.get_bytes(KEY, size_max=len(CONTENT))
+
+
+# ── TLS ──
+
+
+async def test_server_with_another_certificate_gets_neither_a_request_nor_the_token() -> None:
+    """The daemon has restarted, or another server is at its address. It is not tried again: it will not change back."""
+    tls, fingerprint = await certificate()
+    _, other = await certificate()
+    requests: list[str] = []
+
+    async def record(request: web.Request) -> web.Response:
+        requests.append(request.headers["Authorization"])
+        return await piece(request)
+
+    async with reading(record, tls=tls, fingerprint=other) as store:
+        with pytest.raises(PeerUnreachable, match=f"its certificate is sha256:{fingerprint}") as refused:
+            await read(store, 3, 100)
+    assert "restarted" in refused.value.hint
+    assert requests == []
+
+
+async def test_node_without_tls_where_tls_was_told_is_named() -> None:
+    async with reading(piece, fingerprint=(await certificate())[1]) as store:
+        with pytest.raises(PeerUnreachable, match="no TLS handshake") as refused:
+            await read(store, 3, 100)
+    assert "peers.tls" in refused.value.hint
+
+
+async def test_node_with_tls_where_none_was_told_is_unreachable() -> None:
+    async with reading(piece, tls=(await certificate())[0]) as store:
+        with pytest.raises(PeerUnreachable):
+            await read(store, 3, 100)
+
+
+async def test_node_that_needs_tls_reads_nothing_in_plain_http() -> None:
+    with pytest.raises(PeerUnreachable, match=r"peers\.tls is set here, and not on that node"):
+        PeerStore(PeerAddress(address="127.0.0.1:1", token=""), needs_tls=True)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_server_that_closes_or_hangs_in_the_handshake_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    monkeypatch.setattr(peer_store, "ATTEMPTS", 2)
+    monkeypatch.setattr(peer_store, "CONNECT_TIMEOUT_S", 0.1)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read(1 << 16)  # the client's first message
+        writers.append(writer)
+        if closes:
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        peer = PeerAddress(address=f"127.0.0.1:{port}", token="", fingerprint=(await certificate())[1])
+        async with PeerStore(peer) as store:
+            with pytest.raises(PeerUnreachable):
+                await read(store, 3, 100)
+        assert len(writers) == 2
+        for writer in writers:
+            writer.close()

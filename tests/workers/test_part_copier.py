@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,22 +12,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.cli import flip_a_bit
+from tests.support.damage import cut, flip, lose
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
 from tierd.config import PeersConfig
 from tierd.context import Partner
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, checkpoint_id
+from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
 from tierd.key_file import new_key
 from tierd.tiers import peer_store
 from tierd.tiers.part_copies import PartCopies
-from tierd.tiers.store import Progress
+from tierd.tiers.store import Progress, StoredObject
 from tierd.tiers.tier import ReadableTier
 from tierd.transfer.fetch import Fetch
 from tierd.workers import hot_space
+from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.hot_space import MARGIN_BYTES
 from tierd.workers.part_copier import COPIED_MAX, IDLE_S, POLL_MIN_S, PartCopier
 from tierd.workers.restorer import Restorer
@@ -89,14 +93,14 @@ def id_of(step: int) -> CheckpointId:
     return checkpoint_id(RUN, step, 1)
 
 
-@pytest.fixture(params=[False, True], ids=["unsigned", "signed"])
+@pytest.fixture(params=[False, True], ids=["unsigned in plain HTTP", "signed with TLS"])
 async def two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[TwoNodes]:
     monkeypatch.setattr(peer_store, "RETRY_MIN_S", 0.001)
     monkeypatch.setattr(peer_store, "RETRY_MAX_S", 0.002)
     keyring = Keyring([new_key()]) if request.param else None
-    peers = PeersConfig(listen="127.0.0.1:0")
+    peers = PeersConfig(listen="127.0.0.1:0", tls=request.param)
     clocks = {"now": lambda: datetime(2026, 11, 1, 1, tzinfo=UTC)}
     async with (
         rooms_at(tmp_path / "here", keyring=keyring, peers=peers, clocks=clocks) as here,
@@ -170,6 +174,19 @@ async def test_partner_that_cannot_be_reached_is_an_incident_and_tried_again(two
     two.tell(address="127.0.0.1:1")
     assert not await two.copier.run_once()
     assert two.here.incidents.recent()[0]["stage"] == "copy"
+    two.tell()
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_partner_that_has_another_certificate_since_is_named_and_copied_when_that_is_told(two: TwoNodes) -> None:
+    """Its daemon has restarted, and the trainers have not told the new address yet."""
+    await two.both(5)
+    two.tell(fingerprint="ab" * 32)
+    assert not await two.copier.run_once()
+    (failure,) = two.here.incidents.recent()
+    is_tls = bool(two.there.context.peer_key.fingerprint)
+    assert ("its certificate is sha256" if is_tls else "no TLS handshake") in failure["message"]
     two.tell()
     assert await two.copier.run_once()
     assert two.steps == [5]
@@ -357,3 +374,86 @@ async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNode
     assert two.copier.lag_s(RUN) != 0.0
     assert await two.copier.run_once()
     assert two.steps == [5]  # it stays: the other node's next keeper may not have one yet
+
+
+# ── scrub ──
+
+
+SHARD = "rank-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(("name", "damage"), [(SHARD, flip), (SHARD, lose), (NODE_FILE, cut), (NODE_FILE, lose)])
+async def test_damaged_copy_is_not_served_any_more_and_is_copied_again(
+    two: TwoNodes, name: str, damage: Callable[[Path, Manifest, str], None]
+) -> None:
+    for step in (5, 6):
+        await two.both(step)
+    await two.copier.run_once()
+    part = two.copies.get(id_of(5))
+    assert part is not None
+    damage(two.folder, part, name)
+    scrubber = CopyScrubber(two.here.context, two.copies)
+    assert await scrubber.run_once()
+    assert two.steps == [6]
+    (failure,) = two.here.incidents.recent()
+    assert (failure["stage"], failure["kind"], failure["step"]) == ("scrub", "corrupt", 5)
+    assert f"the copy of {NODE_FILE}" in failure["message"]
+    assert two.here.count("tierd_scrubbed_checkpoints_total", tier="peers", proof="deep") == 2
+    assert await two.copier.run_once()
+    assert two.steps == [6, 5]
+    assert await scrubber.run_once()
+    assert len(two.here.incidents.recent()) == 1
+
+
+async def test_damaged_copy_of_a_node_that_has_gone_stays_for_a_person(two: TwoNodes) -> None:
+    await two.both(5)
+    await two.copier.run_once()
+    path = two.folder / layout.file_key(id_of(5), SHARD)  # type: ignore[arg-type]
+    flip_a_bit(path)
+    await CopyScrubber(two.here.context, two.copies).run_once()
+    two.tell(address="127.0.0.1:1")
+    assert not await two.copier.run_once()
+    assert (two.steps, path.exists()) == ([], True)
+    await two.newer_in_cold()
+    assert await two.copier.make_room(1) > 0
+    assert not path.exists()
+
+
+async def test_copies_are_read_once_per_interval_and_new_ones_an_interval_later(two: TwoNodes) -> None:
+    now_s = 1e6
+    two.here.context = replace(two.here.context, monotonic_s=lambda: now_s)
+    scrubber = CopyScrubber(two.here.context, two.copies)
+    interval_s = two.here.config.scrub.interval_s
+
+    async def scrubbed() -> float | None:
+        await scrubber.run_once()
+        return two.here.count("tierd_scrubbed_checkpoints_total", tier="peers", proof="deep")
+
+    assert await scrubbed() == 0
+    await two.both(5)
+    await two.copier.run_once()
+    assert await scrubbed() == 0
+    now_s += interval_s
+    assert await scrubbed() == 1
+    now_s += interval_s - 1
+    assert await scrubbed() == 1
+    now_s += 1
+    assert await scrubbed() == 2
+
+
+async def test_copy_that_is_deleted_while_it_is_read_is_not_damaged(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.both(5)
+    await two.copier.run_once()
+    list_store = two.copies.store.list
+
+    async def delete_first(prefix: str = "") -> list[StoredObject]:
+        monkeypatch.undo()
+        await two.copies.delete(id_of(5))
+        return await list_store(prefix)
+
+    monkeypatch.setattr(two.copies.store, "list", delete_first)
+    await CopyScrubber(two.here.context, two.copies).run_once()
+    assert not two.here.incidents.recent()
+    assert not two.copies.unreadable

@@ -144,6 +144,7 @@ async def test_wrong_token_and_a_node_that_has_gone_are_unreachable(two: TwoNode
         {"peer": PeerAddress(address="user@127.0.0.1:1", token="0" * 64)},
         {"peer": PeerAddress(address="127.0.0.1", token="0" * 64)},
         {"peer": PeerAddress(address="127.0.0.1:1", token="0\r\nX: y")},
+        {"peer": PeerAddress(address="127.0.0.1:1", token="0" * 64, fingerprint="0" * 63)},
     ],
 )
 async def test_request_that_breaks_the_rules_is_refused(two: TwoNodes, fields: dict[str, object]) -> None:

@@ -42,16 +42,15 @@ Check = Callable[[web.Request], web.Response | None]
 class HttpServer:
     """Serves `app` at `daemon.listen` from `start` until `close`.
 
-    `peers_check`: serves at `peers.listen` instead, in plain HTTP, the requests that it admits."""
+    `peers_check`: serves at `peers.listen` instead the requests that it admits."""
 
     def __init__(self, app: web.Application, config: Config, *, peers_check: Check | None = None) -> None:
         self._config = config
         self._key, self._listen = "daemon.listen", config.daemon.listen
-        self._tls_files = config.listen.cert_file, config.listen.key_file
+        self._tls: ssl.SSLContext | None = None
         self._check = self._check_name_and_token
         if peers_check is not None:
             self._key, self._listen = "peers.listen", config.peers.listen
-            self._tls_files = "", ""
             self._check = peers_check
         self._hosts = {"localhost", config.daemon.node.lower(), config.listen_address[0].lower(), *config.listen.hosts}
         self._token = ""
@@ -66,17 +65,19 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls_files[0] else 'http'}://{self.address}"
+        return f"{'https' if self._tls is not None else 'http'}://{self.address}"
 
-    async def start(self) -> None:
-        """Raises BadConfig."""
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: None for the certificate of the config, or none. Raises BadConfig."""
         config = self._config
         host, port = split_address(self._listen)
         self._token = await asyncio.to_thread(read_token, config.listen.token_file)
         await self._runner.setup()
         serve = self._runner.server
         assert serve is not None
-        tls = await asyncio.to_thread(_tls, *self._tls_files)
+        if tls is None and self._key == "daemon.listen":
+            tls = await asyncio.to_thread(_tls, config.listen.cert_file, config.listen.key_file)
+        self._tls = tls
 
         def accept() -> asyncio.Protocol:
             connection = _Connection(serve(), self._connections, self._connections_max)

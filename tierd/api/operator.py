@@ -103,6 +103,7 @@ class Operator:
             uptime_s=round(time.monotonic() - self._began_s, 1),
             is_ready=self.is_ready,
             peer_address=self._context.peer_key.address,
+            peer_fingerprint=self._context.peer_key.fingerprint,
             halted=[str(halt) for halt in halted(self._catalog)],
             foreign=self._catalog.foreign_sentences(),
             lost=[
@@ -176,7 +177,11 @@ class Operator:
         partner, own = self._context.partners.get(run), self._context.config.lifecycle_digest
         if partner is None:
             return None
-        return PartnerReport(address=partner.peer.address, has_same_lifecycle=partner.lifecycle in ("", own))
+        return PartnerReport(
+            address=partner.peer.address,
+            fingerprint=partner.peer.fingerprint,
+            has_same_lifecycle=partner.lifecycle in ("", own),
+        )
 
     def _newest_copy(self, run: Run) -> NewestPart | None:
         copies = self._context.part_copies

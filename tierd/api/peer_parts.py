@@ -1,7 +1,9 @@
 """Serves this node's parts of checkpoints to other nodes: GET /parts/v1/<run> lists them, and
 GET /parts/v1/<run>/<checkpoint>/<file> reads one.
 
-Read-only. Every request must have the run's token. `Range` selects bytes of a shard. Spec: docs/FORMAT.md#peers.
+Read-only. Every request must have the run's token. `Range` selects bytes of a shard. What is read for a copy is held
+back while training steps here are slower; a restore is not, because all ranks of a run wait for it. Spec:
+docs/FORMAT.md#peers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.peers import TIER_HEADER
 from tierd.format.wire import HELD_MAX
 from tierd.lifecycle.policy import HOT
+from tierd.peer_certificate import make_certificate
 from tierd.peer_key import PeerKey
+from tierd.throttle import WriteThrottle
+from tierd.tiers.rate_limit import Bandwidth
 from tierd.workers.inventory import durable_parts
 from tierd.workers.part_files import PartFile, PartFiles
 from tierd.workers.restorer import Restorer
@@ -34,6 +39,8 @@ log = logging.getLogger("tierd")
 PIECE_BYTES = 1 << 20  # of an answer in memory: each connection has one
 ANSWER_TIMEOUT_S = 30.0  # without progress: the other node has gone
 RATE_MIN_BYTES_S = 1 << 20  # a node that reads more slowly than this is dropped: it holds a connection
+SERVED = "served"  # the name of this traffic for the throttle
+SERVED_MIN_MIB_S = 4.0  # the limit is never lower: the node that copies has 4 connections, each with RATE_MIN_BYTES_S
 
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{1,15})")
 
@@ -51,6 +58,9 @@ class PeerParts:
         self._context, self._copy_lag_s = context, copy_lag_s
         self._config: Config = context.config
         self._key: PeerKey = context.peer_key
+        self._throttle: WriteThrottle = context.throttle
+        self._bandwidth = Bandwidth(0.0)
+        self._count_out = context.metrics.peer_bytes_total.labels(direction="out").inc
         self._files = PartFiles(context, restorer)
         app = web.Application()
         app.router.add_get("/parts/v1/{run}", self._list)
@@ -60,13 +70,21 @@ class PeerParts:
 
     async def start(self) -> None:
         """Raises BadConfig."""
-        await self._server.start()
+        tls = None
+        if self._config.peers.tls:
+            tls, self._key.fingerprint = await asyncio.to_thread(make_certificate)
+        await self._server.start(tls)
         host, port = self._config.peers_host, self._server.address.rpartition(":")[2]
         self._key.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        log.info("tierd %s serves parts at %s", tierd.__version__, self._key.address)
+        with_tls = f", with the certificate sha256:{self._key.fingerprint}" if tls is not None else ""
+        log.info("tierd %s serves parts at %s%s", tierd.__version__, self._key.address, with_tls)
 
     async def close(self) -> None:
         await self._server.close()
+
+    def limit_copies(self, mib_s: float) -> None:
+        """Cap what is read for copies, at SERVED_MIN_MIB_S or more; 0: no cap."""
+        self._bandwidth.limit(max(mib_s, SERVED_MIN_MIB_S) if mib_s else 0.0)
 
     def _check(self, request: web.Request) -> web.Response | None:
         run = request.match_info.get("run", "")
@@ -89,13 +107,13 @@ class PeerParts:
                 node_file = await self._files.node_file(checkpoint, name, is_hot=is_hot)
                 return web.Response(body=node_file.encode(), content_type="application/json")
             async with self._files.open(checkpoint, name, is_hot=is_hot) as file:
-                return await self._send(request, file)
+                return await self._send(request, file, bandwidth=self._bandwidth if is_hot else Bandwidth(0.0))
         except NotFound as error:
             return web.Response(status=404, text=f"{error.message}\n")
         except TierdError as error:
             return web.Response(status=503, text=f"{error.message}\n")
 
-    async def _send(self, request: web.Request, file: PartFile) -> web.StreamResponse:
+    async def _send(self, request: web.Request, file: PartFile, *, bandwidth: Bandwidth) -> web.StreamResponse:
         begin, end, status = 0, file.size_bytes, 200
         if "Range" in request.headers:
             match = _RANGE.fullmatch(request.headers["Range"])
@@ -111,12 +129,16 @@ class PeerParts:
         await response.prepare(request)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S + (end - begin) / RATE_MIN_BYTES_S):
-                for offset in range(begin, end, PIECE_BYTES):
-                    # A new buffer each time: what the socket does not take at once is not copied.
-                    piece = bytearray(min(PIECE_BYTES, end - offset))
-                    await self._files.read(file, offset, memoryview(piece))
-                    async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                        await response.write(piece)
+                with self._throttle.writing(SERVED) as count_sent:
+                    for offset in range(begin, end, PIECE_BYTES):
+                        # A new buffer each time: what the socket does not take at once is not copied.
+                        piece = bytearray(min(PIECE_BYTES, end - offset))
+                        await bandwidth.take(len(piece))
+                        await self._files.read(file, offset, memoryview(piece))
+                        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                            await response.write(piece)
+                        count_sent(len(piece))
+                        self._count_out(len(piece))
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await response.write_eof()
         except (TierdError, TimeoutError):

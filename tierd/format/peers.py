@@ -10,10 +10,12 @@ PARTS_BYTES_MAX = 256 << 10  # of a NodeParts
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where other nodes read the parts of a run that a daemon has: host:port, and the token that opens them."""
+    """Where other nodes read the parts of a run that a daemon has: host:port, and the token that opens them.
+    `fingerprint`: the SHA-256 of its TLS certificate, in hex; empty: it answers in plain HTTP."""
 
     address: str
     token: str
+    fingerprint: str = ""
 
     def __repr__(self) -> str:
         return f"PeerAddress({self.address!r})"  # without the token

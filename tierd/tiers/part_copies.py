@@ -26,8 +26,8 @@ log = logging.getLogger("tierd")
 
 class PartCopies:
     """One copy of a checkpoint at most: a node keeps the copies of one other node. `bandwidth`: of what is copied.
-    `unreadable`: the sizes in bytes of those of which the node file cannot be read. They stay while their checkpoint is
-    needed, for a person; a new copy replaces them."""
+    `unreadable`: the sizes in bytes of those that are damaged, or of which the node file cannot be read. They stay
+    while their checkpoint is needed, for a person; a new copy replaces them."""
 
     def __init__(self, config: Config, keyring: Keyring | None = None) -> None:
         self.store = DirectoryStore(
@@ -91,6 +91,11 @@ class PartCopies:
         self._parts[part.id] = part
         if peer is not None:
             self._peers[part.id] = peer
+
+    def set_aside(self, part: NodeFile) -> None:
+        """It is damaged: from now on nothing reads it."""
+        del self._parts[part.id]
+        self.unreadable[part.id] = part.size_bytes
 
     async def delete(self, checkpoint: CheckpointId) -> None:
         """Also of one that is not complete. Raises as `Store.delete`."""

@@ -1,6 +1,7 @@
 """The parts of checkpoints that the daemon of another node serves, as a store for reading. Spec: docs/FORMAT.md#peers.
 
-Bytes are not verified here. An answer that breaks off is requested again a few times, then it is PeerUnreachable.
+Bytes are not verified here. An answer that breaks off is requested again a few times, then it is PeerUnreachable. With
+TLS, a server with another certificate than the node has told gets no request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tierd.errors import Corrupt, NotFound, PeerRestarted, PeerUnreachable
 from tierd.format.peers import TIER_HEADER, PeerAddress
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.rate_limit import Bandwidth
-from tierd.tiers.store import Source, check_key
+from tierd.tiers.store import Progress, Source, check_key
 
 ATTEMPTS = 6
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 3.0
@@ -27,25 +28,35 @@ RATE_MIN_BYTES_S = 1 << 20  # a node that sends more slowly than this counts as 
 CONNECTIONS_MAX = 4  # to one node, which others read too
 RECEIVED_BYTES = 1 << 20  # of an answer, before they are copied
 
+_HINT_TLS = "set peers.tls to the same on all nodes of the run: docs/RUNBOOK.md#peers"
+_HINT_RESTARTED = "its daemon has restarted meanwhile, or something else answers there: docs/RUNBOOK.md#peers"
+
 
 class PeerStore(AbstractAsyncContextManager["PeerStore"]):
-    """`close` ends its connections. `is_hot`: only what is in hot there. `bandwidth`: of what is read.
-    `attempts`: of a request that fails."""
+    """`close` ends its connections. `needs_tls`: raises PeerUnreachable for a node that answers in plain HTTP.
+    `is_hot`: only what is in hot there. `bandwidth`: of what is read. `attempts`: of a request that fails. `count_read`
+    is called with the bytes of each piece that has come."""
 
     def __init__(
         self,
         peer: PeerAddress,
         *,
+        needs_tls: bool = False,
         is_hot: bool = False,
         bandwidth: Bandwidth | None = None,
         attempts: int = ATTEMPTS,
+        count_read: Progress | None = None,
     ) -> None:
-        self._bandwidth = bandwidth
-        self._attempts = attempts
-        self.url = f"http://{peer.address}/parts/v1"
+        self._bandwidth, self._attempts, self._count_read = bandwidth, attempts, count_read
+        self.url = f"{'https' if peer.fingerprint else 'http'}://{peer.address}/parts/v1"
+        if needs_tls and not peer.fingerprint:
+            raise PeerUnreachable(f"read from {self.url}: peers.tls is set here, and not on that node", hint=_HINT_TLS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+            connector=aiohttp.TCPConnector(
+                limit=CONNECTIONS_MAX,
+                ssl=aiohttp.Fingerprint(bytes.fromhex(peer.fingerprint)) if peer.fingerprint else True,
+            ),
             headers={"Authorization": f"Bearer {peer.token}", "Accept-Encoding": "identity"}
             | ({TIER_HEADER: HOT} if is_hot else {}),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -59,7 +70,7 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
             time_s = READ_TIMEOUT_S + size_max / RATE_MIN_BYTES_S
             async with asyncio.timeout(time_s), self._answer(key, {}, 200) as answer:
                 content = bytearray()
-                async for piece in answer.content.iter_any():
+                async for piece in self._pieces(answer):
                     content += piece
                     if len(content) > size_max:
                         raise Corrupt(f"read {key} from {self.url}: more than {size_max} bytes")
@@ -73,7 +84,7 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
             headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
             time_s = READ_TIMEOUT_S + len(buffer) / RATE_MIN_BYTES_S
             async with asyncio.timeout(time_s), self._answer(key, headers, 206) as answer:
-                async for piece in answer.content.iter_any():
+                async for piece in self._pieces(answer):
                     if len(piece) > len(buffer) - done:
                         raise Corrupt(f"read {key} from {self.url}: more bytes than were requested")
                     buffer[done : done + len(piece)] = piece
@@ -105,6 +116,11 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
                 raise
             except PeerUnreachable as error:
                 failure = error
+            except aiohttp.ServerFingerprintMismatch as error:
+                found = f"its certificate is sha256:{error.got.hex()}, and the trainers were told another one"
+                raise PeerUnreachable(f"{action}: {found}", hint=_HINT_RESTARTED) from error
+            except aiohttp.ClientSSLError as error:
+                failure = PeerUnreachable(f"{action}: no TLS handshake: {error}", hint=_HINT_TLS)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 failure = PeerUnreachable(f"{action}: {error or type(error).__name__}", hint="docs/RUNBOOK.md#peers")
                 failure.__cause__ = error
@@ -112,6 +128,12 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
             if failures >= self._attempts:
                 raise failure
             await asyncio.sleep(backoff_s(failures, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S))
+
+    async def _pieces(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+        async for piece in answer.content.iter_any():
+            if self._count_read is not None:
+                self._count_read(len(piece))
+            yield piece
 
     @asynccontextmanager
     async def _answer(self, key: str, headers: dict[str, str], status: int) -> AsyncGenerator[aiohttp.ClientResponse]:

@@ -126,7 +126,13 @@ class PartCopier:
         """Raises NotFound while the partner has not persisted its part, PeerUnreachable, Corrupt, Full."""
         context, config = self._context, self._context.config
         started_s = context.monotonic_s()
-        async with PeerStore(partner.peer, is_hot=True, bandwidth=self._copies.bandwidth) as store:
+        async with PeerStore(
+            partner.peer,
+            needs_tls=config.peers.tls,
+            is_hot=True,
+            bandwidth=self._copies.bandwidth,
+            count_read=context.metrics.peer_bytes_total.labels(direction="in").inc,
+        ) as store:
             where = f"the node at {partner.peer.address}"
             tier = ReadableTier(where, store, limits=config.limits, keyring=context.keyring)
             part, raw = await tier.read_manifest(layout.file_key(own.id, partner.node_file))

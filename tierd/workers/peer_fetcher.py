@@ -7,6 +7,7 @@ fetched once, whichever rank asks first, and verified against the node file of i
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 
@@ -27,6 +28,7 @@ from tierd.workers.fetcher import Fetcher, OnProgress, PeerFetches
 log = logging.getLogger("tierd")
 
 PEER = "peer"
+_FINGERPRINT = re.compile(r"([0-9a-f]{64})?")
 
 
 class PeerFetcher:
@@ -43,8 +45,9 @@ class PeerFetcher:
         check_address(asked.peer)
         descriptors: list[int] = []
         started_s, size_bytes = self._context.monotonic_s(), 0
-        async with PeerStore(asked.peer) as store:
-            tier = ReadableTier(f"the node at {asked.peer.address}", store, limits=self._context.config.limits)
+        config, count_read = self._context.config, self._context.metrics.peer_bytes_total.labels(direction="in").inc
+        async with PeerStore(asked.peer, needs_tls=config.peers.tls, count_read=count_read) as store:
+            tier = ReadableTier(f"the node at {asked.peer.address}", store, limits=config.limits)
             part = await self._part(tier, checkpoint, asked)
             fetches = self._fetches(run, checkpoint)
             try:
@@ -102,5 +105,6 @@ class PeerFetcher:
 def check_address(peer: PeerAddress) -> None:
     """Raises BadRequest unless a request to this address asks for nothing but a part."""
     host, _, port = peer.address.rpartition(":")
-    if not is_host(host.strip("[]")) or not port.isdecimal() or not peer.token.isalnum():
-        raise BadRequest(f"read from the node at {peer.address[:80]!r}: not host:port, or no token")
+    is_pinned = _FINGERPRINT.fullmatch(peer.fingerprint) is not None
+    if not is_host(host.strip("[]")) or not port.isdecimal() or not peer.token.isalnum() or not is_pinned:
+        raise BadRequest(f"read from the node at {peer.address[:80]!r}: not host:port, no token, or no fingerprint")

@@ -1,0 +1,66 @@
+"""Reads the copies of other nodes' parts completely, once per interval; those of an earlier daemon at once.
+
+A damaged copy is set aside: nothing reads it any more, and the copier fetches that part again where its node still has
+it. Until then its bytes stay, for a person.
+"""
+
+from __future__ import annotations
+
+from tierd.context import DaemonContext
+from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound
+from tierd.format.ids import CheckpointId
+from tierd.format.node_file import NodeFile
+from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.rate_limit import Bandwidth
+from tierd.transfer.verify import Proof, verify_files
+from tierd.workers.part_copier import PEERS
+
+_HINT = "it is copied again if its node still has it; docs/RUNBOOK.md#peers"
+
+
+class CopyScrubber:
+    name = "scrub"
+    is_urgent = False
+
+    def __init__(self, context: DaemonContext, copies: PartCopies) -> None:
+        config, metrics = context.config.scrub, context.metrics
+        self.interval_s = context.config.limits.reconcile_interval_s
+        self._context = context
+        self._copies = copies
+        self._period_s = config.interval_s
+        self._bandwidth = Bandwidth(config.max_read_mib_s)
+        self._due_s: dict[CheckpointId, float] = {}
+        self._is_first_pass = True
+        self._failures = metrics.verify_failures_total.labels(tier=PEERS)
+        self._scrubbed = metrics.scrubbed_checkpoints_total.labels(tier=PEERS, proof=Proof.DEEP.value)
+
+    async def run_once(self) -> bool:
+        copies = {part.id: part for run in self._copies.runs() for part in self._copies.of_run(run)}
+        now_s = self._context.monotonic_s()
+        # What this daemon has copied was verified on its way.
+        new_due_s = now_s if self._is_first_pass else now_s + self._period_s
+        self._is_first_pass = False
+        self._due_s = {each: self._due_s.get(each, new_due_s) for each in copies}
+        for checkpoint, part in copies.items():
+            if self._due_s[checkpoint] <= now_s and self._copies.get(checkpoint) is part:
+                await self._verify(checkpoint, part)
+                self._due_s[checkpoint] = self._context.monotonic_s() + self._period_s
+        return True
+
+    async def _verify(self, checkpoint: CheckpointId, part: NodeFile) -> None:
+        """Raises TierUnreachable."""
+        verification = await verify_files(self._copies.tier, part, bandwidth=self._bandwidth)
+        problems = verification.sentences
+        try:
+            if (await self._copies.tier.read_manifest(part.key))[0] != part:
+                problems = [f"{part.name} is another one than was copied", *problems]
+        except (Corrupt, Foreign, NewerFormat, NotFound) as error:
+            problems = [error.message, *problems]
+        if self._copies.get(checkpoint) is not part:
+            return  # deleted meanwhile
+        self._scrubbed.inc()
+        if problems:
+            self._copies.set_aside(part)
+            self._failures.inc(len(problems))
+            error = Corrupt(f"scrub the copy of {part.name}: {'; '.join(problems[:3])}", hint=_HINT)
+            self._context.incidents.record(self.name, error, checkpoint)
