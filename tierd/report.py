@@ -155,6 +155,22 @@ class FailureReport(msgspec.Struct, kw_only=True):
     hint: str = ""
 
 
+class CostReport(msgspec.Struct, frozen=True, kw_only=True):
+    mean_s: float
+    count: int
+
+
+class CostsReport(msgspec.Struct, kw_only=True):
+    """Measured since the daemon's start, over all runs. `stall`: of a rank's snapshot(); `persist`: from there to the
+    commit in hot; `replicate`: of a copy to a cold tier, by tier; `restore`: from a rank's request to its verified
+    bytes, by the tier that they came from. None, or no tier: not measured yet."""
+
+    stall: CostReport | None = None
+    persist: CostReport | None = None
+    replicate: dict[str, CostReport] = {}
+    restore: dict[str, CostReport] = {}
+
+
 class StatusReport(msgspec.Struct, kw_only=True):
     """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere."""
@@ -172,6 +188,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     tiers: list[TierReport] = []
     queues: list[QueueReport] = []
     slots: dict[str, int] = {}
+    costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []
 
 

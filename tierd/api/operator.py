@@ -29,9 +29,11 @@ from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotState
-from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
+from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
 from tierd.report import (
     LOOK_S,
+    CostReport,
+    CostsReport,
     FailureReport,
     LostReplica,
     NewestPart,
@@ -121,6 +123,7 @@ class Operator:
             ],
             queues=self._queues(),
             slots={state.value: slot_counts[state] for state in SlotState},
+            costs=_costs(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
 
@@ -337,6 +340,18 @@ class Operator:
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=_render(await self.status()), content_type="text/html")
+
+
+def _costs(metrics: Metrics) -> CostsReport:
+    def by_tier(means: Mapping[str, tuple[float, int]]) -> dict[str, CostReport]:
+        return {tier: CostReport(mean_s=mean_s, count=count) for tier, (mean_s, count) in means.items()}
+
+    return CostsReport(
+        stall=by_tier(metrics.mean_s(metrics.snapshot_stall_seconds)).get(""),
+        persist=by_tier(metrics.mean_s(metrics.persist_seconds)).get(""),
+        replicate=by_tier(metrics.mean_s(metrics.replicate_seconds)),
+        restore=by_tier(metrics.mean_s(metrics.restore_seconds)),
+    )
 
 
 def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:
