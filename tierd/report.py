@@ -84,8 +84,17 @@ class NodesReport(msgspec.Struct, kw_only=True):
         return f"ranks {ranks_text(self.ranks)} of {self.world_size}"
 
 
+class CadenceReport(msgspec.Struct, kw_only=True):
+    """Of `snapshot.cadence = "auto"`: the interval between snapshots, in seconds, and how it follows from what the
+    daemon has measured."""
+
+    every_s: float
+    reasons: list[str]
+
+
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended): only the daemon knows.
+    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended), and `cadence`, of trainers
+    that are attached: only the daemon knows.
     `tiers`: what each has whole. `nodes`: only of a run over several nodes."""
 
     run: str
@@ -94,6 +103,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     ranks_attached: int | None = None
     state: str | None = None
     reason: str = ""
+    cadence: CadenceReport | None = None
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
     nodes: NodesReport | UnsetType = UNSET

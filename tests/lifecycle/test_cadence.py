@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from tierd.errors import BadConfig
 from tierd.lifecycle.cadence import (
+    FIRST_S,
     HOLDS_BELOW,
+    LEAST_S,
+    MOST_S,
+    PRIOR_MTBF_S,
+    Choice,
     Costs,
+    choose,
     daly_s,
     efficiency,
+    estimate_mtbf_s,
     gpus_mtbf_s,
     outcome,
     simulate,
@@ -142,3 +149,49 @@ def test_no_gpus_and_no_interval_are_refused() -> None:
 
 def test_interval_not_longer_than_the_save_does_no_work() -> None:
     assert (efficiency(REFERENCE, 120), simulate(REFERENCE, 120)) == (0, 0)
+
+
+# ── cadence = "auto" ──
+
+
+def chosen(stall_s: float | None, persist_s: float | None = 0.2, mtbf_s: float = 7594, cap: float = 0.01) -> Choice:
+    return choose(stall_s=stall_s, persist_s=persist_s, mtbf_s=mtbf_s, mtbf_source="MTBF", stall_share_max=cap)
+
+
+def test_auto_is_young_unless_stalls_or_persists_take_longer() -> None:
+    assert chosen(0.04).every_s == young_s(0.04, 7594)
+    assert chosen(120, cap=0).every_s == pytest.approx(1350, abs=0.1)
+    capped = chosen(120, mtbf_s=100)
+    assert capped.every_s == MOST_S  # 12,000 s by the cap
+    assert "stalls may take 1 % of the time" in capped.reasons[-2]
+    slow = chosen(0.001, persist_s=90, mtbf_s=1000)
+    assert (slow.every_s, slow.reasons[-1]) == (90, "longer, because a snapshot takes 90 s to persist")
+    assert chosen(0.0, persist_s=None).every_s == LEAST_S
+    assert chosen(10, mtbf_s=1e9).every_s == MOST_S
+
+
+def test_auto_begins_with_a_short_interval_until_a_snapshot_was_measured() -> None:
+    assert chosen(None).every_s == FIRST_S
+    assert "no snapshot was measured yet" in chosen(None).reasons[0]
+
+
+def test_mtbf_without_a_configured_one_follows_the_failures_seen() -> None:
+    assert estimate_mtbf_s(500, 7, 1000) == (500, "MTBF 500 s as configured")
+    assert estimate_mtbf_s(0, 0, 0)[0] == PRIOR_MTBF_S
+    mtbf_s, why = estimate_mtbf_s(0, 99, 99 * 3600)
+    assert mtbf_s == pytest.approx(3600, rel=0.25)  # the prior counts as one failure
+    assert "99 failures in 356400 s of training" in why
+
+
+@given(
+    stall_s=st.none() | st.floats(0, 1e6),
+    persist_s=st.none() | st.floats(0, 1e6),
+    mtbf_s=st.floats(1, 1e12),
+    cap=st.floats(0, 1),
+)
+def test_auto_is_always_an_interval_that_can_be_followed(
+    stall_s: float | None, persist_s: float | None, mtbf_s: float, cap: float
+) -> None:
+    choice = chosen(stall_s, persist_s, mtbf_s, cap)
+    assert LEAST_S <= choice.every_s <= MOST_S
+    assert all(choice.reasons)

@@ -32,6 +32,7 @@ from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
 from tierd.report import (
     LOOK_S,
+    CadenceReport,
     CostReport,
     CostsReport,
     FailureReport,
@@ -164,6 +165,9 @@ class Operator:
             report.generation = max(report.generation, generation)
             report.world_size = self._memory.world_size(run)
         report.ranks_attached = len(self._memory.present(run))
+        choice = self._context.cadences.choice(run, self._context.monotonic_s())
+        if choice is not None and report.ranks_attached:
+            report.cadence = CadenceReport(every_s=round(choice.every_s, 3), reasons=list(choice.reasons))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}

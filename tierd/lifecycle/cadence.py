@@ -216,3 +216,53 @@ class _Snapshots:
     def lose_node(self) -> None:
         """The job goes on from what had left the node."""
         self.taken = self._sending = self.away
+
+
+# ── cadence = "auto" ──
+
+FIRST_S = 60.0  # until the first snapshot was measured
+LEAST_S, MOST_S = 1.0, 3600.0  # clocks are checked once a second; an hour of work is what a failure may cost at most
+PRIOR_MTBF_S = 86400.0  # with nothing known: a large job fails a few times a day, a small one rarely
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`reasons`: how it follows from what was measured, for people."""
+
+    every_s: float
+    reasons: tuple[str, ...]
+
+
+def estimate_mtbf_s(configured_s: float, failures: int, observed_s: float) -> tuple[float, str]:
+    """(the MTBF, where it comes from). What is configured counts. Without it, the prior counts as one failure, so that
+    the estimate is the inverse of the mean of a gamma distribution of the rate: (prior + observed) / (1 + failures)."""
+    if configured_s > 0:
+        return configured_s, f"MTBF {configured_s:.0f} s as configured"
+    mtbf_s = (PRIOR_MTBF_S + observed_s) / (1 + failures)
+    seen = f"{failures} failure{'' if failures == 1 else 's'} in {observed_s:.0f} s"
+    return mtbf_s, f"MTBF {mtbf_s:.0f} s from a prior of {PRIOR_MTBF_S:.0f} s and {seen} of training"
+
+
+def choose(
+    *, stall_s: float | None, persist_s: float | None, mtbf_s: float, mtbf_source: str, stall_share_max: float
+) -> Choice:
+    """The interval of `cadence = "auto"`: Young's for the measured stall, longer where stalls would take more than
+    `stall_share_max` of the time (0: no cap) or where a snapshot would not be durable before the next one."""
+    if stall_s is None:
+        return Choice(every_s=FIRST_S, reasons=("no snapshot was measured yet", mtbf_source))
+    every_s = young_s(max(stall_s, 0.0), mtbf_s)
+    reasons = [f"Young's interval is {every_s:.3g} s for a stall of {stall_s:.3g} s", mtbf_source]
+    floors = [(LEAST_S, f"at least {LEAST_S:.0f} s")]
+    if stall_share_max > 0:
+        share = f"stalls may take {100 * stall_share_max:g} % of the time"
+        floors.append((stall_s / stall_share_max, share))
+    if persist_s is not None:
+        floors.append((persist_s, f"a snapshot takes {persist_s:.3g} s to persist"))
+    least_s, why = max(floors)
+    if every_s < least_s:
+        every_s = least_s
+        reasons.append(f"longer, because {why}" if why != floors[0][1] else why)
+    if every_s > MOST_S:
+        every_s = MOST_S
+        reasons.append(f"at most {MOST_S:.0f} s")
+    return Choice(every_s=every_s, reasons=tuple(reasons))
