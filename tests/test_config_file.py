@@ -183,6 +183,7 @@ def test_other_variables_with_the_prefix_are_ignored(tmp_path: Path) -> None:
         ("[lifecycle.warm]\nkeep_last = 3", "warm"),
         ("[[cold]]\nsecret_key = 'x'", "secret_key"),
         ("[hot]\npath = 3", "hot.path is 3"),
+        ('[snapshot]\ncadence = "often"', "Invalid enum value 'often'"),
         ("[snapshot]\nevery_steps = true", "snapshot.every_steps is True"),
         ("[snapshot]\nwhen_busy = 'panic'", "$.snapshot.when_busy"),
         ("[cold]\nname = 'cold'", "cold is"),
@@ -201,6 +202,13 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tierd.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadConfig, match=r"tierd\.toml"):
         load(environ={}, cwd=tmp_path)
+
+
+def test_cadence_auto_beside_an_interval_is_refused(tmp_path: Path) -> None:
+    auto = '[snapshot]\ncadence = "auto"\n'
+    assert "snapshot.every_s is 60.0, expected nothing" in refusal(tmp_path, auto + "every_s = 60")
+    assert "snapshot.every_steps is 500, expected nothing" in refusal(tmp_path, auto + "every_steps = 500")
+    assert loaded(tmp_path, auto + "mtbf_s = 7594").snapshot.mtbf_s == 7594
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:x", "host:65536", "host:-1", "", "[]:1", "h:1_0"])

@@ -101,6 +101,7 @@ DOORS = {
             "tierd/api/packets.py": "the socket and its folder",
             "tierd/daemon.py": "removes its socket",
             "tierd/descriptors.py": "content is sent in a memfd",
+            "tierd/cli/cadence.py": "the plot that a person asked for",
             "tierd/cli/demo.py": "the demo's own folder",
             "tierd/cli/demo_nodes.py": "the same",
             "tierd/cli/demo_run.py": "the same",

@@ -45,6 +45,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Defaults for trainers, sent when they connect; arguments of connect() override them."""
 
+    # fixed: as every_steps and every_s say; auto: by measured stalls and the MTBF, and these two must be left out
+    cadence: Literal["fixed", "auto"] = "fixed"
+    mtbf_s: Number = 0.0  # with auto: mean time between failures of the whole job; 0: a day, corrected by failures seen
+    stall_share_max: Fraction = 0.01  # with auto: the share of the time that stalls may take; 0: no cap
     every_steps: Count = 100  # due() is true at every multiple; 0: never by steps
     every_s: Number = 0.0  # due() is also true when so many seconds have passed; 0: never by time
     # per rank: N + 1, for N snapshots in progress while the newest is retained

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from tierd.access import access_of, others_can_write
-from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, is_exposed_endpoint
+from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
 from tierd.errors import BadConfig
 from tierd.format.run_secret import VARIABLE, proof_of
 from tierd.systemd import Systemd
@@ -226,6 +226,11 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
             access_of(group)
         except KeyError:
             yield f"security.{key}", group, "the name of a group of this machine"
+    snapshot = config.snapshot
+    if snapshot.cadence == "auto" and snapshot.every_s:
+        yield "snapshot.every_s", snapshot.every_s, "nothing when snapshot.cadence is 'auto'"
+    if snapshot.cadence == "auto" and snapshot.every_steps not in (0, SnapshotConfig().every_steps):
+        yield "snapshot.every_steps", snapshot.every_steps, "nothing when snapshot.cadence is 'auto'"
     for host in config.listen.hosts:
         if not _HOST_NAME.fullmatch(host):
             yield "listen.hosts", host, "a host name without a port"

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tierd.audit import AuditTrail
+from tierd.cadences import Cadences
 from tierd.catalog import Catalog
 from tierd.config import Config
 from tierd.copies import CopyRecords
@@ -110,6 +111,7 @@ class DaemonContext:
     keyring: Keyring | None = None
     audit: AuditTrail = field(default_factory=AuditTrail)
     copies: CopyRecords = field(default_factory=CopyRecords)
+    cadences: Cadences = field(default_factory=Cadences)
     peer_key: PeerKey = field(default_factory=PeerKey)
     part_copies: PartCopies | None = None
     partners: dict[Run, Partner] = field(default_factory=dict[Run, Partner])

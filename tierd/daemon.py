@@ -30,6 +30,7 @@ from tierd.api.packets import open_listener
 from tierd.api.peer_parts import SERVED, PeerParts
 from tierd.api.trainer import TrainerDoor
 from tierd.audit import AuditTrail, TrailFiles
+from tierd.cadences import Cadences
 from tierd.catalog import Catalog
 from tierd.cold_tier import exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
@@ -137,6 +138,7 @@ class _Daemon:
             notify=self,
             keyring=keyring,
             part_copies=self._copies,
+            cadences=Cadences(config.snapshot),
             audit=AuditTrail(files, node=config.daemon.node, now=lambda: context.timestamp(), on_event=on_event),
         )
         self._group: asyncio.TaskGroup

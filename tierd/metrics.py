@@ -281,6 +281,17 @@ class Metrics:
                     if sample.labels["run"] not in runs:
                         metric.remove(*sample.labels.values())
 
+    @staticmethod
+    def mean_s(histogram: Histogram) -> dict[str, tuple[float, int]]:
+        """By its label, "" without one: the mean in seconds of what was observed since the daemon's start, and how
+        often. Nothing where nothing was observed."""
+        samples = [sample for family in histogram.collect() for sample in family.samples]
+        sums, counts = (
+            {"".join(sample.labels.values()): sample.value for sample in samples if sample.name.endswith(suffix)}
+            for suffix in ("_sum", "_count")
+        )
+        return {label: (sums[label] / count, int(count)) for label, count in counts.items() if count}
+
     def render(self) -> tuple[bytes, str]:
         """The text exposition, and the value of the Content-Type header with its parameters."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -105,8 +105,17 @@ class NodesReport(msgspec.Struct, kw_only=True):
         return f"ranks {ranks_text(self.ranks)} of {self.world_size}"
 
 
+class CadenceReport(msgspec.Struct, kw_only=True):
+    """Of `snapshot.cadence = "auto"`: the interval between snapshots, in seconds, and how it follows from what the
+    daemon has measured."""
+
+    every_s: float
+    reasons: list[str]
+
+
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended): only the daemon knows.
+    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended), and `cadence`, of trainers
+    that are attached: only the daemon knows.
     `tiers`: what each has whole. `nodes`: only of a run over several nodes."""
 
     run: str
@@ -115,6 +124,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     ranks_attached: int | None = None
     state: str | None = None
     reason: str = ""
+    cadence: CadenceReport | None = None
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
     nodes: NodesReport | UnsetType = UNSET
@@ -176,6 +186,22 @@ class FailureReport(msgspec.Struct, kw_only=True):
     hint: str = ""
 
 
+class CostReport(msgspec.Struct, frozen=True, kw_only=True):
+    mean_s: float
+    count: int
+
+
+class CostsReport(msgspec.Struct, kw_only=True):
+    """Measured since the daemon's start, over all runs. `stall`: of a rank's snapshot(); `persist`: from there to the
+    commit in hot; `replicate`: of a copy to a cold tier, by tier; `restore`: from a rank's request to its verified
+    bytes, by the tier that they came from. None, or no tier: not measured yet."""
+
+    stall: CostReport | None = None
+    persist: CostReport | None = None
+    replicate: dict[str, CostReport] = {}
+    restore: dict[str, CostReport] = {}
+
+
 class StatusReport(msgspec.Struct, kw_only=True):
     """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
@@ -194,6 +220,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     tiers: list[TierReport] = []
     queues: list[QueueReport] = []
     slots: dict[str, int] = {}
+    costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []
 
 

@@ -70,7 +70,8 @@ class Client:
         self._start_is_chosen = False  # by a restore, which may have found nothing
         generation.join(requests, self._snapshotter)
         store = open_store(generation.run, generation.number) if generation.node is not None else None
-        requests.start(generation.settings.every_s, generation.node, store)
+        settings = generation.settings
+        requests.start(settings.every_s, generation.node, store, follows_daemon=settings.cadence == "auto")
         lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
         atexit.register(self._close, lost, CLOSE_TIMEOUT_S)  # also for a script that ends without close()
 

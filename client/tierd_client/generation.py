@@ -75,7 +75,10 @@ class Generation:
             on_error.pop_all()
         self.session, self.pool, self.number, self.node = session, pool, session.welcome.generation, node
         shared = {name: getattr(answer, name) for name in SHARED_SETTINGS} if node is not None else {}
-        self.settings = msgspec.structs.replace(session.welcome, **{**shared, **self._overrides})
+        # An interval of the script's own replaces all of the cadence "auto".
+        is_fixed = "every_steps" in self._overrides or "every_s" in self._overrides
+        fixed = {"cadence": "", "every_s": 0.0} if is_fixed and answer.cadence else {}
+        self.settings = msgspec.structs.replace(session.welcome, **{**shared, **fixed, **self._overrides})
         session.start(pool, *listeners)
 
     def _first_answer(self, first: DaemonSession | None) -> wire.Welcome:

@@ -16,7 +16,7 @@ from tierd_client.ranks import Ranks
 
 # Where these differ between the daemons' configs, rank 0's count: all ranks take the same snapshots, at the same steps.
 SHARED_SETTINGS = (
-    "every_steps", "every_s", "slots_per_rank", "slot_wait_s", "when_busy", "staging", "stop_grace_s",
+    "every_steps", "every_s", "slots_per_rank", "slot_wait_s", "when_busy", "staging", "stop_grace_s", "cadence",
 )  # fmt: skip
 
 

@@ -96,6 +96,7 @@ class Admission:
         """Queue the answer to Hello, with the descriptors of the slots."""
         failpoint("slot.adopt")
         config, node = self._context.config, self._memory.node(session.run)
+        choice = self._context.cadences.choice(session.run, self._context.monotonic_s())
         welcome = wire.Welcome(
             protocol=session.protocol,
             version=tierd.__version__,
@@ -106,8 +107,9 @@ class Admission:
                 wire.KeptSlot(slot=index, capacity_bytes=slot.capacity_bytes, is_free=slot.state is SlotState.FREE)
                 for index, slot in slots.items()
             ],
-            every_steps=config.snapshot.every_steps,
-            every_s=config.snapshot.every_s,
+            every_steps=config.snapshot.every_steps if choice is None else 0,
+            every_s=config.snapshot.every_s if choice is None else choice.every_s,
+            cadence="" if choice is None else "auto",
             slots_per_rank=config.snapshot.slots,
             slot_wait_s=config.snapshot.slot_wait_s,
             when_busy=config.snapshot.when_busy,

@@ -30,9 +30,12 @@ from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotState
-from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
+from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
 from tierd.report import (
     LOOK_S,
+    CadenceReport,
+    CostReport,
+    CostsReport,
     FailureReport,
     LostReplica,
     NewestPart,
@@ -125,6 +128,7 @@ class Operator:
             ],
             queues=self._queues(),
             slots={state.value: slot_counts[state] for state in SlotState},
+            costs=_costs(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
 
@@ -165,6 +169,9 @@ class Operator:
             report.generation = max(report.generation, generation)
             report.world_size = self._memory.world_size(run)
         report.ranks_attached = len(self._memory.present(run))
+        choice = self._context.cadences.choice(run, self._context.monotonic_s())
+        if choice is not None and report.ranks_attached:
+            report.cadence = CadenceReport(every_s=round(choice.every_s, 3), reasons=list(choice.reasons))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
@@ -353,6 +360,18 @@ class Operator:
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=_render(await self.status()), content_type="text/html")
+
+
+def _costs(metrics: Metrics) -> CostsReport:
+    def by_tier(means: Mapping[str, tuple[float, int]]) -> dict[str, CostReport]:
+        return {tier: CostReport(mean_s=mean_s, count=count) for tier, (mean_s, count) in means.items()}
+
+    return CostsReport(
+        stall=by_tier(metrics.mean_s(metrics.snapshot_stall_seconds)).get(""),
+        persist=by_tier(metrics.mean_s(metrics.persist_seconds)).get(""),
+        replicate=by_tier(metrics.mean_s(metrics.replicate_seconds)),
+        restore=by_tier(metrics.mean_s(metrics.restore_seconds)),
+    )
 
 
 def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:

@@ -142,6 +142,8 @@ class TrainerDoor:
             await asyncio.sleep(self._quotas.connection_wait_s(connection.peer_uid))
             session, slots = await self.admission.admit(connection)
             try:
+                if session.rank != NO_RANK:
+                    self._context.cadences.entered(session.run, self._context.monotonic_s())
                 self.admission.welcome(session, slots)
                 await self.admission.secrets.save(session.run)  # before the answer is sent
                 self._requests.rank_entered(session)
@@ -229,6 +231,7 @@ class TrainerDoor:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
                 else:
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
+                    self._context.cadences.stalled(run, message.stall_s)
                 if self._memory.is_given_up(snapshot_set.id):
                     self._release_lost(session, message.step)
                 self.release_slots(run)
@@ -378,7 +381,11 @@ class TrainerDoor:
             del self._sessions[key]
             if session.rank == FIRST:
                 self._throttle.left(session.run)
-            self._memory.leave(session.run, session.rank, now_s=self._context.monotonic_s())
+            now_s = self._context.monotonic_s()
+            self._memory.leave(session.run, session.rank, now_s=now_s)
+            if not self._memory.present(session.run):
+                state, _ = self._memory.outcomes.state(session.run) or ("lost", "")
+                self._context.cadences.left(session.run, now_s, has_failed=state in ("lost", "failed"))
             self.admission.left(session)
             log.info("%s rank %d left; its sealed snapshots stay", session.run, session.rank)
             self.forget_ended(session.run)

@@ -78,7 +78,7 @@ def _print_error(error: Exception) -> int:
 
 VERBS = (
     *("serve", "status", "ls", "show", "restore", "export", "verify", "drill", "milestone", "stop", "snapshot"),
-    *("adopt", "lifecycle", "reap", "doctor", "demo", "key", "log", "version"),
+    *("adopt", "lifecycle", "cadence", "reap", "doctor", "demo", "key", "log", "version"),
 )
 _MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name
 

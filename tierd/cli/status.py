@@ -141,6 +141,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
     state = f", {_STATES.get(run.state, run.state)}" if run.state else ""
     reason = f" ({run.reason})" if run.reason else ""
     print_result(f"{run.run}  generation {run.generation}{ranks}{state}{reason}")
+    if run.cadence is not None:
+        print_result(f"  saves every {duration(run.cadence.every_s)} (auto): {'; '.join(run.cadence.reasons)}")
     newest = {tier: checkpoint for tier, checkpoint in run.tiers.items() if checkpoint}
     if nodes:
         print_result(f"  this node  {nodes}")

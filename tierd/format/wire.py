@@ -286,7 +286,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     `seen`: the highest generation of the run that the daemon knows; None from a daemon that does not know of several
     nodes. `claim` and `base`: see NodeRanks; for rank 0 of a run over several nodes. `peer`: as of Held. `domain`: what
     may fail together with this node, such as a rack; empty: unknown. `lifecycle`: a digest of the rules by which this
-    node keeps checkpoints, which should be the same on all; empty: unknown."""
+    node keeps checkpoints, which should be the same on all; empty: unknown. `cadence`: auto: `every_s` is only the
+    first interval, and Persisted has those that follow."""
 
     protocol: int
     version: str
@@ -311,6 +312,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     peer: PeerAddress | None = None
     domain: str = ""
     lifecycle: str = ""
+    cadence: str = ""
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
@@ -327,11 +329,13 @@ class Released(_Message, frozen=True, kw_only=True):
 
 
 class Persisted(_Message, frozen=True, kw_only=True):
-    """The checkpoint is committed in the hot tier: durable."""
+    """The checkpoint is committed in the hot tier: durable. `every_s`: with the cadence auto, the interval between
+    snapshots from now on; 0: no news."""
 
     step: int
     generation: int
     seconds: float
+    every_s: float = 0.0
 
 
 class Replicated(_Message, frozen=True, kw_only=True):

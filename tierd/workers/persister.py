@@ -144,7 +144,8 @@ class Persister:
             message: wire.ToClient = wire.Replicated(step=step, generation=generation, tier=tier)
             if tier == self._hot.name:
                 seconds = self._context.monotonic_s() - snapshot_set.sealed_at_s
-                message = wire.Persisted(step=step, generation=generation, seconds=seconds)
+                every_s = self._context.cadences.every_s(checkpoint.run, self._context.monotonic_s())
+                message = wire.Persisted(step=step, generation=generation, seconds=seconds, every_s=every_s)
             self._context.notify.send(checkpoint.run, message)
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:
@@ -209,7 +210,9 @@ class Persister:
             reason = f"milestone {milestone}"
             context.audit.record(Action.MARKED, checkpoint=checkpoint, tier=self._hot.name, reason=reason)
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
-        self._metrics.persist_seconds.observe(self._context.monotonic_s() - snapshot_set.sealed_at_s)
+        persist_s = self._context.monotonic_s() - snapshot_set.sealed_at_s
+        self._metrics.persist_seconds.observe(persist_s)
+        context.cadences.persisted(checkpoint.run, persist_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
 

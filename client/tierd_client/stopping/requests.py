@@ -75,6 +75,7 @@ class StopRequests:
         self._grace_used_s = 0.0  # by snapshots since the stop request
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
+        self._follows_daemon = False
         self._interval_began_s = time.monotonic()  # at the last snapshot, or the last request for one
         self._next_poll_s = 0.0
         self._snapshot_step: int | None = None
@@ -83,9 +84,18 @@ class StopRequests:
         self._snapshot_requests: deque[wire.Requested] = deque()
         self._agreed_requests: list[wire.Requested] = []  # answered by the next snapshot
 
-    def start(self, every_s: float, node: wire.NodeRanks | None = None, store: CallStore | None = None) -> None:
-        """`every_s`: request a snapshot so often; 0: never. `node` and its `store`: of a run over several nodes."""
+    def start(
+        self,
+        every_s: float,
+        node: wire.NodeRanks | None = None,
+        store: CallStore | None = None,
+        *,
+        follows_daemon: bool = False,
+    ) -> None:
+        """`every_s`: request a snapshot so often; 0: never. `node` and its `store`: of a run over several nodes.
+        `follows_daemon`: the daemon's messages change the interval."""
         self._every_s = every_s
+        self._follows_daemon = follows_daemon
         self._agreement.start(self._poll)
         if node is not None and store is not None and self._ranks.rank == node.ranks[0]:
             self._node_calls.start(store, self._ranks.rank, node.lowest)
@@ -231,8 +241,11 @@ class StopRequests:
             case wire.Convened():
                 self._agreement.join_round(message.meeting)
                 self._node_calls.called(message.meeting)
-            case wire.Persisted() if message.seconds > 0:  # 0: it was committed before, and not timed
-                self.pace.persists_s.append(message.seconds)
+            case wire.Persisted():
+                if message.seconds > 0:  # 0: it was committed before, and not timed
+                    self.pace.persists_s.append(message.seconds)
+                if self._follows_daemon and message.every_s > 0:
+                    self._every_s = message.every_s  # `_poll` sees it within POLL_S
             case wire.Requested():
                 self._receive(message)
             case _:

@@ -51,6 +51,7 @@ class Lab:
         deadline: Deadline | None = None,
         stop_file: str | None = None,
         every_s: float = 0.0,
+        follows_daemon: bool = False,
     ) -> None:
         self.sent: list[wire.ToDaemon] = []
         self.requests = StopRequests(
@@ -61,7 +62,7 @@ class Lab:
             stop_file=stop_file,
             answers_operators=lambda: True,
         )
-        self.requests.start(every_s)
+        self.requests.start(every_s, follows_daemon=follows_daemon)
 
     def receive(self, kind: str, milestone: str | None = None, number: int = 1) -> None:
         self.requests.on_message(wire.Requested(request=number, kind=kind, milestone=milestone))
@@ -245,6 +246,23 @@ def test_slow_persist_makes_the_reserve_larger(clock: Clock) -> None:
     lab.requests.on_message(wire.Persisted(step=2, generation=1, seconds=500.0))
     clock.advance(module.POLL_S)
     assert is_stopping(lab)
+
+
+def test_interval_that_follows_the_daemon_changes_with_its_messages(clock: Clock) -> None:
+    persisted = wire.Persisted(step=1, generation=1, seconds=0.1, every_s=30)
+    lab = Lab(every_s=60, follows_daemon=True)
+    lab.requests.on_message(persisted)
+    lab.requests.on_message(wire.Persisted(step=1, generation=1, seconds=0.1))  # of an older daemon: no news
+    lab.requests.at(1)
+    clock.advance(31)
+    assert lab.requests.at(2)
+    fixed = Lab(every_s=60)
+    fixed.requests.on_message(persisted)
+    fixed.requests.at(1)
+    clock.advance(31)
+    assert not fixed.requests.at(2)
+    clock.advance(30)
+    assert fixed.requests.at(3)
 
 
 def test_stop_file_stops_the_run_and_is_removed(clock: Clock, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What the daemon has seen of a run, and the interval between snapshots that follows."""
+
+from __future__ import annotations
+
+from tierd.cadences import RUNS_MAX, Cadences
+from tierd.config import SnapshotConfig
+from tierd.format.ids import Run
+from tierd.lifecycle.cadence import FIRST_S, PRIOR_MTBF_S, young_s
+
+RUN = Run("run")
+AUTO = SnapshotConfig(cadence="auto", every_steps=0)
+
+
+def test_without_auto_the_config_says_it() -> None:
+    cadences = Cadences()
+    cadences.entered(RUN, 0)
+    cadences.stalled(RUN, 0.1)
+    assert (cadences.choice(RUN, 1), cadences.every_s(RUN, 1)) == (None, 0.0)
+
+
+def test_interval_follows_stalls_and_failures() -> None:
+    cadences = Cadences(AUTO)
+    assert cadences.every_s(RUN, 0) == FIRST_S
+    cadences.entered(RUN, 1000)
+    for stall_s in (60, 0.5, 0.5):  # the first snapshot also waits for its slots
+        cadences.stalled(RUN, stall_s)
+    assert cadences.every_s(RUN, 1000) == young_s(0.5, PRIOR_MTBF_S)
+    for start in range(9):
+        cadences.entered(RUN, 1000 + 100 * start)
+        cadences.left(RUN, 1000 + 100 * start + 60, has_failed=True)
+    assert cadences.every_s(RUN, 5000) == young_s(0.5, (PRIOR_MTBF_S + 9 * 60) / 10)
+    cadences.persisted(RUN, 200)
+    assert cadences.every_s(RUN, 5000) == 200
+    choice = cadences.choice(RUN, 5000)
+    assert choice is not None
+    assert "9 failures in 540 s of training" in choice.reasons[1]
+
+
+def test_stop_in_good_order_is_no_failure_and_time_without_ranks_is_no_training() -> None:
+    cadences = Cadences(AUTO)
+    cadences.stalled(RUN, 0.5)
+    for _ in range(2):  # two ranks
+        cadences.entered(RUN, 0)
+    cadences.left(RUN, 4000, has_failed=False)
+    cadences.left(RUN, 9000, has_failed=True)  # nobody was there
+    assert cadences.every_s(RUN, 9000) == young_s(0.5, PRIOR_MTBF_S + 4000)
+
+
+def test_configured_mtbf_counts() -> None:
+    cadences = Cadences(SnapshotConfig(cadence="auto", every_steps=0, mtbf_s=7593.75, stall_share_max=0))
+    cadences.stalled(RUN, 120)
+    assert cadences.every_s(RUN, 0) == 1350
+
+
+def test_number_of_runs_is_bounded() -> None:
+    cadences = Cadences(AUTO)
+    for number in range(RUNS_MAX + 1):
+        cadences.stalled(Run(f"run{number}"), 1.0)
+    assert cadences.every_s(Run("run0"), 0) == FIRST_S
+    assert cadences.every_s(Run("run1"), 0) != FIRST_S
