@@ -16,6 +16,7 @@ from tierd.config import PeersConfig
 from tierd.format import wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.format.node_file import decode_node_file
+from tierd.format.peers import TIER_HEADER
 from tierd.workers.restorer import Restorer
 
 NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -76,6 +77,25 @@ async def test_part_is_served_from_memory_and_from_hot(served: Served, is_persis
     assert await served.part(SHARD) == (200, LONG)
     assert await served.part(SHARD, Range=f"bytes=7-{PIECE_BYTES + 9}") == (206, LONG[7 : PIECE_BYTES + 10])
     assert (await served.part(SHARD, Range=f"bytes=0-{len(LONG)}"))[0] == 416
+
+
+@pytest.mark.parametrize("is_persisted", [False, True])
+async def test_what_a_start_on_this_node_alone_has_saved_is_served_as_a_part(
+    served: Served, is_persisted: bool
+) -> None:
+    served.rooms.seal(5, [b"rank 0", LONG])
+    if is_persisted:
+        assert await served.rooms.persister().run_once()
+        for rank in (0, 1):
+            served.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        served.rooms.memory.forget_departed(now_s=1e9, grace_s=0.0)
+    name = "node-00000-of-00002.json"
+    status, raw = await served.part(name)
+    part = decode_node_file(raw, name=name, where="the other node", expect=checkpoint_id(RUN, 5, 1))
+    assert (status, part.ranks, len(part.files[1].chunks)) == (200, [0, 1], 1)
+    assert await served.part("rank-00001-of-00002.safetensors") == (200, LONG)
+    # A partner copies parts of its own checkpoints only.
+    assert (await served.part(name, **{TIER_HEADER: "hot"}))[0] == 404
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "of another run", "\N{SNOWMAN}"])
