@@ -278,6 +278,17 @@ def test_every_invariant_has_a_daemon_that_breaks_it() -> None:
         assert re.search(r"`test_\w+`", tests), f"no test breaks {name}"
 
 
+def test_every_failure_of_a_node_has_a_test_and_says_if_it_is_a_long_one() -> None:
+    sources = [text_of(path) for path in (ROOT / "tests").rglob("test_*.py")]
+    for failure, _, _, held_by in rows(RELIABILITY, "What fails", "Then", "Lost", "Test"):
+        found = re.fullmatch(r"`(test_\w+)`( \(long\))?", held_by)
+        assert found, f"{failure}: {held_by}"
+        source = next((text for text in sources if re.search(rf"def {found[1]}\(", text)), "")
+        assert source, f"{failure}: there is no {found[1]}"
+        is_long = "pytestmark = pytest.mark.long" in source or f"@pytest.mark.long\ndef {found[1]}(" in source
+        assert is_long == bool(found[2]), f"{failure}: {held_by}"
+
+
 DECISION_STATUS = r"- Status: (?:accepted|superseded by).*?\n- Date: \d{4}-\d\d-\d\d"
 
 

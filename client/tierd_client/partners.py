@@ -60,8 +60,8 @@ def find_partner(
     if ranks.rank == 0:
         _warn_of_domains(domains, nodes=len(node.lowest))
         _warn_of_lifecycles({lowest: each.lifecycle for lowest, each in nodes.items()})
-    roster = [NodeAddress(ranks=each.ranks, peer=each.peer) for each in nodes.values()]
         _warn_of_tls(peers)
+    roster = [NodeAddress(ranks=each.ranks, peer=each.peer) for each in nodes.values()]
     kept_by = partners(domains)
     for owner, keeper in kept_by.items():
         if keeper == node.ranks[0]:

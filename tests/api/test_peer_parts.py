@@ -93,6 +93,25 @@ async def test_node_lists_what_is_durable_and_the_newest_of_it(served: Served) -
     assert (answer.parts[0].ranks, answer.parts[0].node_file) == ([1, 2], NODE_FILE)
 
 
+@pytest.mark.parametrize("is_persisted", [False, True])
+async def test_what_a_start_on_this_node_alone_has_saved_is_served_as_a_part(
+    served: Served, is_persisted: bool
+) -> None:
+    served.rooms.seal(5, [b"rank 0", LONG])
+    if is_persisted:
+        assert await served.rooms.persister().run_once()
+        for rank in (0, 1):
+            served.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        served.rooms.memory.forget_departed(now_s=1e9, grace_s=0.0)
+    name = "node-00000-of-00002.json"
+    status, raw = await served.part(name)
+    part = decode_node_file(raw, name=name, where="the other node", expect=checkpoint_id(RUN, 5, 1))
+    assert (status, part.ranks, len(part.files[1].chunks)) == (200, [0, 1], 1)
+    assert await served.part("rank-00001-of-00002.safetensors") == (200, LONG)
+    # A partner copies parts of its own checkpoints only.
+    assert (await served.part(name, **{TIER_HEADER: "hot"}))[0] == 404
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "of another run", "\N{SNOWMAN}"])
 async def test_nothing_is_served_without_the_token_of_the_run(served: Served, token: str) -> None:
     served.seal(5)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,12 @@ import pytest
 from tests.support.daemon import Daemon
 from tests.support.nodes import nodes
 from tests.support.processes import ENVIRONMENT
-from tests.support.waiting import wait_until
 
 SCRIPT = """
-import json, os, sys, time, tierd_client, torch
+import json, sys, tierd_client, torch
 import torch.distributed as dist
 
-target, folder = int(sys.argv[1]), sys.argv[2]
+target = int(sys.argv[1])
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
@@ -51,16 +51,15 @@ dist.destroy_process_group()
 class Agent:
     """`torchrun` of one node, in a process group of its own: what it has printed is in `log`."""
 
-    def __init__(self, root: Path, daemon: Daemon, *options: str, target: int) -> None:
-        script = root / "train.py"
-        script.write_text(SCRIPT)
-        self.log = daemon.root / "agent.log"
-        command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=1", str(script)]
-        environ = {**ENVIRONMENT, "TIERD_SOCKET": daemon.socket, "OMP_NUM_THREADS": "1"}
+    def __init__(self, daemon: Daemon, *arguments: str) -> None:
+        """`arguments`: options, then the script and its arguments."""
+        self.log = daemon.root / f"agent-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *arguments]
+        # Else an agent of torch 2.13 that joins while rank 0's goes on waits for an address that was told before.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environ = {**ENVIRONMENT, **own_store, "TIERD_SOCKET": daemon.socket, "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, str(target), str(root)], stdout=log, stderr=log, env=environ, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, start_new_session=True)
 
     def kill(self) -> None:
         """The agent and its workers."""
@@ -83,12 +82,12 @@ def _children(pid: int) -> list[str]:
 
 @contextmanager
 def agents(root: Path, daemons: list[Daemon], *options: str, target: int) -> Generator[list[Agent]]:
+    script = root / "train.py"
+    script.write_text(SCRIPT)
     started: list[Agent] = []
     try:
         for number, daemon in enumerate(daemons):
-            is_elastic = "--rdzv-backend=c10d" in options
-            own = [f"--rdzv-conf=is_host={number == 0}"] if is_elastic else [f"--node-rank={number}"]
-            started.append(Agent(root, daemon, *options, *own, target=target))
+            started.append(Agent(daemon, *options, f"--node-rank={number}", str(script), str(target)))
         yield started
     finally:
         for agent in started:
@@ -119,22 +118,3 @@ def test_torchrun_over_two_nodes_goes_on_where_it_was_killed(tmp_path: Path) -> 
             (begun, _) = started[0].said()
         assert begun == {"world": 2, "step": 2, "generation": 2}
         assert (tmp_path / "cold" / "run" / "000000000004-g0002" / "manifest.json").exists()
-
-
-@pytest.mark.long
-def test_an_elastic_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
-    """Its world size changes, and the checkpoint of two nodes is restored on one."""
-    with nodes(tmp_path) as daemons:
-        elastic = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=5")
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-        with agents(tmp_path, daemons, *elastic, endpoint, target=1000) as started:
-            saved = tmp_path / "cold" / "run"
-            wait_until(lambda: len(list(saved.glob("*/manifest.json"))) >= 2, "two checkpoints over both nodes")
-            started[1].kill()
-            daemons[1].kill()
-            lost = max(int(path.parent.name[:12]) for path in saved.glob("*-g0001/manifest.json"))
-            wait_until(lambda: started[0].said()[-1]["world"] == 1, "a training on one node")
-            begun = started[0].said()[-1]
-            assert begun["generation"] == 2
-            assert begun["step"] >= lost
-            wait_until(lambda: list(saved.glob("*-g0002/manifest.json")), "a checkpoint of one node")

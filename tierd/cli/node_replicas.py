@@ -146,11 +146,13 @@ class _Search:
                 self._reasons.append("the daemon here knows no other node, as the trainers tell it at a snapshot")
         except TierdError as error:
             self._reasons.append(f"the daemon here, which may know the other nodes, was not asked: {error.message}")
-        for node, answer in zip(nodes, await ask_nodes(self._run, nodes), strict=True):
+        for node, answer in zip(nodes, await ask_nodes(self._run, nodes, needs_tls=config.peers.tls), strict=True):
             where = f"the node of ranks {ranks_text(node.ranks)}"
             where += "" if node.peer is None else f" at {node.peer.address}"
-            if isinstance(answer, NodeParts) and node.peer is not None:
-                store = await self._stack.enter_async_context(PeerStore(node.peer, is_hot=True))
+            if isinstance(answer, NodeParts) and node.peer is not None:  # which it is not where TLS is missing there
+                store = await self._stack.enter_async_context(
+                    PeerStore(node.peer, needs_tls=config.peers.tls, is_hot=True)
+                )
                 tier = ReadableTier(where, store, limits=config.limits, keyring=self._hot.keyring)
                 self._others.append((tier, answer))
             else:

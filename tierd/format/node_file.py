@@ -72,6 +72,22 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
         return next((f"{entry.name} differs" for entry in self.files if files.get(entry.name) != entry), "")
 
 
+def as_part(manifest: Manifest) -> NodeFile:
+    """A checkpoint of a run on one node as the part, with all ranks, that the node has of it: so the nodes of a later
+    start read it. There is no other part, so the claim plays no role."""
+    if isinstance(manifest, NodeFile):
+        return manifest
+    ranks = list(range(manifest.world_size))
+    return NodeFile(
+        **_head_fields(manifest),
+        files=manifest.files,
+        claim="0" * CLAIM_DIGITS,
+        ranks=ranks,
+        is_healthy=None,
+        milestone="",
+    )
+
+
 def decode_node_file(raw: bytes, *, name: str, where: str, expect: CheckpointId) -> NodeFile:
     """Decode and check the node file `name` in the folder of the checkpoint `expect`. `where`: its tier, for messages.
 

@@ -329,8 +329,7 @@ class Released(_Message, frozen=True, kw_only=True):
 
 
 class Persisted(_Message, frozen=True, kw_only=True):
-    """The checkpoint is committed in the hot tier: durable. `every_s`: with the cadence auto, the interval between
-    snapshots from now on; 0: no news."""
+    """The checkpoint is committed in hot: durable. `every_s`: the next interval of the cadence auto; 0: as before."""
 
     step: int
     generation: int

@@ -19,11 +19,11 @@ AT_ONCE_MAX = 256  # connections
 
 
 async def ask_nodes(
-    run: Run, nodes: Sequence[NodeAddress], *, only_newest: bool = False
+    run: Run, nodes: Sequence[NodeAddress], *, needs_tls: bool, only_newest: bool = False
 ) -> list[NodeParts | PeerUnreachable]:
     """What each node answers, in order."""
     free = asyncio.Semaphore(AT_ONCE_MAX)
-    tasks = [asyncio.create_task(_ask(run, node, free, only_newest=only_newest)) for node in nodes]
+    tasks = [asyncio.create_task(_ask(run, node, free, needs_tls=needs_tls, only_newest=only_newest)) for node in nodes]
     try:
         if tasks:
             await asyncio.wait(tasks, timeout=ASK_S)
@@ -35,20 +35,20 @@ async def ask_nodes(
 
 
 async def _ask(
-    run: Run, node: NodeAddress, free: asyncio.Semaphore, *, only_newest: bool
+    run: Run, node: NodeAddress, free: asyncio.Semaphore, *, needs_tls: bool, only_newest: bool
 ) -> NodeParts | PeerUnreachable:
     if node.peer is None:
         return PeerUnreachable("it serves nothing to other nodes: its config has no peers.listen")
-    async with free, PeerStore(node.peer, is_hot=True, attempts=1) as store:
-        try:
+    try:
+        async with free, PeerStore(node.peer, needs_tls=needs_tls, is_hot=True, attempts=1) as store:
             raw = await store.get_bytes(f"{run}/newest" if only_newest else run, size_max=PARTS_BYTES_MAX)
             return msgspec.json.decode(raw, type=NodeParts)
-        except NotFound:
-            return PeerUnreachable("its daemon is of an earlier version of tierd")
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            return PeerUnreachable(f"its answer cannot be read: {error}")
-        except TierdError as error:
-            return PeerUnreachable(_reason(error))
+    except NotFound:
+        return PeerUnreachable("its daemon is of an earlier version of tierd")
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return PeerUnreachable(f"its answer cannot be read: {error}")
+    except TierdError as error:
+        return PeerUnreachable(_reason(error))
 
 
 def _reason(error: TierdError) -> str:

@@ -19,6 +19,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
+from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import AUTO
 from tierd.workers.restorer import Restorer
 
@@ -89,7 +90,7 @@ class PartFiles:
 
     def _open_in_memory(self, checkpoint: CheckpointId, name: str) -> PartFile | None:
         snapshot_set = self._context.memory.find(checkpoint)
-        if snapshot_set is None or snapshot_set.node is None:
+        if snapshot_set is None:
             return None
         for rank, snapshot in snapshot_set.snapshots.items():
             if layout.shard_name(rank, snapshot_set.world_size) == name:
@@ -102,8 +103,8 @@ class PartFiles:
 
     async def _open_in_hot(self, checkpoint: CheckpointId, name: str) -> PartFile:
         entry = self._context.catalog.get(checkpoint)
-        part = entry.part if entry is not None else None
-        for file in part.files if part is not None else ():
+        held = entry.held(HOT) if entry is not None and HOT in entry.tiers else None
+        for file in held.files if held is not None else ():
             if file.name == name:
                 (descriptor,) = await self._context.hot_store.open_files([layout.file_key(checkpoint, name)])
                 return PartFile(name, descriptor, file.size_bytes, is_in_memory=False)

@@ -83,7 +83,10 @@ class PartFinisher:
         with suppress(OSError):
             await writer.wait_closed()
         with suppress(TimeoutError, TierdError):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S), PeerStore(peer, is_hot=True) as store:
+            async with (
+                asyncio.timeout(ANSWER_TIMEOUT_S),
+                PeerStore(peer, needs_tls=self._context.config.peers.tls, is_hot=True) as store,
+            ):
                 try:
                     await store.get_bytes(part.key, size_max=self._copies.tier.manifest_bytes_max)
                 except (NotFound, PeerRestarted):

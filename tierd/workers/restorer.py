@@ -28,7 +28,7 @@ from tierd.errors import (
 )
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
 from tierd.format.manifest import Manifest
-from tierd.format.node_file import NodeFile
+from tierd.format.node_file import NodeFile, as_part
 from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.listing import refresh_run
@@ -143,8 +143,9 @@ class Restorer:
             return replace(opened, passed_over=[reason[:PASSED_OVER_CHARS] for reason in reasons[:PASSED_OVER_MAX]])
 
     async def find_part(self, run: Run, find: Find) -> OpenCheckpoint:
-        """Open this node's part of a checkpoint over several nodes: in memory, else in hot. Its `manifest` is the node
-        file. Raises NotFound when it is in neither, Unhealthy when it was not asked for one that is."""
+        """Open this node's part of a checkpoint over several nodes, or all of one that a start on this node alone has
+        saved: in memory, else in hot. Its `manifest` is the node file. Raises NotFound when it is in neither, Unhealthy
+        when it was not asked for one that is."""
         if find.step is None or find.generation is None:
             raise BadRequest(f"find this node's part of a checkpoint of {run}: it has no step or no generation")
         checkpoint = checkpoint_id(run, find.step, find.generation)
@@ -163,15 +164,16 @@ class Restorer:
 
     async def _open_part(self, checkpoint: CheckpointId, tier: str) -> OpenCheckpoint:
         if tier == MEMORY:
-            snapshot_set = self._memory.find(checkpoint)
-            if snapshot_set is None or snapshot_set.node is None:
+            if self._memory.find(checkpoint) is None:
                 raise NotFound(f"open this node's part of {checkpoint}: memory has none")
-            return await self._open_memory(checkpoint)
+            opened = await self._open_memory(checkpoint)
+            return replace(opened, manifest=as_part(opened.manifest))
         entry = self._catalog.get(checkpoint)
-        if entry is None or entry.part is None:
+        if entry is None or tier not in entry.tiers:
             raise NotFound(f"open this node's part of {checkpoint}: hot has none")
-        _check_count(checkpoint, len(entry.part.files))
-        return OpenCheckpoint(tier, entry.part, await self.fetcher.open_hot(entry.part))
+        held = entry.held(tier)
+        _check_count(checkpoint, len(held.files))
+        return OpenCheckpoint(tier, as_part(held), await self.fetcher.open_hot(held))
 
     def _check_lost(self, run: Run) -> None:
         """Raises Lost when checkpoints of the run have disappeared: it must not start fresh because none is left."""

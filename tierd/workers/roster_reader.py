@@ -43,7 +43,7 @@ class RosterReader:
 
     async def _ask(self, run: Run, nodes: list[NodeAddress]) -> list[NodeReport]:
         others = self._context.other_nodes(run)
-        answers = await ask_nodes(run, others, only_newest=True)
+        answers = await ask_nodes(run, others, needs_tls=self._context.config.peers.tls, only_newest=True)
         answered = {node.ranks[0]: answer for node, answer in zip(others, answers, strict=True)}
         here = durable_parts(self._context, run, copy_lag_s=self._copy_lag_s(run), count=1)
         reports = [

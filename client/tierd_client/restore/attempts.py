@@ -14,7 +14,7 @@ from tierd.errors import Corrupt, NotFound, PeerUnreachable, TierdError, TierUnr
 from tierd.format.ids import CheckpointId
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
-from tierd_client.restore.node_parts import Attempt, NodeReplicas, Problem
+from tierd_client.restore.node_parts import Attempt, NodeReplicas, Problem, is_over_nodes
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica
 from tierd_client.session import DaemonSession
 
@@ -36,8 +36,7 @@ def restore_replica(
     daemon's error: NotFound when there is no checkpoint, Corrupt when all replicas were tried; and what `read` raises,
     but for Corrupt, NotFound and TierUnreachable.
     """
-    is_over_nodes = session.hello.node is not None
-    replicas = (NodeReplicas if is_over_nodes else _WholeReplicas)(session, ranks, request)
+    replicas = (NodeReplicas if is_over_nodes(session, ranks) else _WholeReplicas)(session, ranks, request)
     while True:
         attempt = replicas.next()
         replica: Replica | None = None

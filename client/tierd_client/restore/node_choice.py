@@ -14,7 +14,7 @@ import msgspec
 
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.peers import PeerAddress
-from tierd.format.wire import HeldCheckpoint
+from tierd.format.wire import DESCRIPTORS_MAX, HeldCheckpoint
 
 AUTO, MEMORY, HOT = "auto", "memory", "hot"
 PEER = "peer"
@@ -84,6 +84,48 @@ def choose_parts(
             reason = f"{checkpoint}: its parts on the nodes could not be restored"
             passed_over.append(PassedOver(checkpoint, reason, is_covered=True))
     return None, passed_over
+
+
+def with_whole_as_parts(nodes: Sequence[NodeInventory], run: str) -> list[NodeInventory]:
+    """A checkpoint that some nodes have whole in memory or hot, as those of a start on one node, counts as the part of
+    the first of them, with all ranks, unless the nodes' parts cover it: the other nodes read it there, if they can."""
+    if any(node.peer is None for node in nodes):
+        return list(nodes)
+    holders: dict[CheckpointId, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for held in node.checkpoints:
+            if _whole_here(held) and held.world_size < DESCRIPTORS_MAX:
+                holders.setdefault(_id(run, held), []).append(index)
+    owners = {
+        checkpoint: found[0]
+        for checkpoint, found in holders.items()
+        if len(found) < len(nodes) and (not _parts(nodes, checkpoint, AUTO) or _gap(nodes, checkpoint))
+    }
+
+    def changed(index: int, held: HeldCheckpoint) -> HeldCheckpoint:
+        owner = owners.get(_id(run, held))
+        if owner is None:
+            return held
+        is_owner = owner == index
+        return msgspec.structs.replace(
+            held,
+            part_in=_whole_here(held) if is_owner else [],
+            ranks=list(range(held.world_size)) if is_owner else [],
+            head_digest="",
+        )
+
+    return [
+        msgspec.structs.replace(
+            node,
+            checkpoints=[changed(index, held) for held in node.checkpoints],
+            copies=[copy for copy in node.copies if _id(run, copy) not in owners],
+        )
+        for index, node in enumerate(nodes)
+    ]
+
+
+def _whole_here(held: HeldCheckpoint) -> list[str]:
+    return [tier for tier in (MEMORY, HOT) if tier in held.whole_in]
 
 
 def newest_whole(

@@ -35,6 +35,7 @@ from tierd_client.restore.node_choice import (
     newest_whole,
     used_copies,
     used_part,
+    with_whole_as_parts,
 )
 from tierd_client.restore.part_replica import PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
@@ -79,6 +80,22 @@ class _SharedPart(msgspec.Struct, frozen=True, kw_only=True):
     is_copy: bool = False
 
 
+def is_over_nodes(session: DaemonSession, ranks: Ranks) -> bool:
+    """All ranks. Whether they are on several nodes, or were in an earlier start of which this node has parts."""
+    if session.hello.node is not None:
+        return True
+
+    def has_parts() -> bool:
+        if session.hello.rank != 0 or session.welcome.seen is None:  # None: of a daemon that knows of one node only
+            return False
+        held = session.inventory(
+            wire.Inventory(request=0, step=None, generation=None, milestone=None, lists_cold=False)
+        )
+        return bool(held.copies) or any(each.part_in for each in held.checkpoints)
+
+    return ranks.maximum([int(ranks.run_on_all(has_parts))])[0] > 0
+
+
 class NodeReplicas:
     """All ranks, in every method."""
 
@@ -91,12 +108,13 @@ class NodeReplicas:
         self._is_damaged = False
         self._logged: set[CheckpointId] = set()
         raws = ranks.gather(ranks.run_on_all(self._ask))
-        self._nodes = [msgspec.msgpack.decode(raw, type=NodeInventory) for raw in raws if raw]
+        nodes = [msgspec.msgpack.decode(raw, type=NodeInventory) for raw in raws if raw]
+        self._nodes = with_whole_as_parts(nodes, session.hello.run)
 
     def _ask(self) -> bytes:
         """The inventory of this node, on its lowest rank; else nothing. Rank 0's daemon looks at the cold tiers now."""
         node, is_first = self._session.hello.node, self._ranks.rank == 0
-        if node is None or not is_lowest_of_node(self._session.hello):
+        if not is_lowest_of_node(self._session.hello):
             return b""
         request = self._request
         question = wire.Inventory(
@@ -118,7 +136,8 @@ class NodeReplicas:
             older_than = oldest.generation, oldest.step
             held = self._session.inventory(msgspec.structs.replace(question, lists_cold=False, older_than=older_than))
             checkpoints += held.checkpoints
-        inventory = NodeInventory(ranks=node.ranks, checkpoints=checkpoints, peer=held.peer, copies=copies)
+        here = node.ranks if node is not None else list(range(self._ranks.world_size))
+        inventory = NodeInventory(ranks=here, checkpoints=checkpoints, peer=held.peer, copies=copies)
         return msgspec.msgpack.encode(inventory)
 
     def next(self) -> Attempt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tierd_client.restore.node_choice import (
     newest_whole,
     used_copies,
     used_part,
+    with_whole_as_parts,
 )
 
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -281,3 +283,39 @@ def test_copies_are_of_no_use_where_a_node_cannot_be_read() -> None:
     nodes[1] = NodeInventory(ranks=[2, 3], checkpoints=[])
     assert choose_parts(nodes, RUN)[0] is None
     assert used_copies(nodes, at(5), "hot") == {}
+
+
+def test_what_one_node_has_whole_the_others_read_from_there() -> None:
+    """A start on one node has saved it, and now there are two. Rank 0 may be on either."""
+    held = [whole(5, "memory", "hot", "cold"), whole(3, "cold")]
+    for first, second, has_it in (held, [whole(3, "cold")], 0), ([whole(3, "cold")], held, 1):
+        nodes = with_whole_as_parts(with_copies(first, second, []), RUN)
+        assert choose_parts(nodes, RUN) == (PartsSource(at(5), "memory"), [])
+        assert choose_parts(nodes, RUN, failed=[(at(5), "memory")])[0] == PartsSource(at(5), "hot")
+        parts = [used_part(node, nodes, at(5), "memory") for node in nodes]
+        assert [part.ranks if part is not None else [] for part in parts] == [
+            [0, 1, 2, 3] * (1 - has_it),
+            [0, 1, 2, 3] * has_it,
+        ]
+
+
+def test_a_whole_one_is_read_from_one_node_only_where_that_is_needed() -> None:
+    parts = [part(5, [0, 1])], [part(5, [2, 3])]
+    for nodes in (
+        with_copies([whole(5, "hot")], [whole(5, "hot")], []),  # each reads its own
+        with_copies(*parts, []),
+        with_copies([whole(5, "cold")], [], []),
+        two([whole(5, "hot")], []),  # they do not read from each other
+        [NodeInventory(ranks=[0, 1, 2, 3], checkpoints=[whole(5, "hot")], peer=PEER)],
+    ):
+        assert with_whole_as_parts(nodes, RUN) == nodes
+    nodes = with_copies([msgspec.structs.replace(parts[0][0], whole_in=["memory"])], parts[1], [])
+    assert with_whole_as_parts(nodes, RUN) == nodes  # the parts cover it
+
+
+def test_parts_that_cover_nothing_give_way_to_a_whole_one() -> None:
+    nodes = with_copies([part(5, [0, 1])], [whole(5, "hot")], [part(5, [0, 1], head="b")])
+    changed = with_whole_as_parts(nodes, RUN)
+    assert choose_parts(changed, RUN) == (PartsSource(at(5), "hot"), [])
+    assert used_part(changed[0], changed, at(5), "hot") is None
+    assert used_copies(changed, at(5), "hot") == {}
