@@ -166,6 +166,7 @@ DOORS = {
             "tierd/tiers/node_parts.py": "asks many nodes at once",
             "tierd/workers/roster_reader.py": "one answer for all who ask",
             "tierd/tiers/pool.py": "the pieces of one copy",
+            "tierd/transfer/drill.py": "a thread that goes on after a cancellation",
             "tierd/workers/write_through.py": "the copies of one snapshot to the cold tiers",
         },
     ),
