@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 ALIGN_BYTES = 4096  # a page; O_DIRECT needs this alignment
 HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
 NDIM_MAX = 64
-INT64_MAX = (1 << 63) - 1  # the product of 64 sizes without a bound takes a second for each 2 MB of header
+INT64_MAX = (1 << 63) - 1  # the product of 64 sizes without a bound takes a second for 2.5 MB of header
 _LENGTH = struct.Struct("<Q")
 
 
