@@ -278,14 +278,13 @@ class KeptSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to Hello. One descriptor for each of `slots`, in order: the restarted rank adopts them. `protocol`:
-    that of the client. `boot` is of this start of the daemon. `newest`: the newest checkpoint of the run in any tier,
-    readable or not. `unseen`: the tiers that could not be listed, with the reason. `report_s`: how often to send
-    Stepped, in seconds; 0: never. `checks_secrets`: the daemon knows `proof`. `seen`: the highest generation of the
-    run that the daemon knows; None from a daemon that does not know of several nodes. `claim` and `base`: see
-    NodeRanks; for rank 0 of a run over several nodes. `peer`: as of Held. `domain`: what may fail together with this
-    node, such as a rack; empty: unknown. `lifecycle`: a digest of the rules by which this node keeps checkpoints,
-    which should be the same on all; empty: unknown. `cadence` auto: `every_s` is the first interval, and Persisted
-    has the next ones."""
+    that of the client. `boot` is of this start of the daemon. `newest`: the newest checkpoint of the run in any tier.
+    `unseen`: the tiers that could not be listed, with the reason. `report_s`: how often to send Stepped, in seconds;
+    0: never. `checks_secrets`: the daemon knows `proof`. `seen`: the highest generation of the run that the daemon
+    knows; None from a daemon that does not know of several nodes. `claim` and `base`: see NodeRanks; for rank 0 of a
+    run over several nodes. `peer`: as of Held. `domain`: what may fail together with this node, such as a rack;
+    empty: unknown. `lifecycle`: a digest of the lifecycle, which should be the same on all nodes; empty: unknown.
+    `cadence` auto: `every_s` is the first interval, and Persisted has the next ones."""
 
     protocol: int
     version: str
