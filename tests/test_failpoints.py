@@ -52,6 +52,11 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/audit.py", "*"): "says what happened and decides nothing: a torn line is cut off by the next append",
     ("tierd/cli/demo.py", "*"): "a command: its folder is its own",
     ("tierd/cli/demo_nodes.py", "*"): "the same",
+    ("tierd/cli/cadence.py", "cadence"): "a command: the plot that a person asked for",
+    (
+        "tierd/transfer/adopted_output.py",
+        "*",
+    ): "below the temporary folder of an atomic output, which is published whole",
     ("tierd/transfer/atomic_output.py", "*"): "commands only: tests/transfer/test_atomic_output.py kills them",
     ("tierd/s3/probe.py", "*"): "`tierd doctor`, which writes objects of its own",
 }

@@ -1,5 +1,6 @@
-"""Slows down writes to the tiers, and what is read for copies on other nodes, while training steps are slower than
-usual: a closed loop on reported step times.
+"""Slows down writes to the tiers, and reads for copies on other nodes, while training steps are slower than usual.
+
+A closed loop on reported step times.
 
 While steps take longer than with an idle daemon, the write rate of the busy tiers is halved at each report; while they
 do not, it grows by 10 % at each report until there is no limit. The rate never falls below what makes a snapshot

@@ -107,7 +107,7 @@ def test_ls_says_of_what_is_not_committed_in_cold_how_many_ranks_are_there(house
     assert not_committed in house.tierd("ls", str(house.cold)).stderr.replace(str(house.cold), "cold")
     target = house.root / "restored"
     for words, why in (
-        (("--tier", "hot"), "in hot: only the part of one node: ranks 0-1 of 4, not 2-3"),
+        (("--tier", "hot"), "from the nodes: the parts of ranks 2-3 are missing"),
         (("--step", "300"), "in cold: the shards of 2 of 4 ranks, without ranks 0-1"),
     ):
         restored = house.tierd("restore", *words, "--to", target)

@@ -194,6 +194,7 @@ def test_a_daemon_that_stops_writes_to_cold_what_hot_has_no_space_for(tmp_path: 
         fill(hot, leaving=MIB // 2)
         peer.fill(0, 1, bytes(SIZE))
         peer.send(make_sealed(1, SIZE, slot=0))
+        assert peer.hear(wire.Accepted).step == 1  # before it, nothing is promised
         assert daemon.stop() == 0, daemon.log
     assert (tmp_path / "cold" / RUN / "000000000001-g0001" / "manifest.json").exists()
 

@@ -76,7 +76,7 @@ def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> N
         target = tmp_path / "restored"
         restored = a.tierd("restore", "--run", "run", "--to", target)
         assert restored.returncode == 3
-        assert "only the part of one node: ranks 0 of 2, not 1" in restored.stderr
+        assert "from the nodes: the parts of ranks 1 are missing" in restored.stderr
         assert not target.exists()
         assert [(one["tier"], one["problems"]) for one in a.json("verify")] == [("hot", [])]
         with nodes(tmp_path, "c") as (c,):

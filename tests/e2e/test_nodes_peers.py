@@ -24,7 +24,7 @@ LARGE = 2048  # the width of a model with parameters that are written once over 
 
 @contextmanager
 def peers(root: Path, *names: str, more: str = "", tls: bool = False) -> Generator[list[Daemon]]:
-    with nodes(root, *names, more=f"{more}\n{PEERS}\ntls = {str(tls).lower()}") as daemons:
+    with nodes(root, *names, more=f"{more}\n{PEERS}" + "\ntls = true" * tls) as daemons:
         yield daemons
 
 

@@ -179,13 +179,13 @@ async def test_part_with_nan_is_handed_over_only_if_it_is_allowed(rooms: Rooms) 
     assert (await opened(rooms, find(1, allow_unhealthy=True), healthy=False))[0] == "memory"
 
 
-async def test_whole_checkpoint_is_no_part(rooms: Rooms) -> None:
+async def test_checkpoint_of_a_start_on_one_node_is_a_part_with_all_ranks(rooms: Rooms) -> None:
+    """Nodes that join read it: the number of nodes may grow."""
     await rooms.commit("hot", step=7)
     await rooms.look()
     rooms.seal(8)
-    for step in (7, 8):
-        with pytest.raises(NotFound):
-            await opened(rooms, find(step))
+    for step, tier in ((7, "hot"), (8, "memory")):
+        assert (await opened(rooms, find(step)))[0] == tier
 
 
 async def test_hot_keeps_the_parts_that_other_nodes_may_need(rooms: Rooms) -> None:

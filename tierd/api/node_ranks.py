@@ -1,5 +1,4 @@
-"""Checks what the trainers of a run over several nodes tell their daemon: its ranks, the nodes, and the claim of their
-generation.
+"""Checks what trainers over several nodes tell their daemon: its ranks, the nodes, the claim of their generation.
 
 fenced: a node joins a generation only if it finds the same claim in a cold tier. So all nodes write to the same bucket,
 and parts of two starts of a run never become one checkpoint.

@@ -1,5 +1,4 @@
-"""The CLI's side of the trainers' socket: asks a daemon for a checkpoint in memory, the nodes of a run, a stop, or a
-snapshot."""
+"""The CLI's side of the trainers' socket: asks for a checkpoint in memory, a run's nodes, a stop, or a snapshot."""
 
 from __future__ import annotations
 

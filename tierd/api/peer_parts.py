@@ -1,9 +1,8 @@
-"""Serves this node's parts of checkpoints to other nodes: GET /parts/v1/<run> lists them, and
-GET /parts/v1/<run>/<checkpoint>/<file> reads one.
+"""Serves this node's parts of checkpoints to other nodes, over HTTP, read-only.
 
-Read-only. Every request must have the run's token. `Range` selects bytes of a shard. What is read for a copy is held
-back while training steps here are slower; a restore is not, because all ranks of a run wait for it. Spec:
-docs/FORMAT.md#peers.
+GET /parts/v1/<run> lists them, and GET /parts/v1/<run>/<checkpoint>/<file> reads one. Every request must have the run's
+token. `Range` selects bytes of a shard. What is read for a copy is held back while training steps here are slower; a
+restore is not, because all ranks of a run wait for it. Spec: docs/FORMAT.md#peers.
 """
 
 from __future__ import annotations

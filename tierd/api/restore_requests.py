@@ -1,5 +1,6 @@
-"""Answers a peer's Find and FindElsewhere with descriptors of a checkpoint's files, its Inventory with what is here,
-its FindNodes with the nodes of the run.
+"""Answers what a peer asks before a restore: Find, FindElsewhere, Inventory and FindNodes.
+
+The answers are descriptors of a checkpoint's files, what is here, and the nodes of the run.
 
 Until the answer, the peer receives Progress every second. A fetch is finished even if its peer disconnects, so a
 trainer that was killed during a fetch finds the checkpoint in the hot tier after its restart.

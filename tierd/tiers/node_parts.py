@@ -1,5 +1,6 @@
-"""Asks the nodes of a run what they have of it: all at once, and no longer than ASK_S. Of a node that does not answer
-the answer is PeerUnreachable, with a short reason."""
+"""Asks the nodes of a run what they have of it: all at once, and no longer than ASK_S.
+
+Of a node that does not answer, the answer is PeerUnreachable with a short reason."""
 
 from __future__ import annotations
 

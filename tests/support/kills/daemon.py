@@ -161,10 +161,11 @@ def _overwrite_in_place() -> None:
 
     begin = NewFile.begin
 
-    def begin_in_place(file: Any) -> None:
-        begin(file)
+    def begin_in_place(file: Any, *clone: Any) -> bool:
+        is_cloned = begin(file, *clone)
         os.rename(file._temporary_name, file._name, src_dir_fd=file._folder, dst_dir_fd=file._folder)
         file._temporary_name = ""
+        return is_cloned
 
     NewFile.begin = begin_in_place
     NewFile._link = lambda file: True

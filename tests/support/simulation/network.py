@@ -25,6 +25,13 @@ PORT = 9465
 LATENCY_S, SLOW_S = 0.005, 8.0  # of a link, at most
 
 
+_OF_AIOHTTP = (
+    *("ClientTimeout", "ClientResponse", "ClientError", "ClientSSLError", "ServerFingerprintMismatch"),
+    "Fingerprint",
+)
+"""What is the same with the simulated network."""
+
+
 class PeerProcess(Protocol):
     """A daemon as the network sees it."""
 
@@ -51,7 +58,7 @@ class SimulatedNetwork:
         self._find = find
         self._waiting: dict[PeerRequest, None] = {}  # in order: a set's depends on addresses
         self.aiohttp = SimpleNamespace(
-            **{name: getattr(aiohttp, name) for name in ("ClientTimeout", "ClientError", "ClientResponse")},
+            **{name: getattr(aiohttp, name) for name in _OF_AIOHTTP},
             TCPConnector=lambda **_: None,
             DummyCookieJar=lambda: None,
             ClientSession=lambda *, headers, timeout, **_: _Session(self, headers, timeout),
