@@ -213,8 +213,8 @@ def test_operator_on_any_node_gets_snapshots_and_stops_all_nodes(tmp_path: Path,
         named = daemons[node].json("snapshot", "--run", "run", "--milestone", "best")
         for daemon in daemons:
             folder = daemon.folder(named["step"])
-            wait_until(lambda folder=folder: list(folder.glob("node-*")), "the part of each node")
-            assert [json.loads(path.read_text())["milestone"] for path in folder.glob("node-*")] == ["best"]
+            wait_until(lambda folder=folder: list(folder.glob("node-*.json")), "the part of each node")
+            assert [json.loads(path.read_text())["milestone"] for path in folder.glob("node-*.json")] == ["best"]
         assert daemons[node].tierd("stop", "--run", "run", "--wait", "30").returncode in (0, 75)
         assert stopped(trainers) >= 1
 
