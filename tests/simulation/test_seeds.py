@@ -6,12 +6,14 @@ needs.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
 from tests.support.simulation.schedule import Event, Schedule, make_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, shrink
+from tests.support.simulation.world import simulate
 
 SEEDS = 300
 SEEDS_FULL = 4  # with a full disk; each simulates an hour or two
@@ -54,6 +56,19 @@ def test_a_full_disk_breaks_no_promise_in_many_seeds() -> None:
 @pytest.mark.timeout(0)
 def test_no_seed_of_a_shared_run_breaks_a_promise() -> None:
     assert unexpected(run_seeds(3000, 1000, scenario="shared run", processes=os.cpu_count() or 1)) == []
+
+
+def test_no_object_of_a_simulation_closes_a_descriptor_of_another_test() -> None:
+    """A mapped slot that outlived the simulation closed the memfd of a test that ran an hour later."""
+    gc.disable()
+    try:
+        simulate(make_schedule(1))
+        others = [os.memfd_create("other") for _ in range(200)]  # have the numbers that the simulation had
+    finally:
+        gc.enable()
+    gc.collect()
+    for descriptor in others:
+        os.close(descriptor)  # raises OSError unless it is still open
 
 
 def test_a_seed_replays_exactly() -> None:

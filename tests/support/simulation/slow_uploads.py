@@ -71,17 +71,28 @@ def simulate_uploads(
 ) -> Uploads:
     """`ratio`: U / T. `hot_disk_checkpoints`: so many fit on the hot disk. `bucket_fails_s`: from when until when the
     bucket cannot be reached."""
-    loop = SimulatedLoop(0)
     with isolated(0) as root, _disk_of(root / NODE / "hot", hot_disk_checkpoints * CHECKPOINT_BYTES):
-        scene = _Scene(root, loop, _config(root, ratio, keep_every), keep_every)
-        try:
-            loop.run_until_complete(scene.run(checkpoints, kill_daemon_every_s, bucket_fails_s))
-        finally:
-            loop.is_stopped = False
-            loop.after_job = lambda name, function: None
-            scene.bucket.on_change = lambda key, before, now: None
-            loop.unwind()
-    return scene.uploads
+        return _simulate(root, _config(root, ratio, keep_every), checkpoints, kill_daemon_every_s, bucket_fails_s)
+
+
+def _simulate(
+    root: Path,
+    config: Config,
+    checkpoints: int,
+    kill_daemon_every_s: float,
+    bucket_fails_s: Sequence[tuple[float, float]],
+) -> Uploads:
+    """In a function of its own: `isolated` closes descriptors, and no object that has one may outlive it."""
+    loop = SimulatedLoop(0)
+    scene = _Scene(root, loop, config)
+    try:
+        loop.run_until_complete(scene.run(checkpoints, kill_daemon_every_s, bucket_fails_s))
+        return scene.uploads
+    finally:
+        loop.is_stopped = False
+        loop.after_job = lambda name, function: None
+        scene.bucket.on_change = lambda key, before, now: None
+        loop.unwind()
 
 
 def _config(root: Path, ratio: float, keep_every: int) -> Config:
@@ -100,12 +111,14 @@ def _config(root: Path, ratio: float, keep_every: int) -> Config:
 
 
 class _Scene:
-    def __init__(self, root: Path, loop: SimulatedLoop, config: Config, keep_every: int) -> None:
+    def __init__(self, root: Path, loop: SimulatedLoop, config: Config) -> None:
         self.uploads = Uploads()
         self._loop = loop
         self._config = config
         self.bucket = SimulatedBucket(random.Random(1))
-        self._checker = Checker(Policy(KEEP_LAST, KEEP_LAST, keep_every), on_violation=lambda: None)
+        self._checker = Checker(
+            Policy(KEEP_LAST, KEEP_LAST, config.lifecycle.cold.keep_every), on_violation=lambda: None
+        )
         self._checker.add_place(COLD, BucketPlace(self.bucket.objects, PREFIX))
         self._checker.add_place(NODE, FolderPlace(root / NODE / "hot"))
         self._daemon: SimulatedDaemon

@@ -356,27 +356,32 @@ class World:
 
 def simulate(schedule: Schedule, make_world: type[World] = World) -> Outcome:
     """Run a schedule to its end or to its first violation."""
-    loop = SimulatedLoop(schedule.seed)
     with isolated(schedule.seed) as root:
-        world = make_world(schedule, root, loop)
-        try:
-            full = {"is_full": world.is_full, "on_no_space": world.had_no_space}
-            with failing_calls(world.disk_fails, **full), world.patched():
-                loop.run_until_complete(world.run())
-            outcome = Outcome(world.checker.violation, world.trace, loop.steps, loop.time())
-        finally:
-            loop.is_stopped = False
-            world._is_calm = True
-            loop.after_job = lambda name, function: None
-            world.bucket.on_change = lambda key, before, now: None
-            loop.unwind()
-    return outcome
+        return _simulate(schedule, make_world, root)
+
+
+def _simulate(schedule: Schedule, make_world: type[World], root: Path) -> Outcome:
+    """In a function of its own: `isolated` closes descriptors, and no object that has one may outlive it."""
+    loop = SimulatedLoop(schedule.seed)
+    world = make_world(schedule, root, loop)
+    try:
+        full = {"is_full": world.is_full, "on_no_space": world.had_no_space}
+        with failing_calls(world.disk_fails, **full), world.patched():
+            loop.run_until_complete(world.run())
+        return Outcome(world.checker.violation, world.trace, loop.steps, loop.time())
+    finally:
+        loop.is_stopped = False
+        world._is_calm = True
+        loop.after_job = lambda name, function: None
+        world.bucket.on_change = lambda key, before, now: None
+        loop.unwind()
 
 
 @contextmanager
 def isolated(seed: int) -> Iterator[Path]:
     """A folder in memory, a seeded `random`, no log, no garbage collection, whose time would differ. Afterwards every
-    descriptor that was left open is closed."""
+    descriptor that was left open is closed: no object that has one may be referenced then, for it would later close a
+    number that another test uses (an mmap closes its duplicate when it is freed)."""
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     state, descriptors = random.getstate(), set(os.listdir("/proc/self/fd"))
