@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 from msgspec import UNSET
 
+from tierd.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
 from tierd.format.ids import check_run
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
-from tierd.report import LOOK_S, CheckpointRow, checkpoint_rows, tiers_text
+from tierd.report import LOOK_S, tiers_text
 
 
 async def ls(
