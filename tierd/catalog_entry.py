@@ -53,13 +53,17 @@ class Entry:
     def healthy(self) -> bool | None:
         """None: not examined. The bytes are the same in every tier, so one diagnosis is enough; the worst counts. That
         this node's part is healthy says nothing about the others."""
+        if self.manifest.is_reported_unhealthy:
+            return False
         verdicts = [healthy for tier, healthy in self.diagnoses.items() if not (healthy and self.is_part_in(tier))]
         return all(verdicts) if verdicts else None
 
     @property
     def examined(self) -> bool | None:
         """As `healthy`, but of a part what its own examination has shown."""
-        return self.healthy if self.part is None else self.diagnoses.get(HOT)
+        if self.part is None or self.part.is_reported_unhealthy:
+            return self.healthy
+        return self.diagnoses.get(HOT)
 
     @property
     def all_milestones(self) -> frozenset[str]:

@@ -39,6 +39,7 @@ from tierd_client.connection import connect
 from tierd_client.loaders.documents import DocumentLoader
 from tierd_client.loaders.loader import ResumableLoader
 from tierd_client.loaders.sampler import ResumableSampler
+from tierd_client.loss_guard import LossGuard
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_report import RestoreReport
@@ -56,6 +57,7 @@ __all__ = [
     "Found",
     "Full",
     "Halted",
+    "LossGuard",
     "Mismatch",
     "NewerFormat",
     "NotFound",

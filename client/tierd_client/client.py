@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -89,6 +89,10 @@ class Client:
     def last_step(self) -> int | None:
         """The step of the last snapshot in this generation."""
         return self._snapshotter.last_step
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """All ranks: the maximum over the ranks, element by element. For integrations."""
+        return self._ranks.maximum(values)
 
     def allow_thread(self) -> None:
         """All ranks: from now on one thread beside the training thread may take snapshots. For integrations."""

@@ -107,6 +107,11 @@ class Training:
         digest.update(repr((self.scheduler.state_dict()["last_epoch"], self.step, sorted(plain.items()))).encode())
         return digest.hexdigest()
 
+    def weights(self) -> str:
+        """A hash of the model's parameters."""
+        raw = b"".join(value.numpy().tobytes() for value in self.model.state_dict().values())
+        return hashlib.sha256(raw).hexdigest()
+
     def is_stopping(self) -> bool:
         return self.client.stopping
 

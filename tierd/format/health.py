@@ -38,4 +38,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
             return "every number is finite"
         shown = ", ".join(f"{each.tensor} ({each.nan} NaN, {each.inf} Inf)" for each in self.not_finite[:3])
         more = f" and {self.tensors - 3} more" if self.tensors > 3 else ""
-        return f"{self.tensors} tensors are not finite: {shown}{more}" if shown else "not finite"
+        return (
+            f"{self.tensors} tensors are not finite: {shown}{more}"
+            if shown
+            else "reported by the training, or not finite"
+        )

@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks
 FILES_MAX = WORLD_SIZE_MAX
 SNAPSHOT, ADOPTED = "snapshot", "adopted"  # kinds of a checkpoint: of tierd's client, or of another program
+REPORTED_UNHEALTHY = "tierd.unhealthy"  # a metric; not 0: the training itself reported the state as bad
 NOT_FINITE = ("nan", "inf", "-inf")  # metrics that are not numbers in JSON
 
 
@@ -72,6 +73,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     def is_adopted(self) -> bool:
         """Whether another program wrote it: its files are opaque, and format/adopted.py describes them."""
         return self.kind == ADOPTED
+
+    @property
+    def is_reported_unhealthy(self) -> bool:
+        """Whether the training itself said that the state is bad."""
+        return self.metrics.get(REPORTED_UNHEALTHY, 0) != 0
 
     @property
     def created(self) -> datetime | None:

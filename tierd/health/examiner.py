@@ -184,6 +184,8 @@ class Examiner:
 
     async def _examine(self, checkpoint: CheckpointId) -> Diagnosis:
         snapshot_set = self._memory.find(checkpoint)
+        if snapshot_set is not None and snapshot_set.is_reported_unhealthy:
+            return Diagnosis(healthy=False)
         if snapshot_set is not None:
             snapshots = [snapshot for _, snapshot in sorted(snapshot_set.snapshots.items())]
             files = [(snapshot.slot.fd, snapshot.sealed.size_bytes) for snapshot in snapshots]

@@ -169,7 +169,9 @@ def select_each(
                 raise _foreign(f"select {one.id}, the newest in hot: {one.reason}", one, _OLDER_HINT)
         if candidate.is_healthy is False and not query.allow_unhealthy:
             hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
-            errors.append(Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite", hint=hint))
+            errors.append(
+                Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite, or its loss was bad", hint=hint)
+            )
             if query.is_named:
                 break
             continue

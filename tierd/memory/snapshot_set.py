@@ -9,7 +9,7 @@ from typing import Any
 from tierd.format import checksum, layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Rank
-from tierd.format.manifest import FORMAT_VERSION, SNAPSHOT, FileEntry, Manifest, plain_metrics
+from tierd.format.manifest import FORMAT_VERSION, REPORTED_UNHEALTHY, SNAPSHOT, FileEntry, Manifest, plain_metrics
 from tierd.format.node_file import NodeFile
 from tierd.format.node_messages import NodeRanks
 from tierd.format.wire import Sealed
@@ -73,6 +73,10 @@ class SnapshotSet:
         all ranks send the same ones."""
         return self.snapshots[Rank(self.ranks[0])].sealed
 
+    @property
+    def is_reported_unhealthy(self) -> bool:
+        return self.head.metrics.get(REPORTED_UNHEALTHY, 0) != 0
+
     def make_manifest(self, *, sequence: int) -> Manifest:
         """The manifest of a whole set, from the lowest rank's `Sealed` message. Files not checked yet have no
         checksums."""
@@ -85,7 +89,7 @@ class SnapshotSet:
             **self._manifest_fields(self.node.base + self.head.number),
             claim=self.node.claim,
             ranks=self.node.ranks,
-            is_healthy=None,
+            is_healthy=False if self.is_reported_unhealthy else None,
             milestone=self.head.milestone or "",
         )
 

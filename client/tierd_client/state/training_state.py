@@ -199,6 +199,8 @@ class TrainingState:
         self._dataloader = dataloader
         self._extra = extra
         self._rng = rng
+        self.position_entries = (*["dataloader"] * (dataloader is not None), *["rng"] * rng)
+        """The entries that say which batches come next."""
         self.per_rank = PerRankEntries(per_rank)
         self._objects = Objects.of(encode, decode, from_live=True)
 
