@@ -449,6 +449,9 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
+    "tierd/api/status_page.py": "api/test_operator.py",
+    "tierd/config_reload.py": "e2e/test_cold_settings.py",
+    "tierd/workers/drain.py": "test_daemon.py",
 }
 """Modules without a test file at the mirrored path that no test imports: the test file that exercises each."""
 

@@ -12,13 +12,10 @@ from types import MappingProxyType
 from tierd.catalog_entry import Entry, SentParts, TierKnowledge, view_of
 from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
-from tierd.format.layout import MANIFEST, manifest_key, parse_key
+from tierd.format.layout import manifest_key, parse_key
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT, CheckpointView
-from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
-
-FOREIGN_LISTED_MAX = 50  # an attacker can write any number
 
 
 class Catalog:
@@ -357,57 +354,6 @@ class Catalog:
             if run in (None, checkpoint.run) and not ((entry := self._entries.get(checkpoint)) and tier in entry.tiers)
         }
 
-    def inventory(
-        self,
-        run: Run | None = None,
-        *,
-        in_memory: Collection[CheckpointId] = (),
-        health: Mapping[CheckpointId, bool | None] = MappingProxyType({}),
-        unlisted: Mapping[str, str] | None = None,
-    ) -> Inventory:
-        """What a restore selects from. `in_memory`: the checkpoints of the memory tier. `health`: of checkpoints that
-        have no diagnosis marker yet. `unlisted`: why a tier could not be listed; default: the tiers not known now."""
-        listed = {entry.id: entry for entry in self._entries.values() if run in (None, entry.id.run)}
-        candidates: list[Candidate] = []
-        for checkpoint in {*in_memory, *listed}:
-            entry = listed.get(checkpoint)
-            tiers = [MEMORY] if checkpoint in in_memory else []
-            tiers += [tier for tier in self.tiers if entry and tier in entry.tiers and not entry.is_part_in(tier)]
-            if not tiers:
-                continue
-            is_healthy = entry.healthy if entry else None
-            candidates.append(
-                Candidate(
-                    id=checkpoint,
-                    milestones=entry.all_milestones if entry else frozenset(),
-                    tiers=tuple(tiers),
-                    is_healthy=health.get(checkpoint) if is_healthy is None else is_healthy,
-                )
-            )
-        unreadable = [
-            UnreadableReplica(
-                id=checkpoint, tier=tier, reason=reason, is_newer_format=checkpoint in self.tiers[tier].newer_format
-            )
-            for (tier, checkpoint), reason in self.unreadable().items()
-        ]
-        unreadable += [
-            UnreadableReplica(id=part.id, tier=HOT, reason=f"{part.id} in {HOT}: {part.extent}", is_part=True)
-            for part in (entry.part for entry in listed.values())
-            if part is not None
-        ]
-        unreadable += [
-            UnreadableReplica(id=checkpoint, tier=tier, reason=f"{checkpoint} in {tier}: {parts}", is_part=True)
-            for (tier, checkpoint), parts in self.sent(run).items()
-        ]
-        unlisted = self.unlisted() if unlisted is None else unlisted
-        foreign = [
-            UnreadableReplica(id=checkpoint, tier=tier, reason=reason)
-            for tier, knowledge in self.tiers.items()
-            for key, reason in knowledge.foreign.items()
-            if key.endswith(f"/{MANIFEST}") and (checkpoint := parse_key(key)) and run in (None, checkpoint.run)
-        ]
-        return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted, foreign=foreign)
-
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
         doubts = self.doubts()
@@ -428,10 +374,6 @@ class Catalog:
             entry = self._entries.get(checkpoint)
             found |= {(tier, manifest_key(checkpoint)): why for tier in (entry.tiers if entry else ())}
         return found
-
-    def foreign_sentences(self) -> list[str]:
-        """One for each, of FOREIGN_LISTED_MAX."""
-        return [f"{tier}: {why}" for (tier, _), why in sorted(self.foreign().items())[:FOREIGN_LISTED_MAX]]
 
     def doubts(self) -> dict[CheckpointId, str]:
         """Why a checkpoint that is or was in a tier seems not to be one of this run's daemons."""

@@ -17,10 +17,8 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
-
-import msgspec
 
 import tierd
 from tierd import logs
@@ -34,10 +32,11 @@ from tierd.cadences import Cadences
 from tierd.catalog import Catalog
 from tierd.cold_tier import exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
-from tierd.config_file import check_user, differences
+from tierd.config_file import check_user
+from tierd.config_reload import reloaded
 from tierd.context import DaemonContext
 from tierd.descriptors import raise_descriptor_limit
-from tierd.errors import BadConfig, LockHeld, TierdError, Transient
+from tierd.errors import BadConfig, LockHeld, TierdError
 from tierd.format import layout, wire
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, Run
@@ -60,6 +59,7 @@ from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.workers.committer import Committer
 from tierd.workers.copy_scrubber import CopyScrubber
+from tierd.workers.drain import drain, drain_error
 from tierd.workers.driller import Driller
 from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
@@ -77,9 +77,7 @@ from tierd.workers.write_through import WriteThrough
 
 log = logging.getLogger("tierd")
 
-DRAIN_POLL_S = 1.0
 LOCK_INTERVAL_S = 2.0  # how often the lock of the hot directory is checked
-SEAL_TIMEOUT_S = 20.0  # how long the drain waits for ranks to seal a snapshot that is being staged
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
@@ -219,7 +217,7 @@ class _Daemon:
                     self._systemd.notify("READY=1")
                     await stop.wait()
                     self._systemd.notify("STOPPING=1")
-                    missing = [] if self._lock_error else await self._drain()
+                    missing = [] if self._lock_error else await drain(context, self._persist, self._persist_ended)
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
                 _end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
@@ -237,7 +235,7 @@ class _Daemon:
         if self._lock_error:
             raise self._lock_error
         if missing:
-            raise _drain_error(missing, self._config.daemon.drain_timeout_s)
+            raise drain_error(missing, self._config.daemon.drain_timeout_s)
 
     def start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         limits, record = self._config.limits, self._context.incidents.record
@@ -258,31 +256,6 @@ class _Daemon:
                 stop.set()
             except TierdError as error:
                 log.warning("%s", error)
-
-    async def _drain(self) -> list[SnapshotSet]:
-        """Wait until every sealed snapshot is durable, for `daemon.drain_timeout_s` at most, and a while for those that
-        ranks are about to seal: a shutdown stops the trainers at the same time. Does not wait for a snapshot that hot
-        has refused and that every cold tier has failed to take. Returns those that are not durable.
-        """
-        self._throttle.hurry(self)
-        log.info("draining: %d snapshots are not durable yet", len(self._memory.pending()))
-        deadline_s = time.monotonic() + self._config.daemon.drain_timeout_s
-        seal_deadline_s = min(deadline_s, time.monotonic() + SEAL_TIMEOUT_S)
-        for snapshot_set in self._memory.pending():
-            snapshot_set.refused_by.clear()  # every tier is tried once more
-        while (not self._is_hopeless() and time.monotonic() < deadline_s) or (
-            self._memory.unsealed() and time.monotonic() < seal_deadline_s
-        ):
-            # Without backoff: there is little time left.
-            self._wakes["persist"].set()
-            self._wakes["write through"].set()
-            await self._persist_ended.take(DRAIN_POLL_S)
-        return self._memory.pending()
-
-    def _is_hopeless(self) -> bool:
-        """Whether no snapshot is left that a tier may still take. A hot disk that fails may recover; a full one not."""
-        tiers = self._context.tiers.keys()
-        return all(pending.is_hot_full and pending.refused_by >= tiers for pending in self._memory.pending())
 
     def _catch_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
@@ -307,26 +280,13 @@ class _Daemon:
             await self._reload()
 
     async def _reload(self) -> None:
-        """SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
         try:
             fresh = await asyncio.to_thread(self._read_config)
         except BadConfig as error:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
-        caps = {tier.name: tier.max_upload_mib_s for tier in fresh.cold}
-        cold: list[ColdConfig] = []
+        self._config = reloaded(self._config, fresh)
         for tier in self._config.cold:
-            cap = caps.get(tier.name, tier.max_upload_mib_s)
-            if cap != tier.max_upload_mib_s:
-                log.info("SIGHUP: max_upload_mib_s of %s is now %g, was %g", tier.name, cap, tier.max_upload_mib_s)
-            cold.append(msgspec.structs.replace(tier, max_upload_mib_s=cap))
-        others = differences(msgspec.structs.replace(self._config, cold=cold), fresh)
-        if others:
-            log.warning("SIGHUP: these keys changed and need a restart: %s", ", ".join(others))
-        elif cold == self._config.cold:
-            log.info("SIGHUP: the config has not changed")
-        self._config = msgspec.structs.replace(self._config, cold=cold)
-        for tier in cold:
             self._limit_writes(tier.name)
 
     # ── tiers ──
@@ -351,6 +311,10 @@ class _Daemon:
                 self._peers.limit_copies(limit_mib_s)
         else:
             self._context.tiers[tier].store.limit_writes(limit_mib_s)
+
+    def _persist(self) -> None:
+        self._wakes["persist"].set()
+        self._wakes["write through"].set()
 
     # ── Notifier ──
 
@@ -405,18 +369,6 @@ class _Daemon:
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)
         return task
-
-
-def _drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
-    """The error of a daemon that ends although these snapshots are in its memory only."""
-    names = ", ".join(str(snapshot_set.id) for snapshot_set in missing)
-    hint = "a trainer that still runs will send it again to the next daemon"
-    if any(HOT in snapshot_set.refused_by for snapshot_set in missing):
-        refusing = ", ".join(sorted(set[str]().union(*(each.refused_by for each in missing)) - {HOT}))
-        others = f", and {refusing} did not take it" if refusing else ""
-        hint += "; free space in hot, or replace its disk: docs/RUNBOOK.md#disk-full"
-        return Transient(f"drain: {names} did not become durable: hot did not take it{others}", hint=hint)
-    return Transient(f"drain: {names} did not become durable within {timeout_s:.0f} s", hint=hint)
 
 
 def _report_exposed(config: Config) -> None:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from types import MappingProxyType
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tierd.catalog import Catalog
-from tierd.catalog_entry import Entry
 from tierd.config import Config
 from tierd.decisions import decisions, forecasts
 from tierd.errors import TierdError
-from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
-from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import HOT, Action
-from tierd.lifecycle.selection import MEMORY, Candidate
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.lifecycle.selection import MEMORY
+from tierd.tiers.tier import Tier
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
+FOREIGN_LISTED_MAX = 50  # an attacker can write any number
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
@@ -224,37 +221,6 @@ class StatusReport(msgspec.Struct, kw_only=True):
     failures: list[FailureReport] = []
 
 
-class CheckpointRow(msgspec.Struct, kw_only=True):
-    """One row of `tierd ls`. `tiers`: those that have it whole, nearest first. `healthy` None: not examined. `parts`:
-    what tiers have of a checkpoint over several nodes that they do not have whole; not set if there is none."""
-
-    run: str
-    step: int
-    generation: int
-    tiers: list[str]
-    milestone: str | None
-    healthy: bool | None
-    size_bytes: int
-    created_at: str
-    metrics: dict[str, float | str]
-    parts: dict[str, PartReport] | UnsetType = UNSET
-
-    @property
-    def id(self) -> CheckpointId:
-        return checkpoint_id(self.run, self.step, self.generation)
-
-
-class CheckpointReport(msgspec.Struct, kw_only=True):
-    """What `tierd show` prints. `manifest`: of the part, where no tier here has it whole. `parts`: as of a row."""
-
-    manifest: Manifest
-    tiers: list[str]
-    milestones: list[str]
-    healthy: bool | None
-    diagnosis: Diagnosis | None
-    parts: dict[str, PartReport] | UnsetType = UNSET
-
-
 class PlannedAction(msgspec.Struct, kw_only=True):
     """What becomes of one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
 
@@ -300,6 +266,11 @@ def awaited_report(catalog: Catalog, run: Run, now: datetime) -> dict[str, Newes
 def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckpoint | None:
     checkpoint = catalog.everywhere.get(run)
     return checkpoint and newest_report(checkpoint, catalog.everywhere_created.get(run, ""), now)
+
+
+def foreign_sentences(catalog: Catalog) -> list[str]:
+    """Why a replica or marker is not one of its run's daemons, one sentence each, at most FOREIGN_LISTED_MAX."""
+    return [f"{tier}: {why}" for (tier, _), why in sorted(catalog.foreign().items())[:FOREIGN_LISTED_MAX]]
 
 
 def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType) -> str:
@@ -368,75 +339,6 @@ def tier_report(
         listed_age_s=listed_age_s,
         to_reap=to_reap,
         parts=sum(isinstance(one, NodeFile) for one in manifests) or UNSET,
-    )
-
-
-def checkpoint_rows(
-    catalog: Catalog,
-    run: Run | None = None,
-    *,
-    in_memory: Iterable[Manifest] = (),
-    health: Mapping[CheckpointId, bool] = MappingProxyType({}),
-) -> list[CheckpointRow]:
-    """Newest first within a run, runs by name. `in_memory`: manifests, and node files of parts. `health`: of the
-    checkpoints in memory."""
-    held = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
-    whole = [checkpoint for checkpoint, manifest in held.items() if not isinstance(manifest, NodeFile)]
-    entries = {entry.id: entry for entry in catalog.entries(run)}
-    manifests = held | {checkpoint: entry.manifest for checkpoint, entry in entries.items()}
-    candidates = {each.id: each for each in catalog.inventory(run, in_memory=whole, health=health).candidates}
-    parts = {checkpoint: parts_of(catalog, checkpoint, held.get(checkpoint)) for checkpoint in manifests}
-    for checkpoint in manifests.keys() - candidates.keys():  # a part, and no tier has it whole
-        entry = entries.get(checkpoint)
-        is_healthy = entry.healthy if entry is not None else False if health.get(checkpoint) is False else None
-        names = entry.all_milestones if entry is not None else frozenset[str]()
-        candidates[checkpoint] = Candidate(id=checkpoint, milestones=names, tiers=(), is_healthy=is_healthy)
-    rows = [
-        CheckpointRow(
-            **msgspec.to_builtins(candidate.id),
-            tiers=list(candidate.tiers),
-            milestone=min(candidate.milestones, default=None),
-            healthy=candidate.is_healthy,
-            size_bytes=manifests[candidate.id].size_bytes,
-            created_at=manifests[candidate.id].created_at,
-            metrics=manifests[candidate.id].metrics,
-            parts=parts[candidate.id] or UNSET,
-        )
-        for candidate in candidates.values()
-    ]
-    return sorted(rows, key=lambda row: (row.run, -row.generation, -row.step))
-
-
-def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | None = None) -> dict[str, PartReport]:
-    """What memory, hot, and each cold tier without all of it have of a checkpoint over several nodes."""
-    parts = {MEMORY: part_report(in_memory)} if isinstance(in_memory, NodeFile) else {}
-    entry = catalog.get(checkpoint)
-    if entry is not None and entry.part is not None:
-        parts[HOT] = part_report(entry.part)
-    sent = catalog.sent(checkpoint.run)
-    names = [tier for tier in catalog.tiers if (tier, checkpoint) in sent]
-    return parts | {tier: PartReport(**sent[tier, checkpoint]._asdict()) for tier in names}
-
-
-async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
-    """From the health marker of one replica; None if the checkpoint was not examined."""
-    if not entry.diagnoses:
-        return None
-    tier, is_healthy = min(entry.diagnoses.items(), key=lambda marker: marker[1])  # the worst counts
-    return await tiers[tier].diagnosis(entry.id, is_healthy=is_healthy)
-
-
-def checkpoint_report(
-    catalog: Catalog, entry: Entry, tiers: list[str], diagnosis: Diagnosis | None, in_memory: Manifest | None = None
-) -> CheckpointReport:
-    """`in_memory`: its manifest, or the node file of a part."""
-    return CheckpointReport(
-        manifest=entry.manifest,
-        tiers=tiers,
-        milestones=sorted(entry.all_milestones),
-        healthy=diagnosis.healthy if diagnosis else None,
-        diagnosis=diagnosis,
-        parts=parts_of(catalog, entry.id, in_memory) or UNSET,
     )
 
 

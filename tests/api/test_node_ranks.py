@@ -14,7 +14,7 @@ from tierd.api.node_ranks import check_node_ranks, confirm_node_claim, decode_ro
 from tierd.errors import BadConfig, BadRequest, Stale
 from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, Generation
-from tierd.format.wire import NodeRanks
+from tierd.format.node_messages import NodeRanks
 
 FIRST = Generation(1)
 BITS = "0123456789abcdef" * 2

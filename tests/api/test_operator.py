@@ -22,7 +22,7 @@ from tierd.api.operator import Operator
 from tierd.copies import Reason
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format.ids import Run, checkpoint_id
-from tierd.format.wire import NodeRanks
+from tierd.format.node_messages import NodeRanks
 from tierd.metrics import OTHER_RUNS
 
 NOW = datetime.fromisoformat(CREATED_AT) + timedelta(seconds=90)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tests.support.slots import make_sealed
 from tierd.errors import BadRequest, from_kind
 from tierd.format import wire
+from tierd.format.bitmap import pack_indexes, unpack_indexes
 from tierd.format.ids import checkpoint_id
+from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
 
 TO_DAEMON: list[wire.ToDaemon] = [
@@ -75,8 +77,8 @@ TO_CLIENT: list[wire.ToClient] = [
     wire.Held(
         request=1,
         checkpoints=[
-            wire.HeldCheckpoint(step=7, generation=1, world_size=4, part_in=["hot"], ranks=[2, 3], head_digest="ab"),
-            wire.HeldCheckpoint(step=5, generation=1, world_size=4, whole_in=["cold"], healthy=False),
+            HeldCheckpoint(step=7, generation=1, world_size=4, part_in=["hot"], ranks=[2, 3], head_digest="ab"),
+            HeldCheckpoint(step=5, generation=1, world_size=4, whole_in=["cold"], healthy=False),
         ],
         unlisted=["dr: no answer"],
     ),
@@ -146,8 +148,8 @@ def test_a_message_above_the_size_limit_is_not_encoded() -> None:
 
 @given(st.sets(st.integers(0, 3000)))
 def test_unpacked_indexes_equal_the_packed_ones(indexes: set[int]) -> None:
-    packed = wire.pack_indexes(indexes)
-    assert wire.unpack_indexes(packed) == sorted(indexes)
+    packed = pack_indexes(indexes)
+    assert unpack_indexes(packed) == sorted(indexes)
     assert len(packed) == (max(indexes) // 8 + 1 if indexes else 0)
 
 
@@ -156,7 +158,7 @@ def test_a_find_with_the_most_chunks_and_files_fits_one_message() -> None:
     exclude = [f"{step:012d}-g0001@cold" for step in range(100)]
     find = wire.Find(request=1, step=7, generation=1, milestone=None, tier="cold", exclude=exclude, chunks=chunks)
     assert wire.decode_to_daemon(wire.encode(find)) == find
-    assert wire.pack_indexes([0, 9]) == b"\x01\x02"
+    assert pack_indexes([0, 9]) == b"\x01\x02"
 
 
 def test_an_error_is_rebuilt_from_its_kind() -> None:

@@ -15,7 +15,7 @@ from tierd.format.ids import Rank
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
-from tierd.tiers.tier import ReadableTier
+from tierd.tiers.readable_tier import ReadableTier
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation
 from tierd.format.signature import parse_keys
 from tierd.lifecycle.selection import CheckpointQuery, select
+from tierd.selectable import selectable_replicas
 from tierd.workers.reaper import Reaper
 
 
@@ -62,7 +63,7 @@ async def test_replayed_checkpoints_of_an_older_generation_are_not_newest_and_pu
     assert all(rooms.folder(tier, checkpoint).exists() for tier in rooms.tiers for checkpoint in new)
     shutil.rmtree(tmp_path / "hot" / RUN)  # a restore can only come from the bucket
     await rooms.list_tiers()
-    assert select(CheckpointQuery(run=RUN), rooms.catalog.inventory()).candidate.id == new[-1]
+    assert select(CheckpointQuery(run=RUN), selectable_replicas(rooms.catalog)).candidate.id == new[-1]
 
 
 async def test_replayed_checkpoint_of_the_same_generation_is_deleted_again(rooms: Rooms, tmp_path: Path) -> None:

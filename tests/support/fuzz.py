@@ -28,6 +28,7 @@ from tests.support.slots import make_sealed
 from tierd import config_file
 from tierd.errors import TierdError
 from tierd.format import audit, layout, tagged, wire
+from tierd.format.bitmap import unpack_indexes
 from tierd.format.boxes import cover_problem
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -39,8 +40,9 @@ from tierd.format.signature import Keyring, parse_keys
 from tierd.format.text import printable, printable_json
 from tierd.format.whole import whole_tensors
 from tierd.tiers.cache import _decode as decode_cache  # pyright: ignore[reportPrivateUsage]
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import ReadableStore, Store, StoredObject, is_key
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.tier import Tier
 
 CORPUS = Path(__file__).parents[1] / "security" / "corpus"
 MEMORY_BYTES = 512 << 20  # of address space beyond what the process has at its start
@@ -77,7 +79,7 @@ def _wire(raw: bytes) -> object:
             message = decode(raw)
             if isinstance(message, wire.Find):
                 for packed in message.chunks or ():
-                    wire.unpack_indexes(packed)
+                    unpack_indexes(packed)
     return None
 
 

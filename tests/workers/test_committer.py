@@ -24,6 +24,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
 from tierd.report import awaited_report
+from tierd.selectable import selectable_replicas
 from tierd.tiers.tier import GONE_CONTENT, Tier
 from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer
@@ -248,7 +249,7 @@ async def test_a_part_is_sent_once_and_never_counts_as_the_checkpoint(nodes: Nod
     assert entry is not None
     assert entry.tiers == {"hot"}
     assert not entry.is_whole
-    inventory = home.rooms.catalog.inventory(RUN)
+    inventory = selectable_replicas(home.rooms.catalog, RUN)
     assert not inventory.candidates
     assert [(one.id, one.tier) for one in inventory.unreadable] == [(id_of(10), "hot"), (id_of(10), "cold")]
 

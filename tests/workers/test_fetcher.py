@@ -17,6 +17,7 @@ from tierd.catalog_entry import Entry
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, TierUnreachable
 from tierd.format import wire
+from tierd.format.bitmap import pack_indexes
 from tierd.workers.fetcher import Fetcher
 from tierd.workers.restorer import Restorer
 
@@ -215,7 +216,7 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     worker = Restorer(asked.rooms.context, nobody_knows)
 
     async def find(tier: str, exclude: list[str], chunks: list[list[int]]) -> tuple[str, bool]:
-        packed = [wire.pack_indexes(some) for some in chunks]
+        packed = [pack_indexes(some) for some in chunks]
         plain = wire.Find(
             request=1, step=None, generation=None, milestone=None, tier=tier, exclude=exclude, chunks=packed
         )

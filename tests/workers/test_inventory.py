@@ -16,6 +16,7 @@ from tierd.format import wire
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
+from tierd.format.node_messages import HELD_MAX, HeldCheckpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.workers.inventory import inventory
 from tierd.workers.reaper import Reaper
@@ -52,7 +53,7 @@ async def persist(rooms: Rooms, step: int, **fields: Any) -> None:
     assert await rooms.persister().run_once()
 
 
-async def held(rooms: Rooms, run: str = RUN, **fields: Any) -> list[wire.HeldCheckpoint]:
+async def held(rooms: Rooms, run: str = RUN, **fields: Any) -> list[HeldCheckpoint]:
     asked = {"request": 3, "step": None, "generation": None, "milestone": None, "lists_cold": False}
     answer = await inventory(rooms.context, restorer(rooms), Run(run), wire.Inventory(**asked | fields))
     assert answer.request == 3
@@ -61,7 +62,7 @@ async def held(rooms: Rooms, run: str = RUN, **fields: Any) -> list[wire.HeldChe
 
 
 async def test_a_node_that_is_far_ahead_tells_of_all_its_parts_page_by_page(rooms: Rooms) -> None:
-    count = wire.HELD_MAX + 3
+    count = HELD_MAX + 3
     for step in range(1, count + 1):
         await persist(rooms, step)
     first = await held(rooms)

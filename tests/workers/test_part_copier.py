@@ -27,8 +27,8 @@ from tierd.format.signature import Keyring
 from tierd.key_file import new_key
 from tierd.tiers import peer_store
 from tierd.tiers.part_copies import PartCopies
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, StoredObject
-from tierd.tiers.tier import ReadableTier
 from tierd.transfer.fetch import Fetch
 from tierd.workers import hot_space
 from tierd.workers.copy_scrubber import CopyScrubber

@@ -15,6 +15,7 @@ from tierd.config import PeersConfig
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, NotFound, PeerUnreachable
 from tierd.format import wire
+from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, Rank, checkpoint_id
 from tierd.format.peers import PeerAddress
 from tierd.tiers import peer_store
@@ -48,7 +49,7 @@ class TwoNodes:
             peer=peer,
             node_file=NODE_FILE,
             files=list(needed),
-            chunks=[wire.pack_indexes(indexes) for indexes in needed.values()],
+            chunks=[pack_indexes(indexes) for indexes in needed.values()],
         )
         return await self.restorer.peer_fetcher.bring(
             RUN, msgspec.structs.replace(asked, **fields), lambda done, total: None

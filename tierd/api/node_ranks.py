@@ -13,13 +13,16 @@ from itertools import pairwise
 
 import msgspec
 
-from tierd.context import DaemonContext
+from tierd.api.session import TrainerSession
+from tierd.context import DaemonContext, Partner, Roster
+from tierd.descriptors import read_sealed
 from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable
+from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
-from tierd.format.peers import NodeAddress
-from tierd.format.wire import NodeRanks
+from tierd.format.node_messages import NodeRanks
+from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
 from tierd.workers.peer_fetcher import check_address
 
 log = logging.getLogger("tierd")
@@ -55,6 +58,31 @@ def decode_roster(raw: bytes, run: Run, world_size: int) -> list[NodeAddress]:
         if node.peer is not None:
             check_address(node.peer)
     return nodes
+
+
+def take_roster(context: DaemonContext, run: Run, generation: Generation, descriptor: int) -> None:
+    """Note the nodes of a run, and forget those of runs that are gone. `descriptor`: that of the Roster. Raises
+    BadRequest."""
+    nodes = decode_roster(read_sealed(descriptor, size_max=ROSTER_BYTES_MAX), run, context.memory.world_size(run))
+    for gone in context.rosters.keys() - {*context.memory.runs(), *context.catalog.runs()}:
+        del context.rosters[gone]
+    if context.memory.node(run) is not None:
+        context.rosters[run] = Roster(generation, nodes)
+
+
+def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
+    """From now on, copy the parts of this node, and answer with those that are copied already. Raises BadRequest."""
+    copies = context.part_copies
+    if copies is None or context.memory.node(session.run) is None:
+        return
+    check_address(message.peer)
+    if layout.parse_node_file(message.node_file) is None:
+        raise BadRequest(f"copy the parts {message.node_file[:80]!r}: not the name of a node file")
+    partner = Partner(session.generation, message.peer, message.node_file, message.lifecycle)
+    context.partners[session.run] = partner
+    for part in copies.of_run(session.run):
+        if part.generation == session.generation and part.name == message.node_file:
+            session.post(wire.Copied(step=part.step, generation=part.generation))
 
 
 def needs_cold_tier(run: Run) -> BadConfig:

@@ -8,7 +8,6 @@ with `?nodes` for the other nodes of each run.
 from __future__ import annotations
 
 import asyncio
-import html
 import math
 import time
 from collections import Counter
@@ -20,7 +19,9 @@ from aiohttp import web
 from msgspec import UNSET
 
 import tierd
+from tierd.api.status_page import render
 from tierd.catalog_entry import Entry
+from tierd.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.context import DaemonContext
 from tierd.decisions import halted, to_reap, waiting
 from tierd.format.ids import Run, is_run, parse_name
@@ -46,14 +47,12 @@ from tierd.report import (
     StatusReport,
     age_s,
     awaited_report,
-    checkpoint_report,
-    checkpoint_rows,
     everywhere_report,
+    foreign_sentences,
     free_bytes,
     lifecycle_report,
     newest_part_report,
     newest_report,
-    read_diagnosis,
     run_report,
     tier_report,
 )
@@ -108,7 +107,7 @@ class Operator:
             peer_address=self._context.peer_key.address,
             peer_fingerprint=self._context.peer_key.fingerprint,
             halted=[str(halt) for halt in halted(self._catalog)],
-            foreign=self._catalog.foreign_sentences(),
+            foreign=foreign_sentences(self._catalog),
             lost=[
                 LostReplica(**msgspec.to_builtins(checkpoint), tier=tier)
                 for tier, lister in self._listers.items()
@@ -359,7 +358,7 @@ class Operator:
         return _json(lifecycle_report(self._catalog, self._context.config))
 
     async def _page(self, _: web.Request) -> web.Response:
-        return web.Response(text=_render(await self.status()), content_type="text/html")
+        return web.Response(text=render(await self.status()), content_type="text/html")
 
 
 def _costs(metrics: Metrics) -> CostsReport:
@@ -382,65 +381,3 @@ def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:
 def _json(content: object, status: int = 200) -> web.Response:
     text = printable_json(msgspec.json.encode(content))
     return web.Response(text=text, status=status, content_type="application/json")
-
-
-def _render(status: StatusReport) -> str:
-    """The status page: plain tables, no script, nothing loaded from elsewhere."""
-    tiers = [MEMORY, *(tier.name for tier in status.tiers)]
-    runs: list[list[str]] = []
-    for run in status.runs:
-        state = f"{run.state or 'not seen'}{': ' if run.reason else ''}{run.reason}"
-        ranks = f"{run.ranks_attached} of {run.world_size}" if run.world_size else "none"
-        cells = [run.run, str(run.generation), state, ranks]
-        for tier in tiers:
-            newest = run.tiers.get(tier)
-            age = f", {newest.age_s:.0f} s ago" if newest and newest.age_s is not None else ""
-            part = run.nodes.parts.get(tier) if run.nodes is not UNSET else None
-            cells.append(f"step {newest.step}{age}" if newest else f"step {part.step}: {part}" if part else "none")
-        runs.append([*cells, ", ".join(map(str, run.unhealthy_steps))])
-    tier_rows = [
-        [
-            tier.name,
-            tier.url,
-            "known" if tier.is_known else f"not known: {tier.error}",
-            str(tier.checkpoints),
-            "" if tier.used_bytes is None else f"{tier.used_bytes / 2**30:.2f} GiB",
-            "" if tier.free_bytes is None else f"{tier.free_bytes / 2**30:.1f} GiB",
-        ]
-        for tier in status.tiers
-    ]
-    queues = [
-        [
-            queue.tier,
-            str(queue.checkpoints),
-            f"{queue.oldest_age_s:.0f} s",
-            queue.copying or "",
-            "" if queue.copy_s is None else f"{queue.copy_s:.0f} s",
-            "" if queue.last_copy_age_s is None else f"{queue.last_copy_age_s:.0f} s ago",
-            ", ".join(f"{count} {reason}" for reason, count in sorted(queue.given_up.items())),
-        ]
-        for queue in status.queues
-    ]
-    queue_heads = ["to", "checkpoints", "oldest", "copying", "a copy takes", "last copy", "given up"]
-    failures = [[one.at, one.stage, one.kind, one.message, one.hint] for one in status.failures]
-    return (
-        "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
-        "<style>body{font:15px system-ui;margin:2em;max-width:75em}table{border-collapse:collapse;margin:0 0 2em}"
-        "td,th{border:1px solid #bbb;padding:.3em .7em;text-align:left}</style>"
-        f"<h1>tierd on {_cell(status.node)}</h1><p>version {status.version}, up "
-        f"{status.uptime_s:.0f} s; deletion halted: {_cell('; '.join(status.halted) or 'no')}</p>"
-        + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
-        + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
-        + _table("Still to be copied", queue_heads, queues)
-        + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)
-    )
-
-
-def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{_cell(heading)}" for heading in heads)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}" for cell in row) for row in rows)
-    return f"<h2>{_cell(title)}</h2><table><tr>{head}{body or '<tr><td>none'}</table>"
-
-
-def _cell(text: str) -> str:
-    return html.escape(printable(text))

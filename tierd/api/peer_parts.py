@@ -22,8 +22,8 @@ from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import Run, is_run, parse_name
+from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import TIER_HEADER
-from tierd.format.wire import HELD_MAX
 from tierd.lifecycle.policy import HOT
 from tierd.peer_certificate import make_certificate
 from tierd.peer_key import PeerKey

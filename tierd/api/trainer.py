@@ -16,25 +16,23 @@ from datetime import datetime
 from typing import Any
 
 from tierd.api.admission import Admission
-from tierd.api.node_ranks import decode_roster
+from tierd.api.node_ranks import copy_from_partner, take_roster
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.api.rank_requests import RankRequests
 from tierd.api.restore_requests import Asked, RestoreRequests
 from tierd.api.session import FIRST, NO_RANK, TrainerSession, refused
-from tierd.catalog import MEMORY
-from tierd.context import DaemonContext, Partner, Roster
-from tierd.descriptors import close_all, read_sealed
+from tierd.context import DaemonContext
+from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, WrongSecret
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
-from tierd.format.peers import ROSTER_BYTES_MAX
 from tierd.format.text import printable
+from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
-from tierd.workers.peer_fetcher import check_address
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
@@ -200,7 +198,7 @@ class TrainerDoor:
                 elif isinstance(message, wire.Roster):
                     if len(descriptors) != 1:
                         raise BadRequest(f"take the nodes of {session.run}: {len(descriptors)} descriptors, expected 1")
-                    self._take_roster(session, read_sealed(descriptors[0], size_max=ROSTER_BYTES_MAX))
+                    take_roster(self._context, session.run, session.generation, descriptors[0])
                 else:
                     self._take(session, message)
             finally:
@@ -259,7 +257,7 @@ class TrainerDoor:
                 if self._memory.node(run) is not None:
                     self._catalog.saw_everywhere(checkpoint_id(run, message.step, generation))
             case wire.Partner():
-                self._copy_from(session, message)
+                copy_from_partner(self._context, session, message)
             case wire.Report():
                 self._report(session, message)
             case wire.Convene():
@@ -268,28 +266,6 @@ class TrainerDoor:
                 self._requests.forward_answer(session, message)
             case _:
                 raise BadRequest(f"take {type(message).__name__}: it may only be the first message")
-
-    def _copy_from(self, session: TrainerSession, message: wire.Partner) -> None:
-        copies = self._context.part_copies
-        if copies is None or self._memory.node(session.run) is None:
-            return
-        check_address(message.peer)
-        if layout.parse_node_file(message.node_file) is None:
-            raise BadRequest(f"copy the parts {message.node_file[:KIND_CHARS_MAX]!r}: not the name of a node file")
-        self._context.partners[session.run] = Partner(
-            session.generation, message.peer, message.node_file, message.lifecycle
-        )
-        for part in copies.of_run(session.run):
-            if part.generation == session.generation and part.name == message.node_file:
-                session.post(wire.Copied(step=part.step, generation=part.generation))
-
-    def _take_roster(self, session: TrainerSession, raw: bytes) -> None:
-        run, rosters = session.run, self._context.rosters
-        nodes = decode_roster(raw, run, self._memory.world_size(run))
-        for each in rosters.keys() - {*self._memory.runs(), *self._catalog.runs()}:
-            del rosters[each]
-        if self._memory.node(run) is not None:
-            rosters[run] = Roster(session.generation, nodes)
 
     def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tierd.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.config import Config
 from tierd.errors import DaemonUnreachable, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import LOOK_S, CheckpointReport, CheckpointRow, StatusReport
+from tierd.report import LOOK_S, StatusReport
 
 TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 256 << 20  # 10,000 checkpoints are some 5 MB

@@ -20,6 +20,7 @@ from tierd.cli.options import check_one_place, parse_query, settings_of
 from tierd.errors import NotFound, TierdError
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, select
+from tierd.selectable import selectable_replicas
 from tierd.transfer.drill import drill as drill_replica
 
 
@@ -97,7 +98,7 @@ def _print(drills: list[Drill]) -> None:
 
 def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> CheckpointId:
     """A healthy checkpoint of the query's tier."""
-    inventory = tiers.catalog.inventory()
+    inventory = selectable_replicas(tiers.catalog)
     healthy = [one for one in inventory.candidates if query.tier in one.tiers and one.is_healthy is not False]
     matching = [one.id for one in healthy if query.matches(one.id, one.milestones)]
     if matching and is_random:

@@ -12,8 +12,8 @@ from functools import partial
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.manifest import Manifest
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import ReadableStore, Source
-from tierd.tiers.tier import ReadableTier
 
 
 @dataclass(slots=True, eq=False)

@@ -20,6 +20,7 @@ from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.lifecycle.selection import select
 from tierd.listing import files_of
+from tierd.selectable import selectable_replicas
 
 _INCOMPLETE_HINT = (
     "mark it on any node once a cold tier has it whole: `tierd status` says which ranks' parts it waits for; "
@@ -43,7 +44,7 @@ async def milestone(
     async with open_tiers(settings_of(context)) as tiers:
         code = tiers.check_reachable()
         try:
-            chosen = select(query, tiers.catalog.inventory()).candidate
+            chosen = select(query, selectable_replicas(tiers.catalog)).candidate
         except Incomplete as error:
             # A mark on one node's part would hold nothing: each node sends and deletes its parts by what it knows.
             raise Incomplete(f"mark as {name}: {error.message}", hint=_INCOMPLETE_HINT) from error

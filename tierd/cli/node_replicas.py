@@ -22,13 +22,14 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, ranks_text
+from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
-from tierd.format.wire import HELD_MAX
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import AUTO, Candidate, CheckpointQuery, Inventory, select, with_run
 from tierd.listing import files_of
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.readable_tier import ReadableTier
+from tierd.tiers.tier import Tier
 
 COPIES = "copies"  # the replica of the parts that have more than one holder, without the first of each
 _HINT = "`tierd status` shows the nodes; --tier cold takes what is committed there; docs/RUNBOOK.md#peers"

@@ -20,7 +20,8 @@ from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
 from tierd.listing import check_sizes
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.readable_tier import ReadableTier
+from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import AtomicOutput
 from tierd.transfer.fetch import Fetch
 

@@ -30,8 +30,10 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
+from tierd.selectable import selectable_replicas
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.readable_tier import ReadableTier
+from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
 from tierd.transfer.atomic_output import AtomicOutput, atomic_output, check_target
@@ -132,7 +134,7 @@ async def restore_to(
     async with open_tiers(settings, place=place, only=only, allow_unsigned=allow_unsigned) as tiers:
         if query.tier != MEMORY:
             tiers.check_reachable()
-        inventory = tiers.catalog.inventory(in_memory=health.keys(), health=health)
+        inventory = selectable_replicas(tiers.catalog, in_memory=health.keys(), health=health)
         by_name: Mapping[str, ReadableTier] = tiers.by_name
         async with AsyncExitStack() as stack:
             nodes = await find_on_nodes(query, inventory, tiers, config, stack) if config else None

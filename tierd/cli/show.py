@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from msgspec import UNSET
 
+from tierd.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, metrics_line, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -14,7 +15,8 @@ from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
 from tierd.format.node_file import ranks_text
 from tierd.lifecycle.selection import AUTO, MEMORY, select
-from tierd.report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis, tiers_text
+from tierd.report import tiers_text
+from tierd.selectable import selectable_replicas
 
 NOT_WHOLE = "the other ranks' shards are on other nodes"
 
@@ -40,7 +42,7 @@ async def show(
         parts = [row for row in rows if row.parts is not UNSET and not row.tiers and query.matches(row.id)]
         part = max(parts, key=lambda row: row.id.recency, default=None)
         try:
-            chosen = select(query, tiers.catalog.inventory(in_memory=health.keys(), health=health)).candidate
+            chosen = select(query, selectable_replicas(tiers.catalog, in_memory=health.keys(), health=health)).candidate
             checkpoint, whole_in = chosen.id, list(chosen.tiers)
             if part is not None and part.id.recency > checkpoint.recency:
                 print_note(f"tierd: newer, and no tier here has it whole: {part.id} {tiers_text([], part.parts)}")

@@ -26,6 +26,7 @@ from tierd.report import (
     RunReport,
     StatusReport,
     TierReport,
+    foreign_sentences,
     free_bytes,
     run_report,
     tier_report,
@@ -66,7 +67,7 @@ async def _list(settings: Settings) -> StatusReport:
             uptime_s=None,
             is_ready=False,
             halted=[str(halt) for halt in halted(catalog)],
-            foreign=catalog.foreign_sentences(),
+            foreign=foreign_sentences(catalog),
             runs=[run_report(catalog, run, now()) for run in catalog.runs()],
             tiers=tiers,
         )

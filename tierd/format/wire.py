@@ -2,19 +2,30 @@
 
 One message is one packet of a SOCK_SEQPACKET Unix socket: msgpack, at most 64 KiB, with at most 253 file descriptors
 (SCM_RIGHTS). Larger content is sent as a descriptor. The first message has the protocol version; a daemon refuses a
-client whose version it does not speak. Spec: docs/FORMAT.md#wire.
+client whose version it does not speak. What concerns other nodes is in node_messages.py. Spec: docs/FORMAT.md#wire.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId
+from tierd.format.node_messages import (
+    Copied,
+    Everywhere,
+    FindElsewhere,
+    FindNodes,
+    Held,
+    Inventory,
+    NodeRanks,
+    Partner,
+    Roster,
+)
 from tierd.format.peers import PeerAddress
 
 PROTOCOL_VERSION = 1
@@ -23,8 +34,6 @@ MESSAGE_BYTES_MAX = 64 << 10
 SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
 TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
-HELD_MAX = 32  # checkpoints in an inventory
-COPIES_MAX = 8  # copies of other nodes' parts in one answer
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
@@ -36,17 +45,6 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 # ── client to daemon ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run whose ranks span several nodes. `ranks`: those of this node, ascending. `lowest`: the lowest rank of
-    each node, ascending. `claim`: the random bits of the claim of the generation. `base`: the sequence of the last
-    checkpoint before the generation. The daemon of rank 0 makes `claim` and `base`: empty and 0 until it has."""
-
-    ranks: list[int]
-    lowest: list[int]
-    claim: str = ""
-    base: int = 0
 
 
 class Hello(_Message, frozen=True, kw_only=True):
@@ -133,7 +131,7 @@ class Find(_Message, frozen=True, kw_only=True):
     """Requests a checkpoint's files as descriptors. `step` None: the newest. `tier`: auto, memory, hot or a cold
     tier's name. `exclude`: "<checkpoint name>@<tier>" of replicas found bad. `allow_unhealthy`: also a checkpoint with
     NaN or Inf. `chunks` None: all content. Otherwise only the headers and these chunks must be valid: one
-    `pack_indexes` bitmap for each file of the manifest; files after the end of the list need only their headers.
+    bitmap of bitmap.py for each file of the manifest; files after the end of the list need only their headers.
     `is_node_part`: the part of this node, which is in memory or in hot, of the checkpoint with this step and
     generation; its node file is handed over in place of the manifest. `is_copy`: the copy of another node's part."""
 
@@ -147,33 +145,6 @@ class Find(_Message, frozen=True, kw_only=True):
     chunks: list[bytes] | None = None
     is_node_part: bool = False
     is_copy: bool = False
-
-
-class Inventory(_Message, frozen=True, kw_only=True):
-    """Asks which checkpoints of the run this daemon knows, or those with this step, generation and milestone. Answered
-    by Held or Refused. `lists_cold`: after a new listing of the run in the cold tiers. `older_than`: only those older
-    than this generation and step."""
-
-    request: int
-    step: int | None
-    generation: int | None
-    milestone: str | None
-    lists_cold: bool
-    older_than: tuple[int, int] | None = None
-
-
-class FindElsewhere(_Message, frozen=True, kw_only=True):
-    """Requests files of the part of a checkpoint that another node has: the daemon reads them there. `node_file`: the
-    name of that part's node file. `chunks`: for each of `files` those that are needed, as a bitmap of `pack_indexes`.
-    Answered by Found, whose descriptors are the files in order."""
-
-    request: int
-    step: int
-    generation: int
-    peer: PeerAddress
-    node_file: str
-    files: list[str]
-    chunks: list[bytes]
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -203,32 +174,6 @@ class Stepped(_Message, frozen=True, kw_only=True):
     """From rank 0, once per `Welcome.report_s`: the median recent step time, without the time in calls of tierd."""
 
     seconds: float
-
-
-class Everywhere(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node of several: `step` is the newest of which every node has persisted its part."""
-
-    step: int
-
-
-class Partner(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node: the daemon is to copy the parts of another node, until the next Partner of the
-    run. `node_file`: the name of that node's node files. `lifecycle`: as of that node's Welcome. Answered by Copied
-    after each copy."""
-
-    peer: PeerAddress
-    node_file: str
-    lifecycle: str = ""
-
-
-class Roster(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node: all nodes, as JSON of NodeAddress in the one descriptor, a sealed memfd."""
-
-
-class FindNodes(_Message, frozen=True, kw_only=True):
-    """Asks for the other nodes of the run. Answered by FoundReplica with one descriptor, as that of Roster."""
-
-    request: int
 
 
 class Convene(_Message, frozen=True, kw_only=True):
@@ -354,13 +299,6 @@ class Failed(_Message, frozen=True, kw_only=True):
     is_final: bool
 
 
-class Copied(_Message, frozen=True, kw_only=True):
-    """The daemon has a copy of the part of this step that the node has which it was told of with Partner."""
-
-    step: int
-    generation: int
-
-
 class Fenced(_Message, frozen=True, kw_only=True):
     """A newer generation has taken over the run. Nothing from the old one is accepted any more."""
 
@@ -403,32 +341,6 @@ class FoundReplica(_Message, frozen=True, kw_only=True, tag="Found"):
     is_part: bool = False
 
 
-class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one daemon has of a checkpoint. `whole_in`: the tiers that have all of it, nearest first. `part_in`: memory
-    and hot, as far as they have the part of this node; then `ranks` are those of the part, and parts with the same
-    `head_digest` are of one checkpoint. `healthy`: None if the daemon does not know it."""
-
-    step: int
-    generation: int
-    world_size: int
-    whole_in: list[str] = []
-    part_in: list[str] = []
-    ranks: list[int] = []
-    head_digest: str = ""
-    healthy: bool | None = None
-
-
-class Held(_Message, frozen=True, kw_only=True):
-    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: tiers not listed, why.
-    `peer`: how other nodes read the parts here; None if they cannot. `copies`: of other nodes, at most COPIES_MAX."""
-
-    request: int
-    checkpoints: list[HeldCheckpoint]
-    unlisted: list[str] = []
-    peer: PeerAddress | None = None
-    copies: list[HeldCheckpoint] = []
-
-
 class Progress(_Message, frozen=True, kw_only=True):
     """A Find is in progress: bytes are being fetched from a cold tier."""
 
@@ -467,19 +379,6 @@ def encode(message: ToDaemon | ToClient) -> bytes:
             hint="does the snapshot have very many metrics?",
         )
     return raw
-
-
-def pack_indexes(indexes: Iterable[int]) -> bytes:
-    """A set of small integers as a bitmap: bit `n % 8` of byte `n // 8` is set if the set contains `n`."""
-    packed = bytearray()
-    for index in indexes:
-        packed.extend(bytes(max(0, index // 8 + 1 - len(packed))))
-        packed[index // 8] |= 1 << index % 8
-    return bytes(packed)
-
-
-def unpack_indexes(packed: bytes) -> list[int]:
-    return [8 * at + bit for at, byte in enumerate(packed) for bit in range(8) if byte >> bit & 1]
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:

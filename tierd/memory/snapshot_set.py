@@ -11,7 +11,8 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FORMAT_VERSION, SNAPSHOT, FileEntry, Manifest, plain_metrics
 from tierd.format.node_file import NodeFile
-from tierd.format.wire import NodeRanks, Sealed
+from tierd.format.node_messages import NodeRanks
+from tierd.format.wire import Sealed
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from tierd.errors import BadRequest, Stale, TierdError, Transient
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
-from tierd.format.wire import SLOTS_MAX, NodeRanks, Sealed
+from tierd.format.node_messages import NodeRanks
+from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState, snapshot_entry
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet

@@ -16,8 +16,9 @@ from tierd.format.ids import CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.node_file import NodeFile
 from tierd.tiers.pool import for_each
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, conflict
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.tier import Tier
 
 
 async def copy_checkpoint(

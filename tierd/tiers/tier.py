@@ -5,112 +5,28 @@ So a checkpoint is listed in a tier if and only if it is whole there, whenever a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from tierd.config import LimitsConfig
-from tierd.errors import Corrupt, Foreign, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Foreign, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
-from tierd.format.manifest import Manifest, decode, encode_marker
-from tierd.format.node_file import decode_node_file
+from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.signature import Keyring
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
-from tierd.tiers.store import ReadableStore, Store, StoredObject, conflict
+from tierd.tiers.readable_tier import ReadableTier
+from tierd.tiers.store import Store, StoredObject
 from tierd.tiers.tier_listing import Listing
 
-DECODED_AT_ONCE_BYTES = 64 << 10  # of manifests, on the event loop: takes some milliseconds
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
 GONE_CONTENT = encode_marker({"deleted": True})
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
-
-
-@dataclass(frozen=True, eq=False)
-class ReadableTier:
-    """Replicas that can be restored, by checkpoint. The memory tier is one. `limits`: of the manifests.
-    `keyring`: only what it has signed is read; None: everything."""
-
-    name: str
-    store: ReadableStore
-    limits: LimitsConfig = field(default=LimitsConfig(), kw_only=True)
-    keyring: Keyring | None = field(default=None, kw_only=True)
-
-    @property
-    def manifest_bytes_max(self) -> int:
-        return self.limits.manifest_mib_max << 20
-
-    async def manifest(self, checkpoint: CheckpointId) -> Manifest:
-        """Raises NotFound when the checkpoint is not committed here, Corrupt, NewerFormat or Foreign when it cannot be
-        used."""
-        return (await self.read_manifest(layout.manifest_key(checkpoint)))[0]
-
-    async def read_manifest(self, key: str) -> tuple[Manifest, bytes]:
-        """A manifest or node file and its exact bytes. Raises as `manifest`."""
-        raw = await self.store.get_bytes(key, size_max=self.manifest_bytes_max)
-        manifest = (await self._decoded({key: raw}))[0]
-        if isinstance(manifest, TierdError):
-            raise manifest
-        return manifest, raw
-
-    async def _decoded(self, raws: Mapping[str, bytes | TierdError]) -> list[Manifest | TierdError]:
-        """In a thread if they are large: a manifest of 16 MiB takes seconds, in which the event loop goes on."""
-
-        def decode_all() -> list[Manifest | TierdError]:
-            manifests: list[Manifest | TierdError] = []
-            for key, raw in raws.items():
-                try:
-                    manifests.append(self._decode(raw, key) if isinstance(raw, bytes) else raw)
-                except TierdError as error:
-                    manifests.append(error)
-            return manifests
-
-        if sum(len(raw) for raw in raws.values() if isinstance(raw, bytes)) <= DECODED_AT_ONCE_BYTES:
-            return decode_all()
-        return await asyncio.to_thread(decode_all)
-
-    def _decode(self, raw: bytes, key: str) -> Manifest:
-        checkpoint, name = layout.parse_key(key), key.rpartition("/")[2]
-        assert checkpoint is not None
-        if self.keyring is not None:
-            self.keyring.check(key, raw, where=self.name)
-        if name == layout.MANIFEST:
-            return decode(raw, where=self.name, expect=checkpoint)
-        return decode_node_file(raw, name=name, where=self.name, expect=checkpoint)
-
-    async def manifest_bytes(self, manifest: Manifest) -> bytes:
-        """The exact bytes of the manifest here. Raises Corrupt when it differs from `manifest`."""
-        committed, raw = await self.read_manifest(manifest.key)
-        if committed != manifest:
-            raise self._conflict(manifest.id)
-        return raw
-
-    async def diagnosis(self, checkpoint: CheckpointId, *, is_healthy: bool) -> Diagnosis:
-        """What the marker here says; without details where it cannot be read, or no key has signed it."""
-        try:
-            raw = await self.marker_bytes(layout.diagnosis_key(checkpoint, is_healthy=is_healthy))
-            diagnosis = msgspec.json.decode(raw, type=Diagnosis)
-        except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
-            return Diagnosis(healthy=is_healthy)
-        return diagnosis if diagnosis.healthy == is_healthy else Diagnosis(healthy=is_healthy)
-
-    async def marker_bytes(self, key: str) -> bytes:
-        """The exact bytes of a marker. Raises Foreign where the keyring has not signed it, NotFound, Corrupt."""
-        raw = await self.store.get_bytes(key, size_max=MARKER_BYTES_MAX)
-        if self.keyring is not None:
-            self.keyring.check(key, raw, where=self.name)
-        return raw
-
-    def _conflict(self, checkpoint: CheckpointId) -> Corrupt:
-        return conflict(f"commit {checkpoint} in {self.name}: another checkpoint is committed there under this name")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +148,7 @@ class Tier(ReadableTier):
         """For each key of a manifest or node file what it holds, or why it cannot be used. Raises TierUnreachable."""
         size_max = self.manifest_bytes_max if size_max is None else min(size_max, self.manifest_bytes_max)
         raws = await self.store.get_many(keys, size_max=size_max)
-        return await self._decoded(dict(zip(keys, raws, strict=True)))
+        return await self.decoded(dict(zip(keys, raws, strict=True)))
 
     async def commit(
         self,
@@ -275,7 +191,7 @@ class Tier(ReadableTier):
         except NotFound:
             return False
         if committed != raw:
-            raise self._conflict(manifest.id)
+            raise self.conflict(manifest.id)
         return True
 
     async def delete(

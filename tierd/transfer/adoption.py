@@ -26,8 +26,8 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import ADOPTED, FORMAT_VERSION, FileEntry, Manifest
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool, for_each
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, Source
-from tierd.tiers.tier import ReadableTier
 from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, changed, first_difference, scan
 
 FILES_IN_FLIGHT = 4

@@ -19,8 +19,8 @@ from tierd.format.shard import header_length, round_up
 from tierd.tiers.chunks import ChunkSums, difference
 from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.pool import for_each
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, Source
-from tierd.tiers.tier import ReadableTier
 from tierd.transfer.partial_file import PartialFile, partial_name
 
 READS = 2  # of a chunk that differs: a second read shows whether it was altered on its way

@@ -12,9 +12,10 @@ from tierd.catalog_entry import Entry
 from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
+from tierd.format.node_messages import COPIES_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
 from tierd.format.peers import HeldPart, NodeParts
 from tierd.format.text import printable
-from tierd.format.wire import COPIES_MAX, DESCRIPTORS_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
+from tierd.format.wire import DESCRIPTORS_MAX
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
 from tierd.memory.snapshot_set import SnapshotSet

@@ -19,7 +19,7 @@ from tierd.lifecycle.everywhere import needed_parts
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.peer_store import PeerStore
-from tierd.tiers.tier import ReadableTier
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.transfer.fetch import Fetch
 from tierd.workers.hot_space import HotSpace, no_room
 

@@ -16,12 +16,14 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, NotFound
 from tierd.format import layout
+from tierd.format.bitmap import unpack_indexes
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
+from tierd.format.node_messages import FindElsewhere
 from tierd.format.peers import PeerAddress
-from tierd.format.wire import DESCRIPTORS_MAX, FindElsewhere, unpack_indexes
+from tierd.format.wire import DESCRIPTORS_MAX
 from tierd.tiers.peer_store import PeerStore
-from tierd.tiers.tier import ReadableTier
+from tierd.tiers.readable_tier import ReadableTier
 from tierd.transfer.fetch import Fetch
 from tierd.workers.fetcher import Fetcher, OnProgress, PeerFetches
 

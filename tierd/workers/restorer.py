@@ -26,13 +26,15 @@ from tierd.errors import (
     Unhealthy,
     Unsupported,
 )
+from tierd.format.bitmap import unpack_indexes
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, as_part
-from tierd.format.wire import DESCRIPTORS_MAX, Find, unpack_indexes
+from tierd.format.wire import DESCRIPTORS_MAX, Find
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
 from tierd.listing import refresh_run
 from tierd.memory.snapshot_set import SnapshotSet
+from tierd.selectable import selectable_replicas
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
 from tierd.workers.hot_space import MakeRoom, no_room
@@ -100,9 +102,11 @@ class Restorer:
             state = (self._catalog.changes, in_memory, len(health))
             if state != selected_from:
                 selected_from = state
-                inventory = self._catalog.inventory(run, in_memory=in_memory, health=health, unlisted=unlisted)
+                inventory = selectable_replicas(
+                    self._catalog, run, in_memory=in_memory, health=health, unlisted=unlisted
+                )
                 if not inventory.candidates:  # then the refusal names the runs that exist
-                    inventory = self._catalog.inventory(unlisted=unlisted)
+                    inventory = selectable_replicas(self._catalog, unlisted=unlisted)
                 selections = select_each(query, inventory, failed)
             try:
                 selected = next(selections)

@@ -26,7 +26,8 @@ from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
 from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
-from tierd.tiers.tier import ReadableTier, Tier
+from tierd.tiers.readable_tier import ReadableTier
+from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
 
 log = logging.getLogger("tierd")

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
-from tierd.format.wire import DESCRIPTORS_MAX, HeldCheckpoint
+from tierd.format.wire import DESCRIPTORS_MAX
 
 AUTO, MEMORY, HOT = "auto", "memory", "hot"
 PEER = "peer"

@@ -20,7 +20,7 @@ from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierU
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.node_file import NodeFile, assemble, decode_node_file
-from tierd.format.wire import HeldCheckpoint
+from tierd.format.node_messages import HELD_MAX, HeldCheckpoint
 from tierd_client.log import log
 from tierd_client.nodes import is_lowest_of_node
 from tierd_client.ranks import Ranks
@@ -41,7 +41,7 @@ from tierd_client.restore.part_replica import PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
 from tierd_client.session import DaemonSession
 
-HELD_OF_NODE_MAX = 16 * wire.HELD_MAX  # checkpoints that a node tells of
+HELD_OF_NODE_MAX = 16 * HELD_MAX  # checkpoints that a node tells of
 
 
 class Problem(enum.IntEnum):
@@ -129,7 +129,7 @@ class NodeReplicas:
             log.error("tierd: a tier could not be listed, a newer checkpoint may be there: %s", reason)
         checkpoints, copies = list(held.checkpoints), held.copies
         # A node may be far ahead of another one: what both have is then far down its list.
-        while len(held.checkpoints) == wire.HELD_MAX and any(each.part_in for each in held.checkpoints):
+        while len(held.checkpoints) == HELD_MAX and any(each.part_in for each in held.checkpoints):
             if len(checkpoints) >= HELD_OF_NODE_MAX:
                 break
             oldest = held.checkpoints[-1]

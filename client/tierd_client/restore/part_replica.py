@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tierd.descriptors import close_all
 from tierd.errors import DaemonUnreachable, NotFound, TierdError, TierUnreachable, Transient
 from tierd.format import wire
+from tierd.format.bitmap import pack_indexes
 from tierd.format.peers import PeerAddress
 from tierd_client.log import log
 from tierd_client.restore.load import FileElsewhere, SourceFile
@@ -78,7 +79,7 @@ class PartReplica(Replica):
             peer=part.peer,
             node_file=part.node_file,
             files=list(needed),
-            chunks=[wire.pack_indexes(indexes) for _, indexes in needed.values()],
+            chunks=[pack_indexes(indexes) for _, indexes in needed.values()],
         )
         try:
             _, descriptors = self.daemon.find(message)

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout, manifest, wire
+from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
@@ -151,7 +152,7 @@ def find_replica(
 ) -> Replica:
     """Asks the daemon for a replica. `excluded`: bad replicas, as "<checkpoint name>@<tier>". `chunks`: for each file
     the indexes of the chunks that are needed besides the headers; from a cold tier only these are fetched."""
-    packed = [wire.pack_indexes(indexes) for indexes in chunks]
+    packed = [pack_indexes(indexes) for indexes in chunks]
     message = wire.Find(
         request=0,
         exclude=list(excluded),

@@ -20,8 +20,8 @@ from tierd_client.restore.node_choice import (
 )
 
 from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
-from tierd.format.wire import HeldCheckpoint
 
 RUN = "run"
 

@@ -14,12 +14,13 @@ from tierd_client.session import DaemonSession
 
 from tierd.errors import TierUnreachable
 from tierd.format import wire
+from tierd.format.node_messages import HELD_MAX, HeldCheckpoint
 
 
 class FakeSession:
     """A daemon with `held`, newest first. `asked`: the questions that it got."""
 
-    def __init__(self, held: list[wire.HeldCheckpoint]) -> None:
+    def __init__(self, held: list[HeldCheckpoint]) -> None:
         node = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim="ab" * 16, base=0)
         self.hello = type("Hello", (), {"node": node, "run": "run", "rank": 0})()
         self.held = held
@@ -32,7 +33,7 @@ class FakeSession:
             for each in self.held
             if question.older_than is None or (each.generation, each.step) < question.older_than
         ]
-        return wire.Held(request=0, checkpoints=older[: wire.HELD_MAX])
+        return wire.Held(request=0, checkpoints=older[:HELD_MAX])
 
 
 class FakeRanks:
@@ -53,12 +54,12 @@ class FakeRanks:
         return own
 
 
-def part(step: int, rank: int, **fields: Any) -> wire.HeldCheckpoint:
+def part(step: int, rank: int, **fields: Any) -> HeldCheckpoint:
     of_part = {"world_size": 2, "part_in": ["hot"], "ranks": [rank], "head_digest": f"{step}"}
-    return wire.HeldCheckpoint(step=step, generation=1, **of_part | fields)
+    return HeldCheckpoint(step=step, generation=1, **of_part | fields)
 
 
-def replicas_of(session: FakeSession, other: list[wire.HeldCheckpoint]) -> NodeReplicas:
+def replicas_of(session: FakeSession, other: list[HeldCheckpoint]) -> NodeReplicas:
     sent = msgspec.msgpack.encode(node_parts.NodeInventory(ranks=[1], checkpoints=other))
     return NodeReplicas(cast("DaemonSession", session), cast("Ranks", FakeRanks(sent)), RestoreRequest())
 

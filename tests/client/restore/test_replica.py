@@ -19,6 +19,7 @@ from tests.support.state import entry_of, stage
 from tests.support.waiting import DEADLINE_S
 from tests.support.wire_peer import DaemonPeer as Peer
 from tierd.format import wire
+from tierd.format.bitmap import unpack_indexes
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import Manifest, file_entry
 
@@ -165,7 +166,7 @@ def test_chunks_to_read_are_requested_for_a_partly_fetched_replica(
     assert partial.hand_over_headers(peer).chunks == []
     find, _ = partial.hand_over(peer, is_part=is_part)
     assert (find.step, find.generation, find.tier, find.allow_unhealthy) == (5, 1, "cold", True)
-    assert [wire.unpack_indexes(packed) for packed in find.chunks or []] == [
+    assert [unpack_indexes(packed) for packed in find.chunks or []] == [
         list(range(partial.header_bytes // 4096, len(partial.entry.chunks)))
     ]
     assert restoring.result(DEADLINE_S).tier == "cold"

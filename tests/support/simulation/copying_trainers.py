@@ -25,6 +25,7 @@ from tests.support.simulation.node_trainers import NodeRank, NodeTrainers
 from tests.support.simulation.nodes_checker import shard_name
 from tests.support.simulation.trainer import SLOW_S, Disconnected, Refusal, is_intact, read_and_close
 from tierd.format import layout, wire
+from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, checkpoint_id
 
 CLIENT = Path(__file__).parents[3] / "client" / "tierd_client"
@@ -274,7 +275,7 @@ class CopyingTrainers(NodeTrainers):
             peer=node.peer,
             node_file=layout.node_file_name(saved, about["world_size"]),
             files=[name],
-            chunks=[wire.pack_indexes([0])],
+            chunks=[pack_indexes([0])],
         )
         await rank.send(asked)
         _, (descriptor,) = await rank.answer(wire.FoundReplica)
