@@ -211,7 +211,10 @@ DOORS = {
     "numpy": Door(
         modules=frozenset({"numpy"}),
         files={path: "the client" for path in SOURCES if path.startswith("client/")}
-        | {"tierd/health/finiteness.py": "counts NaN in a separate process"},
+        | {
+            "tierd/health/finiteness.py": "counts NaN in a separate process",
+            "tierd/cli/tensor_numbers.py": "compares two tensors; only `tierd diff` imports it",
+        },
     ),
     "the terminal": Door(
         modules=frozenset({"typer", "click", "rich"}),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.format.boxes import VISITS_MAX, Box, cover_problem, spanned_shape
+from tierd.format.boxes import VISITS_MAX, Box, common_runs, cover_problem, spanned_shape
 
 
 def is_exact_by_mask(boxes: list[Box], shape: tuple[int, ...]) -> bool:
@@ -82,3 +82,29 @@ def test_parts_that_are_forged_to_take_long_are_refused() -> None:
     rest = [((row + 1, row), (count - row - 1, 1)) for row in range(count - 1)]
     problem = cover_problem([*itertools.chain(rows, rest)], (count, count))
     assert problem.endswith("too irregular to be checked")
+
+
+def elements(box: Box) -> dict[tuple[int, ...], int]:
+    """The position of each element in the box, by its index in the whole tensor."""
+    offsets, shape = box
+    indexes = itertools.product(*(range(at, at + size) for at, size in zip(offsets, shape, strict=True)))
+    return {index: position for position, index in enumerate(indexes)}
+
+
+def boxes_of(axes: int) -> st.SearchStrategy[Box]:
+    sides = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=axes, max_size=axes)
+    return sides.map(lambda each: (tuple(at for at, _ in each), tuple(size for _, size in each)))
+
+
+@given(st.integers(0, 3).flatmap(lambda axes: st.tuples(boxes_of(axes), boxes_of(axes))))
+def test_common_runs_are_the_elements_that_both_parts_have(pair: tuple[Box, Box]) -> None:
+    first, second = map(elements, pair)
+    expected = {(first[index], second[index]) for index in first.keys() & second.keys()}
+    runs = list(common_runs(*pair))
+    found = [(a + step, b + step) for a, b, length in runs for step in range(length)]
+    assert sorted(found) == sorted(expected)
+    assert all(length > 0 for _, _, length in runs)
+
+
+def test_equal_parts_are_one_run() -> None:
+    assert list(common_runs(((0, 8), (4, 8)), ((0, 8), (4, 8)))) == [(0, 0, 32)]

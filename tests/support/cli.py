@@ -95,8 +95,10 @@ def make_checkpoint(
     size_bytes: int = 20_000,
     milestones: tuple[str, ...] = (),
     created_at: str = "2025-01-01T00:00:00.000+00:00",
+    **fields: Any,
 ) -> Manifest:
-    """Commits the same checkpoint to each of the tiers at `roots`, with tierd's own code."""
+    """Commits the same checkpoint to each of the tiers at `roots`, with tierd's own code. `fields`: others of its
+    manifest."""
     checkpoint = checkpoint_id(run, step, generation)
     shards = {
         layout.shard_name(rank, world_size): content(checkpoint, rank, size_bytes)  # pyright: ignore[reportArgumentType]
@@ -105,6 +107,7 @@ def make_checkpoint(
     manifest = make_manifest(
         checkpoint, [_entry(name, shard) for name, shard in shards.items()], sequence=sequence, created_at=created_at
     )
+    manifest = msgspec.structs.replace(manifest, **fields)
 
     async def write(root: Path) -> None:
         store = DirectoryStore(root)

@@ -77,7 +77,21 @@ def _print_error(error: Exception) -> int:
 
 
 VERBS = (
-    *("serve", "status", "ls", "show", "restore", "export", "verify", "drill", "milestone", "stop", "snapshot"),
+    *(
+        "serve",
+        "status",
+        "runs",
+        "ls",
+        "show",
+        "restore",
+        "export",
+        "diff",
+        "verify",
+        "drill",
+        "milestone",
+        "stop",
+        "snapshot",
+    ),
     *("adopt", "lifecycle", "cadence", "reap", "doctor", "demo", "key", "log", "version"),
 )
 _MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name

@@ -6,7 +6,11 @@ directly.
 
 from __future__ import annotations
 
-from typing import Annotated
+import operator
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any
 
 import typer
 from msgspec import UNSET
@@ -16,9 +20,16 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
+from tierd.errors import BadConfig
 from tierd.format.ids import check_run
+from tierd.format.manifest import NOT_FINITE
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
 from tierd.report import LOOK_S, tiers_text
+
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|<|>|=)\s*(.+?)\s*")
 
 
 async def ls(
@@ -30,11 +41,26 @@ async def ls(
     tier: Annotated[
         str | None, typer.Option("--tier", metavar="TIER", help="Only what this tier holds: memory, hot, …")
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where", metavar="CONDITION", help="Only where a metric fits, as 'loss < 3'; may be repeated: all must."
+        ),
+    ] = None,
+    lowest: Annotated[
+        str | None, typer.Option("--lowest", metavar="METRIC", help="Sorted by this metric, the lowest first.")
+    ] = None,
+    highest: Annotated[
+        str | None, typer.Option("--highest", metavar="METRIC", help="Sorted by this metric, the highest first.")
+    ] = None,
     json: options.Json = False,
 ) -> int:
     """List checkpoints, newest first."""
     settings = settings_of(context)
     only_run = None if run is None else check_run(run)
+    conditions = [parse_condition(text) for text in where or ()]
+    if lowest is not None and highest is not None:
+        raise BadConfig("--lowest and --highest both sort the checkpoints", hint="give one of them")
     daemon = None
     if not place:
         config = settings.config()
@@ -61,14 +87,44 @@ async def ls(
             tiers.report_unreadable(CheckpointQuery(run=only_run))
             rows = checkpoint_rows(tiers.catalog, only_run)
     rows = [row for row in rows if run in (None, row.run) and (tier is None or _is_in(tier, row))]
+    known = {name for row in rows for name in row.metrics}
+    rows = [row for row in rows if all(fits(row) for fits in conditions)]
+    if (metric := lowest or highest) is not None:
+        sortable = [row for row in rows if isinstance(row.metrics.get(metric), float)]  # the others come last
+        sortable.sort(key=lambda row: row.metrics[metric], reverse=highest is not None)
+        rows = sortable + [row for row in rows if row not in sortable]
     if json:
         print_json(rows)
     elif rows:
         _print(rows)
     else:
         tiers_listed = "any tier that could be listed" if code else "any tier"
-        print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or tiers_listed}")
+        fitting = f" where {' and '.join(where)}" if where else ""
+        print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or tiers_listed}{fitting}")
+        if where:
+            print_note(
+                f"  the metrics there are {', '.join(sorted(known)) or 'none: snapshot(metrics={...}) gives some'}"
+            )
     return code
+
+
+def parse_condition(text: str) -> Callable[[CheckpointRow], bool]:
+    """Whether a row fits `METRIC OPERATOR VALUE`. A row without the metric fits no condition; a number and a text, as
+    which a metric that is not finite is stored, are not compared. Raises BadConfig."""
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise BadConfig(f"--where {text!r} is no condition", hint="as in 'loss < 3'; the operators: < <= > >= = !=")
+    metric, compare = match[1], _OPERATORS[match[2]]
+    expected: float | str = match[3]
+    if match[3] not in NOT_FINITE:
+        with suppress(ValueError):
+            expected = float(match[3])
+
+    def fits(row: CheckpointRow) -> bool:
+        value = row.metrics.get(metric)
+        return value is not None and isinstance(value, str) == isinstance(expected, str) and compare(value, expected)
+
+    return fits
 
 
 def _is_in(tier: str, row: CheckpointRow) -> bool:

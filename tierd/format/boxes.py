@@ -1,4 +1,5 @@
-"""Whether parts of a tensor cover it: each element of the tensor is in exactly one part. Pure, without tensor data.
+"""Parts of a tensor: whether they cover it, each element exactly once; and what two of them have in common. Pure,
+without tensor data.
 
 A part is a box: its offsets in the whole tensor, and its shape. A count of elements proves nothing, because one part
 may lie over another while elements elsewhere belong to none.
@@ -7,8 +8,9 @@ may lie over another while elements elsewhere belong to none.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, shape), both in elements and with one number for each dimension."""
@@ -20,6 +22,33 @@ def spanned_shape(boxes: Collection[Box]) -> tuple[int, ...]:
     """The shape of the smallest tensor that contains all boxes, of which there is at least one."""
     ends = [map(sum, zip(offsets, shape, strict=True)) for offsets, shape in boxes]
     return tuple(max(axis_ends) for axis_ends in zip(*ends, strict=True))
+
+
+def common_runs(first: Box, second: Box) -> Iterator[tuple[int, int, int]]:
+    """The elements that both parts have, as runs that are contiguous in both: (where it begins in the first part, where
+    in the second, its length), all in elements."""
+    sides = list(zip(*first, *second, strict=True))
+    begins = [max(begin, other) for begin, _, other, _ in sides]
+    sizes = [
+        min(begin + size, other + length) - at
+        for at, (begin, size, other, length) in zip(begins, sides, strict=True)
+    ]  # fmt: skip
+    if any(size <= 0 for size in sizes):
+        return
+    # From the last axis that one of the parts has more of, the common elements are contiguous in both.
+    partial = (axis for axis, size in enumerate(sizes) if not size == first[1][axis] == second[1][axis])
+    cut = max(partial, default=0)
+    length = math.prod(sizes[cut:])
+    for index in itertools.product(*map(range, sizes[:cut])):
+        yield _position(first, begins, index), _position(second, begins, index), length
+
+
+def _position(box: Box, begins: Sequence[int], index: Sequence[int]) -> int:
+    """Of an element, in the C order of the box. `index`: from `begins` on, along the first axes."""
+    position = 0
+    for axis, (offset, size) in enumerate(zip(*box, strict=True)):
+        position = position * size + begins[axis] - offset + (index[axis] if axis < len(index) else 0)
+    return position
 
 
 def cover_problem(boxes: Collection[Box], shape: tuple[int, ...]) -> str:
