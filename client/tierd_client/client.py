@@ -126,10 +126,10 @@ class Client:
         """Put a checkpoint into `state`, in place, on any number of ranks. None: there is none, start fresh.
 
         `resume`: "auto", the newest that all ranks can read; "require", the same, and NotFound where there is none;
-        a step; the path of a directory with a checkpoint, of this run or another; "run:NAME" or "run:NAME@STEP", a
-        checkpoint of another run, but only while this run has none; "scratch", none, which raises
-        TargetNotEmpty or TierUnreachable where checkpoints exist or may exist, unless `force`. Default $TIERD_RESUME,
-        then "auto". `generation`, `milestone` and `tier` narrow the choice. A checkpoint with NaN or Inf is passed over
+        a step; the path of a directory with a checkpoint, of this run or another; "run:NAME", "run:NAME@STEP" or
+        "run:NAME@milestone:NAME", a checkpoint of another run, but only while this run has none; "scratch", none, which
+        raises TargetNotEmpty or TierUnreachable where checkpoints exist or may exist, unless `force`. Default
+        $TIERD_RESUME, then "auto". `generation`, `milestone` and `tier` narrow the choice. A checkpoint with NaN or Inf is passed over
         unless `allow_unhealthy`; Unhealthy is raised when there is no other, or when it was named. A damaged replica is
         reported and the next one tried.
 
@@ -147,7 +147,11 @@ class Client:
         self._state = state
         policy = agree_on_policy(resume, self._ranks, self._environ)
         request = RestoreRequest(
-            step=policy.step, generation=generation, milestone=milestone, tier=tier, allow_unhealthy=allow_unhealthy
+            step=policy.step,
+            generation=generation,
+            milestone=milestone or policy.milestone,
+            tier=tier,
+            allow_unhealthy=allow_unhealthy,
         )
         filter = self._ranks.run_on_all(
             lambda: RestoreFilter.parse(only=only, rename=rename, strict=strict, cast=cast, keep=keep)

@@ -77,22 +77,9 @@ def _print_error(error: Exception) -> int:
 
 
 VERBS = (
-    *(
-        "serve",
-        "status",
-        "runs",
-        "ls",
-        "show",
-        "restore",
-        "export",
-        "diff",
-        "verify",
-        "drill",
-        "milestone",
-        "stop",
-        "snapshot",
-    ),
-    *("adopt", "lifecycle", "cadence", "reap", "doctor", "demo", "key", "log", "version"),
+    *("serve", "status", "runs", "ls", "show", "diff", "restore", "export", "verify", "drill"),
+    *("milestone", "fork", "stop", "snapshot", "adopt", "lifecycle", "cadence", "reap", "doctor"),
+    *("demo", "key", "log", "version"),
 )
 _MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name
 

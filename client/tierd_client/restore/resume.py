@@ -26,19 +26,22 @@ from tierd_client.session import DaemonSession
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"
 
-_RUN = re.compile(r"run:([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@([0-9]{1,12}))?")  # as ids.check_run
+_RUN = re.compile(  # as ids.check_run and layout.milestone_file
+    r"run:([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?:([0-9]{1,12})|milestone:([A-Za-z0-9][A-Za-z0-9._-]{0,63})))?"
+)
 
 Resume = str | int | os.PathLike[str]
 
 
 class ResumePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed `resume` argument. With a step, a path or a run, the mode is "require". `step` is one of `run`, if that
-    is given."""
+    """A parsed `resume` argument. With a step, a path or a run, the mode is "require". `step` and `milestone` are
+    of `run`, if that is given."""
 
     mode: str
     step: int | None = None
     path: str | None = None
     run: str | None = None
+    milestone: str | None = None
 
 
 def agree_on_policy(resume: Resume | None, ranks: Ranks, environ: Mapping[str, str]) -> ResumePolicy:
@@ -59,7 +62,9 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
         case str() if choice.isascii() and choice.isdigit():
             return ResumePolicy(mode=REQUIRE, step=int(choice))
         case str() if match := _RUN.fullmatch(choice):
-            return ResumePolicy(mode=REQUIRE, run=match[1], step=int(match[2]) if match[2] else None)
+            return ResumePolicy(
+                mode=REQUIRE, run=match[1], step=int(match[2]) if match[2] else None, milestone=match[3]
+            )
         case os.PathLike():
             return ResumePolicy(mode=REQUIRE, path=os.path.abspath(choice))
         case str() if os.sep in choice or os.path.isdir(choice):
@@ -68,7 +73,7 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
             raise BadConfig(
                 f"restore with {'resume' if resume is not None else '$TIERD_RESUME'}={choice!r}: expected "
                 '"auto", "scratch", "require", a step, or the path of a directory with a checkpoint, '
-                'or "run:NAME" or "run:NAME@STEP" for another run'
+                'or "run:NAME", "run:NAME@STEP" or "run:NAME@milestone:NAME" for another run'
             )
 
 

@@ -52,6 +52,7 @@ def _no_policy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("run:gpt-124m", ResumePolicy(mode="require", run="gpt-124m")),
         ("run:gpt@0", ResumePolicy(mode="require", run="gpt", step=0)),
+        ("run:gpt@milestone:fork-b.2", ResumePolicy(mode="require", run="gpt", milestone="fork-b.2")),
         ("run:v1.2_x@18000", ResumePolicy(mode="require", run="v1.2_x", step=18000)),
     ],
 )
@@ -60,7 +61,19 @@ def test_resume_accepts_another_run_with_or_without_a_step(resume: str, policy: 
 
 
 @pytest.mark.parametrize(
-    "resume", ["run:", "run:@5", "run:a@", "run:a@latest", "run:a@-1", "run:a@5@6", "run:.hidden", "run:a b"]
+    "resume",
+    [
+        "run:",
+        "run:@5",
+        "run:a@",
+        "run:a@latest",
+        "run:a@-1",
+        "run:a@5@6",
+        "run:.hidden",
+        "run:a b",
+        "run:a@milestone:",
+        "run:a@5@milestone:b",
+    ],
 )
 def test_malformed_name_of_another_run_is_refused_and_the_form_is_shown(resume: str) -> None:
     with pytest.raises(BadConfig, match="run:NAME@STEP"):

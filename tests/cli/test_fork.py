@@ -1,0 +1,75 @@
+"""`tierd fork`: the checkpoint is kept for the fork, nothing is copied, and the training begins there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import House, make_checkpoint, make_house
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+
+KEEP_ONE = """
+[lifecycle.hot]
+keep_last = 1
+[lifecycle.cold]
+keep_last = 1
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return make_house(tmp_path)
+
+
+def test_fork_marks_the_checkpoint_and_says_how_to_begin(house: House) -> None:
+    make_checkpoint(house.hot, house.cold, step=100)
+    make_checkpoint(house.hot, step=200, sequence=2)
+
+    forked = house.json("fork", "--run", "run42", "--step", "100", "--as", "ablation")
+
+    assert (forked["tiers"], forked["milestone"]) == (["hot", "cold"], "fork-ablation")
+    assert forked["resume"] == "run:run42@milestone:fork-ablation"
+    assert house.json("show", "run42", "milestone:fork-ablation")["manifest"]["step"] == 100
+    assert not (house.hot / "ablation").exists()
+    text = house.tierd("fork", "--run", "run42", "--step", "100", "--as", "ablation").stdout
+    assert "TIERD_RESUME=run:run42@milestone:fork-ablation" in text, "a second time it is the same"
+
+
+def test_fork_refuses_what_would_be_no_new_run(house: House) -> None:
+    make_checkpoint(house.hot, step=100)
+    make_checkpoint(house.hot, run="taken", step=1)
+    for words, code, text in (
+        (("--step", "100", "--as", "run42"), 2, "that is the same run"),
+        (("--step", "100", "--as", "taken"), 15, "that run has checkpoints, the newest is taken/"),
+        (("--step", "999", "--as", "new"), 10, "there is none"),
+        (("--step", "100", "--as", "a/b"), 2, "a/b"),
+    ):
+        result = house.tierd("fork", "--run", "run42", *words)
+        assert (result.exit_code, text in result.stderr) == (code, True), result.output
+    assert house.tierd("fork", "--run", "run42", "--step", "100", "--as", "new", "--dry-run").exit_code == 0
+    assert list(house.hot.rglob("milestone-*")) == []
+
+
+def test_training_of_the_fork_begins_there_and_its_parent_does_not_expire(tmp_path: Path) -> None:
+    with Daemon(tmp_path, more=KEEP_ONE) as daemon, Trainer() as trainer:
+        trainer.connect(daemon.socket, "base")
+        trainer.train(1)
+        trainer.durable()
+        digest = trainer.digest()
+        resume = daemon.json("fork", "--run", "base", "--step", "1", "--as", "ablation")["resume"]
+        for _ in range(3):
+            trainer.train(1)
+            trainer.durable()
+            trainer.wait_replicated()
+        assert 1 in daemon.steps("cold", "base")
+        with Trainer(seed=2) as fork:
+            fork.connect(daemon.socket, "ablation")
+            found = fork.restore(resume=resume)
+            assert (found.run, found.step, fork.digest()) == ("base", 1, digest)
+            fork.train(1)
+            fork.durable()
+            assert fork.restore(resume=resume).run == "ablation"
+        row = daemon.json("runs")[0]
+        assert (row["run"], row["generations"][0]["parent"]) == ("ablation", "base/000000000001-g0001")
