@@ -129,9 +129,9 @@ class Client:
         a step; the path of a directory with a checkpoint, of this run or another; "run:NAME", "run:NAME@STEP" or
         "run:NAME@milestone:NAME", a checkpoint of another run, but only while this run has none; "scratch", none, which
         raises TargetNotEmpty or TierUnreachable where checkpoints exist or may exist, unless `force`. Default
-        $TIERD_RESUME, then "auto". `generation`, `milestone` and `tier` narrow the choice. A checkpoint with NaN or Inf is passed over
-        unless `allow_unhealthy`; Unhealthy is raised when there is no other, or when it was named. A damaged replica is
-        reported and the next one tried.
+        $TIERD_RESUME, then "auto". `generation`, `milestone` and `tier` narrow the choice. A checkpoint with NaN or
+        Inf is passed over unless `allow_unhealthy`; Unhealthy is raised when there is no other, or when it was named.
+        A damaged replica is reported and the next one tried.
 
         The rest restores a part; `Found.report` tells what was loaded and what not. `only`: the entries of the
         checkpoint to restore, by name, by what contains them, or by a pattern with `*`. `rename`: prefixes of stored
