@@ -73,14 +73,17 @@ async def adopt(
     name = check_run(run)
     config = settings_of(context).config()
     check_key(config)
-    source = path.absolute().resolve()
+    try:
+        source = path.absolute().resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
+        raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
     _check_outside_tiers(source, config)
     began_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
     try:
         async with open_tiers(settings_of(context)) as tiers:
             code = tiers.check_reachable()
-            checkpoint = adopted_id(tiers.catalog, name, step, generation)
+            checkpoint = adopted_id(tiers.catalog, name, step, generation, now_s=now().timestamp())
             tree = await scan_settled(source, pool, now)
             report = Adopted(
                 **msgspec.to_builtins(checkpoint),
@@ -109,7 +112,7 @@ async def adopt(
 
 def _sentence(report: Adopted) -> str:
     what = f"{report.path} as {report.run} step {report.step} (generation {report.generation})"
-    held = f"{report.files} files, {size(report.size_bytes)}"
+    held = f"{report.files} file{'' if report.files == 1 else 's'}, {size(report.size_bytes)}"
     if not report.is_new:
         return f"adopted before: {what}: nothing has changed there since"
     if report.is_dry_run:

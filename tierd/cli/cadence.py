@@ -105,7 +105,8 @@ def cadence(
         node_restart_s = _number(
             sources, "node_restart_s", "--node-restart-s", node_restart_s, away, "a restore from a cold tier"
         )
-        if node_restart_s is None or (away is not None and node_restart_s < costs.restart_s):
+        is_measured = sources["node_restart_s"] != "--node-restart-s"
+        if node_restart_s is None or (is_measured and node_restart_s < costs.restart_s):
             node_restart_s, sources["node_restart_s"] = costs.restart_s, "as restart_s"
         lag = _fastest(measured.replicate)
         lag_s = _number(sources, "lag_s", "--lag-s", lag_s, lag, "a copy to the fastest cold tier")
@@ -190,7 +191,8 @@ def _intervals(costs: Costs, best_s: float, given: list[float] | None) -> list[f
         return sorted({*given, best_s})
     around = {best_s, *(fraction * best_s for fraction in FRACTIONS)}
     near = [each for each in LADDER_S if best_s / 30 <= each <= 30 * best_s]
-    return sorted(each for each in {*around, *near} if each > costs.save_s)
+    # Only an interval that is longer than a save leaves time for work.
+    return sorted(each for each in {*around, *near} if each > costs.save_s) or [2 * costs.save_s]
 
 
 def _report(costs: Costs, sources: dict[str, str], best_s: float, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
                 failure = error
             except aiohttp.ServerFingerprintMismatch as error:
                 found = f"its certificate is sha256:{error.got.hex()}, and the trainers were told another one"
-                raise PeerUnreachable(f"{action}: {found}", hint=_HINT_RESTARTED) from error
+                raise PeerRestarted(f"{action}: {found}", hint=_HINT_RESTARTED) from error
             except aiohttp.ClientSSLError as error:
                 failure = PeerUnreachable(f"{action}: no TLS handshake: {error}", hint=_HINT_TLS)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
