@@ -26,7 +26,7 @@ def test_reference_job(tmp_path: Path) -> None:
     shown = {interval: next(at for at in rows if at == interval) for interval in ("300", "900", "1,350", "3,600")}
     first_order = {interval: rows[at][rows[at].index("%") + 5] for interval, at in shown.items()}
     assert first_order == {"300": "58.0", "900": "80.7", "1,350": "82.2", "3,600": "73.0"}
-    assert "At 4 h 0 min it takes the chance of a failure per interval as 189.6 %, which is no prob" in result.stdout
+    assert "At 4 h 0 min it assumes a chance of 189.6 % for a failure per interval, which is no prob" in result.stdout
     assert "worse than useless there: use DALY" in result.stdout
 
 

@@ -148,8 +148,8 @@ def created_at(tree: SourceTree) -> str:
 
 
 async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]) -> SourceTree:
-    """What lies at `path`, so long after the last write that a later one would show. Waits for at most 2 s. Raises as
-    `scan`, and Transient while something writes there."""
+    """The tree at `path`, listed so long after the last write that a later write would change a time. Waits for at most
+    2 s. Raises as `scan`, and Transient if something was written meanwhile."""
     tree = await pool.query(scan, path)
     if wait_s := tree.unsettled_s(now().timestamp()):
         await asyncio.sleep(wait_s)
@@ -172,7 +172,7 @@ def _tree_bytes(manifest: Manifest) -> int:
 
 
 def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
-    """Whether a checkpoint was adopted from what lies there now, as far as sizes, modes and times show."""
+    """Whether a checkpoint was adopted from this tree, as far as sizes, modes and times show."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
     return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored()
