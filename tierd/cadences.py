@@ -1,7 +1,7 @@
 """Measures of each run what `snapshot.cadence = "auto"` needs: stalls, persists, training time and failures.
 
-The measurements are in the daemon's memory only. lifecycle/cadence.py chooses the interval; Welcome and each Persisted tell it to
-the trainers.
+The measurements are in the daemon's memory only. lifecycle/cadence.py chooses the interval; Welcome and each Persisted
+tell it to the trainers.
 """
 
 from __future__ import annotations
