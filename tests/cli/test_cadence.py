@@ -49,7 +49,7 @@ def test_json_has_every_number_and_its_source(tmp_path: Path) -> None:
     assert other["simulated"] == pytest.approx(other["daly"], abs=0.003)
 
 
-def test_what_is_not_given_is_what_the_daemon_has_measured(tmp_path: Path) -> None:
+def test_numbers_that_are_not_given_come_from_the_daemon(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         refused = daemon.tierd("cadence", "--mtbf-hours", "24")
         assert refused.returncode == 2
@@ -115,7 +115,7 @@ def test_bad_input_ends_with_2_and_says_why(tmp_path: Path, arguments: list[str]
 
 
 @pytest.mark.parametrize("save_s", ["30000", "10000000"])
-def test_save_that_takes_longer_than_the_job_lives_is_said_to_be_hopeless(tmp_path: Path, save_s: str) -> None:
+def test_a_save_longer_than_twice_the_mtbf_is_reported_as_hopeless(tmp_path: Path, save_s: str) -> None:
     """With the second one, no interval of the table is longer than a save."""
     arguments = ("--mtbf-hours", "3", "--save-s", save_s, "--svg", tmp_path / "x.svg")
     result = make_house(tmp_path).tierd("cadence", *arguments)
