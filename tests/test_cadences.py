@@ -11,7 +11,7 @@ RUN = Run("run")
 AUTO = SnapshotConfig(cadence="auto", every_steps=0)
 
 
-def test_without_auto_the_config_says_it() -> None:
+def test_without_auto_the_interval_is_that_of_the_config() -> None:
     cadences = Cadences()
     cadences.entered(RUN, 0)
     cadences.stalled(RUN, 0.1)
@@ -36,7 +36,7 @@ def test_interval_follows_stalls_and_failures() -> None:
     assert "9 failures in 540 s of training" in choice.reasons[1]
 
 
-def test_stop_in_good_order_is_no_failure_and_time_without_ranks_is_no_training() -> None:
+def test_stop_in_good_order_counts_as_no_failure_and_time_without_ranks_as_no_training() -> None:
     cadences = Cadences(AUTO)
     cadences.stalled(RUN, 0.5)
     for _ in range(2):  # two ranks

@@ -23,13 +23,13 @@ async def test_a_client_sees_the_certificate_with_that_fingerprint() -> None:
         writer.close()
 
 
-def test_each_start_has_another_one_and_leaves_no_descriptor() -> None:
+def test_each_start_makes_another_certificate_and_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     assert make_certificate()[1] != make_certificate()[1]
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_without_the_package_that_makes_it_the_daemon_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_cryptography_a_daemon_with_tls_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(BadConfig, match=r"peers\.tls: the package cryptography is not installed") as refused:
         make_certificate()

@@ -1,7 +1,7 @@
-"""What the daemon has seen of each run that decides how often it saves: stalls, persists, training time and failures.
+"""Measures of each run what `snapshot.cadence = "auto"` needs: stalls, persists, training time and failures.
 
-Kept in the daemon's memory only, and only with `snapshot.cadence = "auto"`. The interval itself is chosen in
-lifecycle/cadence.py; trainers get it with Welcome and with each Persisted.
+The measurements are in the daemon's memory only. lifecycle/cadence.py chooses the interval; Welcome and each Persisted
+tell it to the trainers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RUNS_MAX = 1024
 
 @dataclass(slots=True)
 class _Seen:
-    """`began_s`: since when a rank is connected; None: none is. `trained_s`: before that."""
+    """`began_s`: since when a rank has been connected; None: no rank is connected. `trained_s`: the time before
+    that."""
 
     began_s: float | None = None
     trained_s: float = 0.0
@@ -63,7 +64,7 @@ class Cadences:
         self._of(run).persists_s.append(seconds)
 
     def choice(self, run: Run, now_s: float) -> Choice | None:
-        """How often the run saves; None where the config says it."""
+        """The interval of the run; None if the config is not `cadence = "auto"`."""
         if not self.is_auto:
             return None
         seen = self._runs.get(run, _Seen())
@@ -79,7 +80,7 @@ class Cadences:
         )
 
     def every_s(self, run: Run, now_s: float) -> float:
-        """As `choice`; 0 where the config says it."""
+        """The interval of `choice` in seconds; 0 without one."""
         choice = self.choice(run, now_s)
         return choice.every_s if choice is not None else 0.0
 

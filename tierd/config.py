@@ -158,12 +158,10 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a run over several nodes: what the daemons of other nodes may read here, and which of them has the copies."""
 
-    listen: str = (
-        ""  # host:port where this daemon serves its parts of checkpoints; port 0: any free port; empty: nowhere
-    )
-    advertise: str = (
-        ""  # the host name or address that other nodes use; empty: that of listen, or daemon.node for 0.0.0.0
-    )
+    # host:port where this daemon serves its parts of checkpoints; port 0: any free port; empty: nowhere
+    listen: str = ""
+    # the host name or address that other nodes use; empty: that of listen, or daemon.node for 0.0.0.0
+    advertise: str = ""
     domain: str = ""  # what may fail together with this node, such as a rack; empty: as $SLURM_TOPOLOGY_ADDR says
     # encrypts what nodes read from each other, with a certificate that the daemon makes at its start; on all nodes
     tls: bool = False

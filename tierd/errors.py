@@ -174,7 +174,8 @@ class PeerUnreachable(TierUnreachable):
 
 
 class PeerRestarted(PeerUnreachable):
-    """The daemon of another node does not know the token: it has started again since it gave it."""
+    """The daemon of another node does not know the token, or has another certificate: it has restarted since it gave
+    them."""
 
     kind = PeerUnreachable.kind  # clients know this one
 

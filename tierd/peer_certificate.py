@@ -1,7 +1,7 @@
-"""The TLS between nodes: each daemon makes a certificate at its start, and its readers know the fingerprint.
+"""TLS between nodes: each daemon makes a certificate at its start, and readers compare its fingerprint.
 
-The trainers tell the fingerprint to the other nodes together with the address and the token, so nothing else vouches
-for a certificate: no CA, no name, no date. The private key is in the memory of the daemon only.
+The trainers send the fingerprint to the other nodes together with the address and the token. So no CA, name or date is
+needed or checked. The private key is in the memory of the daemon only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _NOT_BEFORE, _NOT_AFTER = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 3
 
 
 def make_certificate() -> tuple[ssl.SSLContext, str]:
-    """What a server needs, with a new key; and its fingerprint. Raises BadConfig without the package `cryptography`."""
+    """(the SSL context of a server, with a new key and certificate; the fingerprint of the certificate). Raises
+    BadConfig without the package `cryptography`."""
     pem, der = _self_signed()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

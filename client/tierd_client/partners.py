@@ -1,9 +1,9 @@
-"""Which node keeps the copy of which node's part: its partner. Pure: all ranks come to the same answer.
+"""Chooses for each node its partner: the node whose part it copies. Pure, so that all ranks compute the same.
 
-Nodes are sorted by (domain, lowest rank) and divided into two halves; the i-th of one is the partner of the i-th of the
-other. So partners are in different domains, such as racks, unless one domain has more than half of the nodes. Of an odd
-number the middle one forms a ring with a pair, if possible one of two other domains. Pairs lose fewer parts than a ring
-over all: a part is lost only with both of a pair.
+Nodes are sorted by (domain, lowest rank) and divided into two halves; the i-th node of one half and the i-th of the
+other are partners. So partners are in different domains, such as racks, unless one domain has more than half of the
+nodes. If the number of nodes is odd, the middle node forms a ring with one of the pairs, if possible a pair of two
+other domains. Pairs are better than one ring of all nodes: two lost nodes lose parts only if they are partners.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tierd_client.session import DaemonSession
 
 
 def partners(domains: Mapping[int, str]) -> dict[int, int]:
-    """For each node the one that keeps its copy. `domains`: of each node, which is known by its lowest rank; empty
-    where none is configured. Without a second node nobody keeps a copy."""
+    """For each node, the node that keeps the copy of its part. A node is named by its lowest rank. `domains`: the
+    domain of each node; empty if none is configured. With one node there are no copies."""
     nodes = sorted(domains, key=lambda lowest: (domains[lowest], lowest))
     half = len(nodes) // 2
     first, middle, second = nodes[:half], nodes[half : len(nodes) - half], nodes[len(nodes) - half :]
@@ -47,8 +47,8 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True):
 def find_partner(
     ranks: Ranks, node: wire.NodeRanks, welcome: wire.Welcome
 ) -> tuple[wire.Partner | None, list[NodeAddress]]:
-    """All ranks. What the lowest rank of this node tells its daemon: the node whose parts it copies, None if there is
-    none or the nodes do not read from each other; and all nodes. `welcome`: of this rank's daemon."""
+    """All ranks call this. Returns what the lowest rank of this node tells its daemon: the node whose parts it copies,
+    None if it copies none, and the roster of all nodes. `welcome`: of this rank's daemon."""
     own = b""
     if ranks.rank == node.ranks[0]:
         own = msgspec.msgpack.encode(
@@ -71,7 +71,7 @@ def find_partner(
 
 
 def send_roster(session: DaemonSession, nodes: Sequence[NodeAddress]) -> None:
-    """In memory of its own: the addresses of 2,048 nodes are more than a message may be."""
+    """In a memfd: the addresses of 2,048 nodes do not fit into a message."""
     descriptor = sealed_memory("tierd-nodes", msgspec.json.encode(nodes))
     try:
         session.send(wire.Roster(), [descriptor])
@@ -80,23 +80,23 @@ def send_roster(session: DaemonSession, nodes: Sequence[NodeAddress]) -> None:
 
 
 def _warn_of_lifecycles(lifecycles: Mapping[int, str]) -> None:
-    """`lifecycles`: of each node, known by its lowest rank."""
+    """`lifecycles`: the digest of each node's lifecycle, by its lowest rank."""
     others = [lowest for lowest, each in lifecycles.items() if each and each != lifecycles[0]]
     if others:
         log.warning(
             "tierd: the lifecycle in the config of %d of %d nodes differs from that of rank 0's node, which counts in "
-            "cold tiers: those of ranks %s",
+            "cold tiers: the nodes of ranks %s",
             len(others), len(lifecycles), _listed(others),
         )  # fmt: skip
 
 
 def _warn_of_tls(peers: Mapping[int, PeerAddress]) -> None:
-    """Where some nodes have TLS: they read nothing from the others."""
+    """Warn if only some nodes have TLS: they read nothing from the others."""
     plain = [lowest for lowest, peer in peers.items() if not peer.fingerprint]
     if 0 < len(plain) < len(peers):
         log.warning(
-            "tierd: %d of %d nodes have no peers.tls in their config, and the others read nothing from them: those of "
-            "ranks %s",
+            "tierd: %d of %d nodes have no peers.tls in their config, and the others read nothing from them: the nodes "
+            "of ranks %s",
             len(plain), len(peers), _listed(plain),
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ def _listed(lowest: Sequence[int]) -> str:
 
 
 def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:
-    """Where the loss of one domain, or of one node, loses parts."""
+    """Warn if the loss of one domain, or of one node, loses parts."""
     largest, count = max(Counter(domains.values()).items(), key=lambda each: each[1], default=("", 0))
     if largest and 2 * count > len(domains):
         log.warning(
@@ -115,6 +115,6 @@ def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:
         )  # fmt: skip
     if 0 < len(domains) < nodes:
         log.warning(
-            "tierd: %d of %d nodes have no peers.listen in their config: nobody keeps copies of their parts",
+            "tierd: %d of %d nodes have no peers.listen in their config: no other node copies their parts",
             nodes - len(domains), nodes,
         )  # fmt: skip

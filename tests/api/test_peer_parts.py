@@ -93,6 +93,16 @@ async def test_node_lists_what_is_durable_and_the_newest_of_it(served: Served) -
     assert (answer.parts[0].ranks, answer.parts[0].node_file) == ([1, 2], NODE_FILE)
 
 
+async def test_run_called_newest_is_listed_as_any_other(served: Served) -> None:
+    run = Run("newest")
+    for step in (5, 6):
+        served.rooms.seal(step, [b"rank 1", b"rank 2"], run=run, node=NODE, world_size=3, number=step)
+        assert await served.rooms.persister().run_once()
+    for path, steps in (("newest", [6, 5]), ("newest/newest", [6])):
+        _, raw = await served.get(f"parts/v1/{path}", token=served.key.token(run))
+        assert [part.step for part in msgspec.json.decode(raw, type=NodeParts).parts] == steps
+
+
 @pytest.mark.parametrize("is_persisted", [False, True])
 async def test_what_a_start_on_this_node_alone_has_saved_is_served_as_a_part(
     served: Served, is_persisted: bool

@@ -75,7 +75,7 @@ def test_a_restore_into_its_own_place_in_a_tier_keeps_the_form_of_the_tier(house
     assert contents(house.root / "back") == contents(folder)
 
 
-def test_tensors_of_it_are_not_read(house: House, folder: Path) -> None:
+def test_commands_that_read_tensors_refuse_an_adopted_checkpoint(house: House, folder: Path) -> None:
     adopt(house, folder)
     for command in (
         ["export", "--format", "safetensors"],
@@ -106,14 +106,14 @@ def test_adopting_again_does_nothing_and_other_bytes_under_the_step_are_refused(
     assert adopt(house, write(folder.parent / "late.bin"), step=9)["generation"] == 2
 
 
-def test_a_run_of_tierds_client_adopts_nothing(house: House, folder: Path) -> None:
+def test_adopt_refuses_a_run_of_tierds_client(house: House, folder: Path) -> None:
     make_checkpoint(house.cold, run="hf", step=100)
     result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
     assert result.exit_code == 2
     assert "that run is of tierd's client" in result.stderr
 
 
-def test_what_a_run_holds_must_be_known(house: House, folder: Path) -> None:
+def test_adopt_is_refused_while_the_checkpoints_of_the_run_are_unknown(house: House, folder: Path) -> None:
     write(house.cold / "hf/000000000100-g0001/manifest.json")
     result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
     assert result.exit_code == 14
@@ -168,10 +168,21 @@ def test_a_missing_path_an_empty_folder_and_a_folder_around_a_tier_are_refused(h
     for path, code in ((tmp_path / "none", 10), (tmp_path / "empty", 2), (house.root, 2), (house.hot, 2)):
         assert house.tierd("adopt", path, "--run", "hf", "--step", "1").exit_code == code, path
     assert house.tierd("adopt", tmp_path, "--run", "../x", "--step", "1").exit_code == 2
+    (tmp_path / "loop").symlink_to("loop")
+    result = house.tierd("adopt", tmp_path / "loop", "--run", "hf", "--step", "1")
+    assert (result.exit_code, "this is a bug" in result.stderr) == (2, False)
     assert os.listdir(house.hot) == []
 
 
-def test_signed_and_refused_when_altered(tmp_path: Path) -> None:
+def test_a_generation_that_no_run_can_have_reached_is_refused(house: House, folder: Path) -> None:
+    """A tier counts such a checkpoint as foreign: no command would show it."""
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "500", "--generation", "99999999")
+    assert result.exit_code == 2
+    assert "generation 99999999" in result.stderr
+    assert os.listdir(house.hot) == []
+
+
+def test_adopted_checkpoint_is_signed_and_refused_when_altered(tmp_path: Path) -> None:
     house = make_house(tmp_path)
     assert house.tierd("key", "new", house.root / "key").exit_code == 0
     house.config.write_text(house.config.read_text() + f'\n[security]\nkey_file = "{house.root / "key"}"\n')

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import make_house
-from tests.support.daemon import serving
+from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
 
+NODE_LOSS = ("--mtbf-hours", "24", "--save-s", "1", "--restart-s", "60", "--node-loss-share", "0.5", "--json")
 REFERENCE = ["--gpus", "2048", "--gpu-mtbf-days", "180", "--save-s", "120"]
 
 
@@ -24,7 +26,7 @@ def test_reference_job(tmp_path: Path) -> None:
     shown = {interval: next(at for at in rows if at == interval) for interval in ("300", "900", "1,350", "3,600")}
     first_order = {interval: rows[at][rows[at].index("%") + 5] for interval, at in shown.items()}
     assert first_order == {"300": "58.0", "900": "80.7", "1,350": "82.2", "3,600": "73.0"}
-    assert "At 4 h 0 min it takes the chance of a failure per interval as 189.6 %, which is no prob" in result.stdout
+    assert "At 4 h 0 min it assumes a chance of 189.6 % for a failure per interval, which is no prob" in result.stdout
     assert "worse than useless there: use DALY" in result.stdout
 
 
@@ -47,8 +49,8 @@ def test_json_has_every_number_and_its_source(tmp_path: Path) -> None:
     assert other["simulated"] == pytest.approx(other["daly"], abs=0.003)
 
 
-def test_what_is_not_given_is_what_the_daemon_has_measured(tmp_path: Path) -> None:
-    with serving(tmp_path) as daemon:
+def test_numbers_that_are_not_given_come_from_the_daemon(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
         refused = daemon.tierd("cadence", "--mtbf-hours", "24")
         assert refused.returncode == 2
         assert "no daemon here has measured a snapshot" in refused.stderr
@@ -59,8 +61,18 @@ def test_what_is_not_given_is_what_the_daemon_has_measured(tmp_path: Path) -> No
         with Trainer() as trainer:
             trainer.connect(daemon.socket)
             assert trainer.restore().tier == "memory"
+            wait_until(lambda: daemon.newest("cold"), "for the copy")
+            assert trainer.restore(tier="cold").tier == "cold"
         measured = json.loads(daemon.tierd("status", "--json").stdout)["costs"]
         costs = json.loads(daemon.tierd("cadence", "--mtbf-hours", "24", "--json").stdout)["costs"]
+        after_node_loss = {
+            given: json.loads(daemon.tierd("cadence", *NODE_LOSS, *given).stdout)["costs"]["node_restart_s"]
+            for given in ((), ("--node-restart-s", "10"))
+        }
+    assert after_node_loss == {
+        (): {"value": 60, "source": "as restart_s"},  # the measured restore lacks the time until a new node is there
+        ("--node-restart-s", "10"): {"value": 10, "source": "--node-restart-s"},
+    }
     assert costs["save_s"] == {
         "value": measured["stall"]["mean_s"],
         "source": "measured by the daemon: snapshot() of a rank, mean of 1",
@@ -102,7 +114,10 @@ def test_bad_input_ends_with_2_and_says_why(tmp_path: Path, arguments: list[str]
     assert "this is a bug" not in result.stderr
 
 
-def test_save_that_takes_longer_than_the_job_lives_is_said_to_be_hopeless(tmp_path: Path) -> None:
-    result = make_house(tmp_path).tierd("cadence", "--mtbf-hours", "3", "--save-s", "30000")
-    assert result.exit_code == 0
+@pytest.mark.parametrize("save_s", ["30000", "10000000"])
+def test_a_save_longer_than_twice_the_mtbf_is_reported_as_hopeless(tmp_path: Path, save_s: str) -> None:
+    """With the second one, no interval of the table is longer than a save."""
+    arguments = ("--mtbf-hours", "3", "--save-s", save_s, "--svg", tmp_path / "x.svg")
+    result = make_house(tmp_path).tierd("cadence", *arguments)
+    assert result.exit_code == 0, result.output
     assert "NO INTERVAL HELPS" in result.stdout

@@ -58,8 +58,10 @@ def test_demo_refuses_a_directory_that_it_cannot_make(tmp_path: Path) -> None:
     assert "give a writable one with --dir" in result.stderr
 
 
-def test_demo_shows_the_log_of_a_trainer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_shows_and_keeps_the_log_of_a_trainer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "TRAINER", "tierd_client.examples.absent")
-    result = CliRunner().invoke(make_app(["demo"]), ["demo", "--dir", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(make_app(["demo"]), ["demo"])
     assert result.exit_code == 1
     assert "No module named tierd_client.examples.absent" in result.stderr
+    assert [path.name for path in tmp_path.glob("demo-*/trainer.log")] == ["trainer.log"]

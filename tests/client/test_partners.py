@@ -21,7 +21,7 @@ def test_two_halves_keep_the_copies_of_each_other() -> None:
     assert partners(dict.fromkeys([0, 8, 16, 24], "")) == {0: 16, 8: 24, 16: 0, 24: 8}
 
 
-def test_three_of_an_odd_number_form_a_ring() -> None:
+def test_of_an_odd_number_of_nodes_three_form_a_ring() -> None:
     assert partners(dict.fromkeys([0, 8, 16], "")) == {0: 8, 8: 16, 16: 0}
     assert partners(dict.fromkeys(range(5), "")) == {0: 3, 3: 0, 1: 2, 2: 4, 4: 1}
 
@@ -134,7 +134,7 @@ def test_another_lifecycle_than_that_of_rank_0_is_warned_of(caplog: pytest.LogCa
         found = found_partners({n: welcome_of(n, has_peer=n > 1, lifecycle=each) for n, each in lifecycles.items()}, 4)
     assert [partner and partner.lifecycle for partner in found] == [None, None, "", "other"]
     assert "of 1 of 4 nodes differs from that of rank 0's node" in caplog.text
-    assert "those of ranks 2" in caplog.text
+    assert "the nodes of ranks 2" in caplog.text
 
 
 def test_nodes_without_tls_are_named_where_others_have_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ def test_nodes_without_tls_are_named_where_others_have_it(caplog: pytest.LogCapt
         found = found_partners({n: welcome_of(n, fingerprint="cd" * 32 if n else "") for n in range(3)}, 3)
         assert [partner and bool(partner.peer.fingerprint) for partner in found] == [True, False, True]
         assert "1 of 3 nodes have no peers.tls" in caplog.text
-        assert caplog.text.rstrip().endswith("those of ranks 0")
+        assert caplog.text.rstrip().endswith("the nodes of ranks 0")
         caplog.clear()
         found_partners({n: welcome_of(n, fingerprint="cd" * 32) for n in range(3)}, 3)
         assert "peers.tls" not in caplog.text

@@ -55,7 +55,7 @@ def due_steps(training: Training) -> list[int]:
     return [step for step in range(1, 15) if training.client.due(step)]
 
 
-def test_killed_trainer_is_a_failure_and_a_stop_is_none(tmp_path: Path) -> None:
+def test_killed_trainer_counts_as_a_failure_and_a_stop_does_not(tmp_path: Path) -> None:
     with serving(tmp_path, more='[snapshot]\ncadence = "auto"\n') as daemon:
         for end in ("kill", "close"):
             with Trainer() as trainer:

@@ -67,7 +67,7 @@ def test_simulation_of_two_kinds_of_failure_agrees_with_the_model(lag_s: float, 
     assert simulate(costs, interval_s) == pytest.approx(efficiency(costs, interval_s), abs=0.005)
 
 
-def test_lag_longer_than_the_interval_loses_half_of_it_more() -> None:
+def test_a_lag_longer_than_the_interval_costs_half_a_lag_more() -> None:
     """A snapshot that waits for the transfer of an older one leaves the node later."""
     every = {
         lag_s: simulate(Costs(save_s=0.001, mtbf_s=100_000, node_loss_share=1, lag_s=lag_s), 100, seed=1)
@@ -135,7 +135,7 @@ def test_no_interval_is_better_than_that_of_daly(save_s: float, ratio: float) ->
         ({"node_loss_share": 1.5}, "lose a node is 1.5, expected 0 to 1"),
     ],
 )
-def test_what_is_no_cost_is_refused_by_name(wrong: dict[str, float], word: str) -> None:
+def test_a_cost_out_of_range_is_refused_by_name(wrong: dict[str, float], word: str) -> None:
     with pytest.raises(BadConfig, match="compute a cadence: ") as refused:
         Costs(**{"save_s": 1.0, "mtbf_s": 1000.0, **wrong})
     assert word in refused.value.message

@@ -22,13 +22,13 @@ def steps(**known: CheckpointId | bool | None) -> list[int]:
     return sorted(each.step for each in needed_parts(PARTS, **arguments | known))  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_not_older_than_the_step_that_all_nodes_have_is_needed() -> None:
+def test_parts_from_the_step_on_that_all_nodes_have_are_needed() -> None:
     assert steps(everywhere=at(4)) == [4, 5, 6]
     assert steps(everywhere=at(4), newest_in_cold=at(5)) == [4, 5, 6]
     assert steps(everywhere=at(1, generation=2)) == []
 
 
-def test_without_knowledge_what_cold_does_not_replace_is_needed() -> None:
+def test_without_that_step_parts_newer_than_cold_are_needed() -> None:
     assert steps() == [1, 2, 3, 4, 5, 6]
     assert steps(newest_in_cold=at(5)) == [5, 6]
 

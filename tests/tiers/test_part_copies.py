@@ -35,7 +35,7 @@ async def test_copies_are_found_after_a_restart_newest_first(tmp_path: Path) -> 
     assert set(copies.runs()) == {five.id.run}
 
 
-async def test_what_is_not_complete_is_deleted(tmp_path: Path) -> None:
+async def test_incomplete_copies_are_deleted_at_the_start(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     (whole,) = await keep(config, 5)
     folder = config.hot_path / layout.PEERS / whole.run / "000000000006-g0001"

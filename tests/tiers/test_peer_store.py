@@ -184,7 +184,7 @@ async def test_server_with_another_certificate_gets_neither_a_request_nor_the_to
         return await piece(request)
 
     async with reading(record, tls=tls, fingerprint=other) as store:
-        with pytest.raises(PeerUnreachable, match=f"its certificate is sha256:{fingerprint}") as refused:
+        with pytest.raises(PeerRestarted, match=f"its certificate is sha256:{fingerprint}") as refused:
             await read(store, 3, 100)
     assert "restarted" in refused.value.hint
     assert requests == []

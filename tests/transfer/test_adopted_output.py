@@ -13,7 +13,7 @@ from tierd.transfer.source_tree import scan
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o555])
-def test_what_is_built_is_what_was_adopted(tmp_path: Path, mode: int) -> None:
+def test_built_folder_equals_the_adopted_one(tmp_path: Path, mode: int) -> None:
     folder = make_folder(tmp_path / "checkpoint-5")
     folder.chmod(mode)
     tree = scan(folder).stored()

@@ -250,7 +250,7 @@ async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) 
     assert not folder.exists()
 
 
-async def test_room_is_made_of_what_cold_has(two: TwoNodes) -> None:
+async def test_room_is_made_by_deleting_copies_that_cold_has(two: TwoNodes) -> None:
     for step in (5, 6):
         await two.both(step)
         await two.copier.run_once()

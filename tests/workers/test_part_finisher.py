@@ -118,13 +118,21 @@ async def test_a_node_that_answers_sends_its_part_itself(pair: Pair) -> None:
     assert "node-00001-of-00002.json" in pair.names
 
 
-@pytest.mark.parametrize("what", ["its disk is empty", "it has started again", "it has the part"])
+@pytest.mark.parametrize(
+    "what", ["its disk is empty", "it has started again", "it has started again, with TLS", "it has the part"]
+)
 async def test_a_node_that_came_back_without_its_part_is_lost(pair: Pair, what: str) -> None:
-    parts = PeerParts(pair.there.context, Restorer(pair.there.context, judge_nothing))
+    context = pair.there.context
+    if what.endswith("with TLS"):
+        peers = msgspec.structs.replace(context.config.peers, tls=True)
+        context = replace(context, config=msgspec.structs.replace(context.config, peers=peers))
+    parts = PeerParts(context, Restorer(context, judge_nothing))
     await parts.start()
-    peer = pair.there.context.peer_key.of(RUN)
+    peer = context.peer_key.of(RUN)
     assert peer is not None
-    await pair.begin(peer=msgspec.structs.replace(peer, token="ab") if what == "it has started again" else peer)
+    if what.startswith("it has started again"):
+        peer = msgspec.structs.replace(peer, token="ab", fingerprint=peer.fingerprint and "ab" * 32)
+    await pair.begin(peer=peer)
     if what == "its disk is empty":
         pair.there.catalog.drop(ID, "hot")
     await pair.pass_time(LOST_AFTER_S)

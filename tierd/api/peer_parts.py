@@ -63,7 +63,7 @@ class PeerParts:
         self._files = PartFiles(context, restorer)
         app = web.Application()
         app.router.add_get("/parts/v1/{run}", self._list)
-        app.router.add_get("/parts/v1/{run}/newest", self._list)
+        app.router.add_get("/parts/v1/{run}/{newest:newest}", self._list)
         app.router.add_get("/parts/v1/{run}/{checkpoint}/{file}", self._answer)
         self._server = HttpServer(app, context.config, peers_check=self._check)
 
@@ -91,7 +91,7 @@ class PeerParts:
         return None if is_admitted else no_token("the token of the run is needed\n")
 
     async def _list(self, request: web.Request) -> web.Response:
-        run, count = Run(request.match_info["run"]), 1 if request.path.endswith("/newest") else HELD_MAX
+        run, count = Run(request.match_info["run"]), 1 if "newest" in request.match_info else HELD_MAX
         parts = durable_parts(self._context, run, copy_lag_s=self._copy_lag_s(run), count=count)
         return web.Response(body=msgspec.json.encode(parts), content_type="application/json")
 

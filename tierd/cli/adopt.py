@@ -1,7 +1,7 @@
 """`tierd adopt`: makes a folder or file that another program wrote a checkpoint in the hot tier. Needs no daemon.
 
-It is built beside its place in the hot directory and appears there by one rename, so a daemon that starts or ends
-meanwhile never sees a part of it. A daemon that runs there finds it at once, and copies and deletes it by the policy.
+The checkpoint is built beside its place in the hot directory and moved there by one rename, so a daemon never sees an
+incomplete one. A daemon that runs on this directory finds it at once, and copies and deletes it by the policy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class Adopted(msgspec.Struct, kw_only=True):
 async def adopt(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder or a file, complete, of any program.")],
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that it becomes a checkpoint of.")],
+    run: Annotated[
+        str,
+        typer.Option("--run", metavar="RUN", help="The name of the run: one of its own, that no tierd client writes."),
+    ],
     step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="Its step.")],
     generation: Annotated[
         int | None,
@@ -69,18 +72,21 @@ async def adopt(
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> int:
-    """Adopt a checkpoint that another program wrote: opaque, checksummed, kept by the policy."""
+    """Take a checkpoint that another program wrote, as opaque bytes: checksummed, copied and deleted by the policy."""
     name = check_run(run)
     config = settings_of(context).config()
     check_key(config)
-    source = path.absolute().resolve()
+    try:
+        source = path.absolute().resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
+        raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
     _check_outside_tiers(source, config)
     began_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
     try:
         async with open_tiers(settings_of(context)) as tiers:
             code = tiers.check_reachable()
-            checkpoint = adopted_id(tiers.catalog, name, step, generation)
+            checkpoint = adopted_id(tiers.catalog, name, step, generation, now_s=now().timestamp())
             tree = await scan_settled(source, pool, now)
             report = Adopted(
                 **msgspec.to_builtins(checkpoint),
@@ -109,7 +115,7 @@ async def adopt(
 
 def _sentence(report: Adopted) -> str:
     what = f"{report.path} as {report.run} step {report.step} (generation {report.generation})"
-    held = f"{report.files} files, {size(report.size_bytes)}"
+    held = f"{report.files} file{'' if report.files == 1 else 's'}, {size(report.size_bytes)}"
     if not report.is_new:
         return f"adopted before: {what}: nothing has changed there since"
     if report.is_dry_run:
@@ -133,7 +139,7 @@ def _check_outside_tiers(source: Path, config: Config) -> None:
 
 
 async def _existing(tiers: OpenedTiers, checkpoint: CheckpointId, tree: SourceTree) -> Manifest | None:
-    """The checkpoint, if it was adopted from what lies there now. Raises TargetNotEmpty if from something else."""
+    """The checkpoint, if it was adopted from these files before. Raises TargetNotEmpty if it was from other files."""
     entry = tiers.catalog.get(checkpoint)
     if entry is None:
         return None

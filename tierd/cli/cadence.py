@@ -1,7 +1,7 @@
 """`tierd cadence`: how often to save, from what a save and a restart cost and how often the job fails.
 
-What is not given as an option is what the running daemon has measured; the output says where each number came from. A
-simulation checks the formulas. Changes nothing.
+A number that is not given as an option is taken from the running daemon's measurements. The output says where each
+number came from. A simulation checks the formulas. Changes nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def cadence(
     ] = None,
     interval_s: Annotated[
         list[float] | None,
-        typer.Option("--interval-s", metavar="SECONDS", help="An interval to look at; may be repeated."),
+        typer.Option("--interval-s", metavar="SECONDS", help="An interval to compute; may be repeated."),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write a plot to this file.")] = None,
     json: options.Json = False,
@@ -105,7 +105,8 @@ def cadence(
         node_restart_s = _number(
             sources, "node_restart_s", "--node-restart-s", node_restart_s, away, "a restore from a cold tier"
         )
-        if node_restart_s is None or (away is not None and node_restart_s < costs.restart_s):
+        is_measured = sources["node_restart_s"] != "--node-restart-s"
+        if node_restart_s is None or (is_measured and node_restart_s < costs.restart_s):
             node_restart_s, sources["node_restart_s"] = costs.restart_s, "as restart_s"
         lag = _fastest(measured.replicate)
         lag_s = _number(sources, "lag_s", "--lag-s", lag_s, lag, "a copy to the fastest cold tier")
@@ -190,7 +191,8 @@ def _intervals(costs: Costs, best_s: float, given: list[float] | None) -> list[f
         return sorted({*given, best_s})
     around = {best_s, *(fraction * best_s for fraction in FRACTIONS)}
     near = [each for each in LADDER_S if best_s / 30 <= each <= 30 * best_s]
-    return sorted(each for each in {*around, *near} if each > costs.save_s)
+    # Only an interval that is longer than a save leaves time for work.
+    return sorted(each for each in {*around, *near} if each > costs.save_s) or [2 * costs.save_s]
 
 
 def _report(costs: Costs, sources: dict[str, str], best_s: float, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -258,10 +260,10 @@ def _print(costs: Costs, sources: dict[str, str], best_s: float, outcomes: list[
     if rough := [each for each in outcomes if not each.first_order_holds]:
         worst = rough[-1]
         print_result(
-            f"FIRST ORDER is for intervals far below the MTBF. At {duration(worst.interval_s)} it takes the chance of "
-            f"a failure per interval as {_percent(worst.failures_per_interval)}"
+            f"FIRST ORDER is for intervals far below the MTBF. At {duration(worst.interval_s)} it assumes a chance of "
+            f"{_percent(worst.failures_per_interval)} for a failure per interval"
             + (", which is no probability" if worst.failures_per_interval > 1 else "")
-            + f": it says {_percent(worst.first_order)}, the simulation {_percent(worst.simulated)}."
+            + f", and gives {_percent(worst.first_order)}; the simulation gives {_percent(worst.simulated)}."
             + (" It is worse than useless there: use DALY." if worst.failures_per_interval > 1 else " Use DALY there."),
         )
 

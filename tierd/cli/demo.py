@@ -47,7 +47,10 @@ FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, d
 def demo(
     context: typer.Context,
     directory: Annotated[
-        str | None, typer.Option("--dir", metavar="DIR", help="Work there and keep it; default: a temporary one.")
+        str | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Work there and keep it; default: a folder that is kept if the demo fails."
+        ),
     ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="A smaller model and fewer steps.")] = False,
     nodes: Annotated[
@@ -62,12 +65,18 @@ def demo(
     demo = (
         NodesDemo(root, sockets, is_fast=fast) if nodes else _Demo(root, sockets / "tierd.sock", FAST if fast else FULL)
     )
+    is_kept = directory is not None
     try:
-        return demo.run()
+        code = demo.run()
+        is_kept |= code != 0
+        return code
+    except TierdError:
+        is_kept = True  # the logs say why it failed
+        raise
     finally:
         demo.end()
         shutil.rmtree(sockets, ignore_errors=True)
-        if directory is None:
+        if not is_kept:
             shutil.rmtree(root, ignore_errors=True)
 
 

@@ -113,7 +113,10 @@ class DemoRun:
                 if not self._is_running(trainer) and not condition():
                     raise self._trainer_failed(trainer, what)
             if time.monotonic() > deadline_s:
-                raise TierdError(f"run the demo: waited {DEADLINE_S:.0f} s for {what}")
+                raise TierdError(
+                    f"run the demo: waited {DEADLINE_S:.0f} s for {what}",
+                    hint=f"is the machine busy? --fast trains a smaller model; the logs are in {self._root}",
+                )
             time.sleep(0.02)
 
     def _trainer_failed(self, trainer: str, what: str) -> TierdError:

@@ -1,6 +1,6 @@
-"""The parts of a checkpoint that several nodes have, as one store for reading: each shard comes from who has its part.
+"""The parts of a checkpoint on several nodes as one store for reading: each shard is read from a holder of its part.
 
-A holder that cannot be reached is given up, and the next one is read in its place.
+A holder that cannot be read once is not tried again; the next one takes its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tierd.tiers.store import ReadableStore, Source
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """Who has the part of these ranks, or a copy of it. `healthy` None: not examined. `lost`: why it gives no more."""
+    """A node or folder that has the part of these ranks, or a copy of it. `healthy` None: not examined. `lost`: why it
+    is not read any more."""
 
     tier: ReadableTier
     ranks: Sequence[int]
@@ -36,15 +37,16 @@ class JoinedParts:
         self._raw, self._manifest, self._holders, self._hot = raw, manifest, holders, hot
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
-        """The manifest, or the marker of a milestone. This node's verdict says nothing about the other parts."""
+        """The manifest, or the marker of a milestone. Health markers count as absent: they are of this node's part
+        only."""
         if key == self._manifest.key:
             return self._raw
         if layout.milestone_of(key.rpartition("/")[2]) is None:
-            raise NotFound(f"read {key} on the nodes: it is of one part")
+            raise NotFound(f"read {key} on the nodes: it belongs to one part only")
         return await self._hot.get_bytes(key, size_max=size_max)
 
     async def read(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Raises NotFound when nobody gives it any more: other shards may still be read."""
+        """Raises NotFound when no holder of this shard can be read: other shards may still be."""
         lost: TierdError | None = None
         for holder in self._holders.get(key, ()):
             if holder.lost is None:
@@ -61,4 +63,4 @@ class JoinedParts:
         return Source(partial(self.read, key))
 
     async def close(self) -> None:
-        """Whoever opened the stores closes them."""
+        """The caller that opened the stores closes them."""

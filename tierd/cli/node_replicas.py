@@ -1,8 +1,8 @@
-"""A checkpoint that no tier here has whole, put together from what the nodes of its run have in hot.
+"""A checkpoint that no tier here has whole, assembled from the parts that the nodes of its run have in hot.
 
-The parts are this node's own, its copies of another node's, and those that other nodes serve. Where they are, and with
-which token they are read, the daemon here was told by the trainers. Each node file is checked as any manifest is, and
-the fetch verifies every chunk.
+The parts are this node's own, its copy of another node's, and those that other nodes serve. The daemon here knows the
+addresses and tokens of the other nodes from the trainers. Each node file is checked as any manifest is, and the fetch
+verifies every chunk.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
 
-COPIES = "copies"  # the replica of the parts that have more than one holder, without the first of each
+COPIES = "copies"  # the second replica, where parts have more than one holder: it leaves out the first of each
 _HINT = "`tierd status` shows the nodes; --tier cold takes what is committed there; docs/RUNBOOK.md#peers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReplica:
-    """The one checkpoint that was chosen. `tiers`: with what the nodes give in the place of hot. `holders`: by node
-    file."""
+    """The checkpoint that was chosen. `tiers`: by name; hot is replaced by the parts on the nodes. `holders`: by the
+    name of the node file."""
 
     query: CheckpointQuery
     inventory: Inventory
@@ -46,7 +46,7 @@ class NodeReplica:
     holders: Mapping[str, Sequence[Holder]]
 
     def refusal(self, error: TierdError) -> TierdError:
-        """The error of a restore; if nodes were lost meanwhile, the ranks that are missing."""
+        """The error of the restore: `error`, or Incomplete with the missing ranks if nodes were lost meanwhile."""
         reasons: list[str] = []
         ranks: list[int] = []
         for holders in self.holders.values():
@@ -61,8 +61,9 @@ class NodeReplica:
 async def find_on_nodes(
     query: CheckpointQuery, inventory: Inventory, tiers: OpenedTiers, config: Config, stack: AsyncExitStack
 ) -> NodeReplica | None:
-    """The newest that matches and that the nodes have together, unless a tier here has it or a newer one whole. None
-    where there is none: then the tiers have the answer. `stack` closes what is opened.
+    """The newest checkpoint that matches and whose parts the nodes have together. None if there is none, or if a tier
+    here has that checkpoint or a newer one whole: then the caller selects from the tiers. `stack` closes what is
+    opened.
 
     Raises Incomplete with the ranks that are missing, if no tier has the answer either.
     """
@@ -93,7 +94,7 @@ async def find_on_nodes(
 
 
 class _Search:
-    """For parts of checkpoints of one run, on all of its nodes."""
+    """A search for the parts of checkpoints of one run on all of its nodes."""
 
     def __init__(self, query: CheckpointQuery, tiers: OpenedTiers, config: Config, stack: AsyncExitStack) -> None:
         assert query.run is not None
@@ -110,8 +111,8 @@ class _Search:
         self._reasons: list[str] = []  # why nodes cannot be read
 
     async def newer_than(self, whole: CheckpointId | None) -> list[CheckpointId]:
-        """The checkpoints that match and of which a node has a part, newest first, at most HELD_MAX. The other nodes
-        are asked only if this one has a part, or hot was named."""
+        """The checkpoints that match and of which a node has a part, newest first, at most HELD_MAX. Asks the other
+        nodes only if this node has a part, or if the tier hot was named."""
         found = self._matching(self._entries, whole)
         if found or self._query.tier == HOT:
             await self._ask_others()
@@ -128,7 +129,7 @@ class _Search:
         ]
 
     def _milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """As far as this node knows them."""
+        """The milestones of the checkpoint that this node knows."""
         entry = self._entries.get(checkpoint)
         if entry is None or entry.part is None:
             return frozenset()
@@ -144,7 +145,7 @@ class _Search:
             uid, proof = config.daemon_uid, run_proof()
             nodes = await asyncio.to_thread(find_nodes, config.socket_path, self._run, daemon_uid=uid, proof=proof)
             if not nodes:
-                self._reasons.append("the daemon here knows no other node, as the trainers tell it at a snapshot")
+                self._reasons.append("the daemon here knows no other node: the trainers tell it at their next snapshot")
         except TierdError as error:
             self._reasons.append(f"the daemon here, which may know the other nodes, was not asked: {error.message}")
         for node, answer in zip(nodes, await ask_nodes(self._run, nodes, needs_tls=config.peers.tls), strict=True):
@@ -219,7 +220,7 @@ class _Search:
         )
 
     async def _holders(self, checkpoint: CheckpointId) -> dict[str, list[Holder]]:
-        """Who may have each part, by node file: this node first, a copy last."""
+        """The holders of each part, by the name of its node file: this node first, copies last."""
         found: dict[str, list[Holder]] = {}
         entry = self._entries.get(checkpoint)
         if entry is not None and entry.part is not None:
@@ -238,7 +239,7 @@ class _Search:
     async def _read_part(
         self, checkpoint: CheckpointId, name: str, holders: Sequence[Holder]
     ) -> tuple[NodeFile | None, list[Holder]]:
-        """The part, and those that have it; the others' reasons are kept."""
+        """The part, and the holders that have it. Why others cannot be read is added to the reasons."""
         part: NodeFile | None = None
         able: list[Holder] = []
         for holder in holders:

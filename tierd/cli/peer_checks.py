@@ -86,6 +86,7 @@ async def _refuses(address: str, fingerprint: str) -> str:
             writer.close()
             return f"its certificate is sha256:{found}, and sha256:{fingerprint} was told"
     writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
+    with suppress(OSError, TimeoutError):  # with TLS it waits until the other one has answered
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await writer.wait_closed()
     return ""

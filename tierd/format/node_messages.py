@@ -14,9 +14,9 @@ COPIES_MAX = 8  # copies of other nodes' parts in one answer
 
 
 class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run whose ranks span several nodes. `ranks`: those of this node, ascending. `lowest`: the lowest rank of
-    each node, ascending. `claim`: the random bits of the claim of the generation. `base`: the sequence of the last
-    checkpoint before the generation. The daemon of rank 0 makes `claim` and `base`: empty and 0 until it has."""
+    """How the ranks of a run are divided into nodes. `ranks`: those of this node, ascending. `lowest`: the lowest rank
+    of each node, ascending. `claim`: the random bits of the claim of the generation, empty until the daemon of rank 0
+    has made it. `base`: the sequence of the last checkpoint before the generation, 0 until then."""
 
     ranks: list[int]
     lowest: list[int]
@@ -52,7 +52,7 @@ class FindElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Everywhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the lowest rank of a node of several: `step` is the newest of which every node has persisted its part."""
+    """From the lowest rank of a node: `step` is the newest snapshot that is safe on every node, see FORMAT.md."""
 
     step: int
 
@@ -68,7 +68,8 @@ class Partner(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the lowest rank of a node: all nodes, as JSON of NodeAddress in the one descriptor, a sealed memfd."""
+    """From the lowest rank of a node: the list of all nodes. One descriptor: a sealed memfd with NodeAddress as
+    JSON."""
 
 
 class FindNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -78,9 +79,9 @@ class FindNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one daemon has of a checkpoint. `whole_in`: the tiers that have all of it, nearest first. `part_in`: memory
-    and hot, as far as they have the part of this node; then `ranks` are those of the part, and parts with the same
-    `head_digest` are of one checkpoint. `healthy`: None if the daemon does not know it."""
+    """What one daemon has of a checkpoint. `whole_in`: the tiers that have all of it, nearest first. `part_in`: the
+    tiers, memory and hot, that have the part of this node; `ranks` are those of the part. Parts with the same
+    `head_digest` are of one checkpoint. `healthy` None: the daemon does not know it."""
 
     step: int
     generation: int
@@ -104,7 +105,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The daemon has a copy of the part of this step that the node has which it was told of with Partner."""
+    """The daemon has the copy of the part of this step that the node of the last Partner saved."""
 
     step: int
     generation: int

@@ -177,8 +177,8 @@ class Stepped(_Message, frozen=True, kw_only=True):
 
 
 class Convene(_Message, frozen=True, kw_only=True):
-    """A rank has a request: call all ranks of its generation, those of this node, to the meeting with this number.
-    `is_forced`: there is no meeting; the ranks of another node are being interrupted, and these are to be, too."""
+    """A rank has a request: call the ranks of its generation on this node to the meeting with this number. `is_forced`:
+    there is no meeting; the ranks of another node are being interrupted, and the daemon interrupts these, too."""
 
     meeting: int
     is_forced: bool = False
@@ -226,7 +226,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     that of the client. `boot` is of this start of the daemon. `newest`: the newest checkpoint of the run in any tier.
     `unseen`: the tiers that could not be listed, with the reason. `report_s`: how often to send Stepped, in seconds;
     0: never. `checks_secrets`: the daemon knows `proof`. `seen`: the highest generation of the run that the daemon
-    knows; None from a daemon that does not know of several nodes. `claim` and `base`: see NodeRanks; for rank 0 of a
+    knows; None from a daemon that supports one node only. `claim` and `base`: see NodeRanks; for rank 0 of a
     run over several nodes. `peer`: as of Held. `domain`: what may fail together with this node, such as a rack;
     empty: unknown. `lifecycle`: a digest of the lifecycle, which should be the same on all nodes; empty: unknown.
     `cadence` auto: `every_s` is the first interval, and Persisted has the next ones."""

@@ -4,8 +4,8 @@ Pure. The formulas are those of J. W. Young, "A first order approximation to the
 17(9), 1974), and J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
 22(3), 2006). `simulate` draws failures and assumes neither.
 
-An interval is the time from one snapshot to the next, with the save in it. Failures are of two kinds: a process crash,
-after which the newest snapshot is still in memory; and the loss of a node, after which only what had left the node is.
+An interval is the time from one snapshot to the next, including the save. Failures are of two kinds: after a process
+crash the newest snapshot is still in memory; after the loss of a node only snapshots that had left the node remain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from random import Random
 
 from tierd.errors import BadConfig
 
-HOLDS_BELOW = 0.2  # of the interval to the MTBF: up to there the first-order formula is wrong by about 1 %-point
+HOLDS_BELOW = 0.2  # interval / MTBF: up to this ratio the first-order formula is wrong by about 1 %-point
 FAILURES_SIMULATED = 20_000  # a standard error of about 0.1 %-points
 SECONDS_MAX = 1e10  # 300 years
 _EXPONENT_MAX = 700.0  # exp() of more overflows, and the efficiency is 0
@@ -26,9 +26,9 @@ _EXPONENT_MAX = 700.0  # exp() of more overflows, and the efficiency is 0
 class Costs:
     """In seconds. `save_s`: what a snapshot delays training. `mtbf_s`: mean time between failures of the whole job, of
     both kinds. `restart_s`: from a process crash until training goes on. `node_loss_share`: the share of failures that
-    lose a node with its memory and disk. `node_restart_s`: until training goes on after those. `lag_s`: from the end of
-    a save until the snapshot has left the node, to a peer or a cold tier; meanwhile no other one is sent. Raises
-    BadConfig for what is no such number."""
+    lose a node with its memory and disk. `node_restart_s`: from the loss of a node until training goes on. `lag_s`:
+    from the end of a save until a peer or a cold tier has the snapshot; snapshots are sent one after the other. Raises
+    BadConfig for a number out of range."""
 
     save_s: float
     mtbf_s: float
@@ -52,16 +52,17 @@ class Costs:
         return (1 - self.node_loss_share) * self.restart_s + self.node_loss_share * self.node_restart_s
 
     def lag_loss_s(self, interval_s: float) -> float:
-        """What the loss of a node loses beyond a process crash, on average. A lag longer than the interval also delays
-        the start of the next transfer: then a newer snapshot leaves the node only once per lag."""
+        """The work that the loss of a node loses beyond that of a process crash, on average. If the lag is longer than
+        the interval, a snapshot also waits until the one before it has left the node."""
         return self.lag_s if self.lag_s <= interval_s else 1.5 * self.lag_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What an interval costs, as shares of the time. `saving`, `lost` (work that is done again) and `restarting` are
-    those of the first-order formula, and `first_order` is 1 minus their sum: below 0 it says nothing. `daly`: the share
-    of useful work for failures that are exponentially distributed. `simulated`: the same, drawn."""
+    those of the first-order formula, and `first_order` is 1 minus their sum; a negative one has no meaning. `daly`: the
+    share of useful work for exponentially distributed failures. `simulated`: the same, with failures drawn at
+    random."""
 
     interval_s: float
     saving: float
@@ -78,23 +79,23 @@ class Outcome:
 
 
 def check_seconds(what: str, seconds: float, *, may_be_0: bool = False) -> None:
-    """Raises BadConfig unless this is a time that can be computed with."""
+    """Raises BadConfig unless `seconds` is a number between 0 and SECONDS_MAX."""
     if not (0 < seconds <= SECONDS_MAX or (may_be_0 and seconds == 0)):
         least = "0 or more" if may_be_0 else "more than 0"
         raise BadConfig(f"compute a cadence: {what} is {seconds:g} s, expected {least} and at most {SECONDS_MAX:g} s")
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
-    """The interval with the least first-order loss, sqrt(2 × save × MTBF): Young 1974. What a restart and
-    the loss of a node cost beyond half an interval does not depend on the interval, so it does not move this one."""
+    """The interval with the least first-order loss, sqrt(2 × save × MTBF): Young 1974. The costs of restarts and of the
+    lag do not depend on the interval, so they do not change the best one."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
 def daly_s(save_s: float, mtbf_s: float) -> float:
-    """The higher order estimate of Daly 2006, plus the save: he counts only the work between two saves.
+    """The higher order estimate of Daly 2006, plus the save, because his interval is only the work between two saves.
 
-    sqrt(2 × save × MTBF) × (1 + sqrt(x) / 3 + x / 9) with x = save / (2 × MTBF); for a save of more than twice the MTBF
-    the work is one MTBF long."""
+    sqrt(2 × save × MTBF) × (1 + sqrt(x) / 3 + x / 9) with x = save / (2 × MTBF); if the save takes more than twice the
+    MTBF, the work takes one MTBF."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s + save_s
     x = save_s / (2 * mtbf_s)
@@ -102,7 +103,7 @@ def daly_s(save_s: float, mtbf_s: float) -> float:
 
 
 def gpus_mtbf_s(gpus: int, gpu_mtbf_s: float) -> float:
-    """Of a job that ends when any of its GPUs fails. Raises BadConfig."""
+    """The MTBF of a job that ends when any of its GPUs fails. Raises BadConfig."""
     check_seconds("the MTBF of a GPU", gpu_mtbf_s)
     if gpus < 1:
         raise BadConfig(f"compute a cadence: there are {gpus} GPUs, expected 1 or more")
@@ -110,8 +111,8 @@ def gpus_mtbf_s(gpus: int, gpu_mtbf_s: float) -> float:
 
 
 def efficiency(costs: Costs, interval_s: float) -> float:
-    """The share of the time that is useful work: the complete model of Daly 2006, where his work between saves is
-    `interval_s - save_s`. Exact for one kind of failure; for two, it takes the mean of what each costs beyond the
+    """The share of the time that is useful work: the complete model of Daly 2006, with `interval_s - save_s` as the
+    work between saves. Exact for one kind of failure. For two kinds it takes the mean of their costs beyond the
     interval."""
     work_s = interval_s - costs.save_s
     extra_s = costs.mean_restart_s + costs.node_loss_share * costs.lag_loss_s(interval_s)
@@ -167,7 +168,8 @@ class _Snapshots:
         self._left_s = 0.0  # until it has; only while `_sending` is newer than `away`
 
     def train(self, seconds: float) -> None:
-        """From a snapshot on, without a failure. What is after the last whole interval is lost by the failure."""
+        """Training for `seconds` that begin with a snapshot and end with a failure, which loses the work since the last
+        whole interval."""
         began, count, now_s = self.taken, int(seconds // self._interval_s), 0.0
         self.taken = began + count
         if self._lag_s == 0:
@@ -192,7 +194,8 @@ class _Snapshots:
             self.away = self._sending
 
     def _send_many(self, newest: int, now_s: float, seconds: float, began: int) -> tuple[int, float]:
-        """Send what leaves the node one after the other until `seconds`, at once. (What is sent next; when.)"""
+        """Count the snapshots that leave the node one after the other until `seconds`, without a loop over each.
+        Returns the snapshot that is sent next, and when."""
         if self._lag_s <= self._interval_s:  # each leaves before the next is taken
             whole = min(self.taken - newest, max(0, int((seconds - self._lag_s - now_s) // self._interval_s)))
             self.away = max(self.away, newest - 1 + whole)
@@ -234,8 +237,9 @@ class Choice:
 
 
 def estimate_mtbf_s(configured_s: float, failures: int, observed_s: float) -> tuple[float, str]:
-    """(the MTBF, where it comes from). What is configured counts. Without it, the prior counts as one failure, so that
-    the estimate is the inverse of the mean of a gamma distribution of the rate: (prior + observed) / (1 + failures)."""
+    """(the MTBF, where it comes from). A configured MTBF is taken as it is. Without one, the prior counts as one
+    failure in PRIOR_MTBF_S: (prior + observed) / (1 + failures), the inverse mean of a gamma distribution of the
+    rate."""
     if configured_s > 0:
         return configured_s, f"MTBF {configured_s:.0f} s as configured"
     mtbf_s = (PRIOR_MTBF_S + observed_s) / (1 + failures)

@@ -1,6 +1,7 @@
-"""Asks the nodes of a run what they have of it: all at once, and no longer than ASK_S.
+"""Asks the nodes of a run what they have of it: all at the same time, for at most ASK_S.
 
-Of a node that does not answer, the answer is PeerUnreachable with a short reason."""
+For a node that does not answer, the result is PeerUnreachable with a short reason.
+"""
 
 from __future__ import annotations
 

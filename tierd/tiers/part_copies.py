@@ -1,6 +1,6 @@
 """The copies of other nodes' parts of checkpoints that this node keeps, in a folder of the hot directory.
 
-The folder is laid out as a tier. A copy exists once its node file does, which is written last. Where a node is lost, a
+The folder is laid out as a tier. A copy exists when its node file does, which is written last. If a node is lost, a
 restore reads its part from here.
 """
 
@@ -25,9 +25,9 @@ log = logging.getLogger("tierd")
 
 
 class PartCopies:
-    """One copy of a checkpoint at most: a node keeps the copies of one other node. `bandwidth`: of what is copied.
-    `unreadable`: the sizes in bytes of those that are damaged, or of which the node file cannot be read. They stay
-    while their checkpoint is needed, for a person; a new copy replaces them."""
+    """At most one copy for each checkpoint: a node keeps the copies of one other node. `bandwidth`: limits the copying.
+    `unreadable`: the sizes in bytes of copies that are damaged, or whose node file cannot be read. They stay for a
+    person to look at while their checkpoint is needed; a new copy replaces them."""
 
     def __init__(self, config: Config, keyring: Keyring | None = None) -> None:
         self.store = DirectoryStore(
@@ -93,7 +93,7 @@ class PartCopies:
             self._peers[part.id] = peer
 
     def set_aside(self, part: NodeFile) -> None:
-        """It is damaged: from now on nothing reads it."""
+        """The copy is damaged: from now on nothing reads it."""
         del self._parts[part.id]
         self.unreadable[part.id] = part.size_bytes
 

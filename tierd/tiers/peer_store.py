@@ -1,7 +1,7 @@
 """The parts of checkpoints that the daemon of another node serves, as a store for reading. Spec: docs/FORMAT.md#peers.
 
-Bytes are not verified here. An answer that breaks off is requested again a few times, then it is PeerUnreachable. With
-TLS, a server with another certificate than the node has told gets no request.
+Bytes are not verified here. A request whose answer breaks off is sent again a few times, then PeerUnreachable is
+raised. With TLS, a server whose certificate is not the one that the node has told gets no request.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
                 failure = error
             except aiohttp.ServerFingerprintMismatch as error:
                 found = f"its certificate is sha256:{error.got.hex()}, and the trainers were told another one"
-                raise PeerUnreachable(f"{action}: {found}", hint=_HINT_RESTARTED) from error
+                raise PeerRestarted(f"{action}: {found}", hint=_HINT_RESTARTED) from error
             except aiohttp.ClientSSLError as error:
                 failure = PeerUnreachable(f"{action}: no TLS handshake: {error}", hint=_HINT_TLS)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:

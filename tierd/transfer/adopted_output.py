@@ -46,7 +46,8 @@ class AdoptedOutput:
         return self._built
 
     def finish(self, published: Path) -> None:
-        """Takes the rights from folders that their owner may not write into: such a folder cannot be moved."""
+        """Sets the final modes of folders that their owner may not write into: before, such a folder could not be
+        moved."""
         for entry in reversed(self._folders):
             _narrow(published / entry.path, entry.mode)
         if not self._tree.is_file:

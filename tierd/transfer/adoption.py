@@ -111,11 +111,13 @@ class Adoption:
         )
 
 
-def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = None) -> CheckpointId:
-    """Where a checkpoint of another program goes: into the newest generation of its run, 1 for the first.
+def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = None, *, now_s: float) -> CheckpointId:
+    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `now_s`: Unix
+    time.
 
-    Raises BadRequest where tierd's client writes the run: two writers would delete each other's checkpoints by their
-    common retention. Raises TierUnreachable where a tier may hold checkpoints of the run that are not known.
+    Raises BadRequest for a generation that the tiers would count as foreign, and where tierd's client writes the run:
+    two writers would delete each other's checkpoints by their common retention. Raises TierUnreachable where a tier may
+    hold checkpoints of the run that are not known.
     """
     entries = catalog.entries(run)
     if snapshot := next((entry.id for entry in entries if not entry.manifest.is_adopted), None):
@@ -123,6 +125,9 @@ def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = N
             f"adopt step {step} into {run}: that run is of tierd's client, which has written {snapshot}",
             hint="choose another run name",
         )
+    limit = catalog.claims.generation_limit(run, now_s)
+    if generation is not None and generation > limit:
+        raise BadRequest(f"adopt step {step} into {run}: generation {generation} is not between 1 and {limit}")
     unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}
     unknown = list(unreadable.values()) + ([] if entries else list(catalog.unlisted().values()))
     if unknown:
@@ -143,8 +148,8 @@ def created_at(tree: SourceTree) -> str:
 
 
 async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]) -> SourceTree:
-    """What lies at `path`, so long after the last write that a later one would show. Waits for at most 2 s. Raises as
-    `scan`, and Transient while something writes there."""
+    """The tree at `path`, listed so long after the last write that a later write would change a time. Waits for at most
+    2 s. Raises as `scan`, and Transient if something was written meanwhile."""
     tree = await pool.query(scan, path)
     if wait_s := tree.unsettled_s(now().timestamp()):
         await asyncio.sleep(wait_s)
@@ -167,7 +172,7 @@ def _tree_bytes(manifest: Manifest) -> int:
 
 
 def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
-    """Whether a checkpoint was adopted from what lies there now, as far as sizes, modes and times show."""
+    """Whether a checkpoint was adopted from this tree, as far as sizes, modes and times show."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
     return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored()

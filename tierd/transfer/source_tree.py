@@ -87,7 +87,7 @@ class SourceTree:
         )
 
     def unsettled_s(self, now_s: float) -> float:
-        """How long to wait until a write would change a file's time of modification, in seconds; 0: not at all."""
+        """Seconds until any further write would change a file's time of modification; 0: it would now."""
         ticks = (COARSE_TICK_NS if entry.modified_ns % 1_000_000_000 == 0 else TICK_NS for entry in self.files)
         settled_ns = max((entry.modified_ns + tick for entry, tick in zip(self.files, ticks, strict=True)), default=0)
         return min(max(settled_ns / 1e9 - now_s, 0.0), COARSE_TICK_NS / 1e9)  # a clock may be ahead of this one
@@ -206,8 +206,8 @@ def _entry(top: Path, path: str, about: os.stat_result, target: str) -> SourceEn
 
 
 class SourceFile:
-    """One open file of a tree. `close` may be called while others still read: the last one to end closes it, so that
-    no read goes to a descriptor that belongs to another file meanwhile."""
+    """One open file of a tree. `close` may be called while other threads read: the last one closes the descriptor, so
+    that no read uses a number that belongs to another file meanwhile."""
 
     def __init__(self, tree: SourceTree, entry: SourceEntry) -> None:
         """Raises as `scan`; Transient when it is another file than the one that was listed."""

@@ -1,7 +1,7 @@
-"""Reads the copies of other nodes' parts completely, once per interval; those of an earlier daemon at once.
+"""Verifies the copies of other nodes' parts, every byte, once per interval.
 
-A damaged copy is set aside: nothing reads it any more, and the copier fetches that part again where its node still has
-it. Until then its bytes stay, for a person.
+It begins with the copies that an earlier daemon has left. A damaged copy is set aside: nothing reads it any more, and
+the copier fetches that part again if its node still has it. The damaged files stay until then, for a person to look at.
 """
 
 from __future__ import annotations

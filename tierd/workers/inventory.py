@@ -1,6 +1,6 @@
 """What this daemon has of a run's checkpoints: the answer to a trainer's Inventory, and to another node.
 
-Over several nodes the ranks put the answers of all daemons together and choose what to restore
+Over several nodes the ranks combine the answers of all daemons and choose what to restore
 (client/tierd_client/restore/node_choice.py). Reads no checkpoint.
 """
 

@@ -20,8 +20,8 @@ log = logging.getLogger("tierd")
 
 
 async def open_copy(context: DaemonContext, run: Run, find: Find) -> OpenCheckpoint:
-    """Its `manifest` is the node file. Raises NotFound without a copy of that checkpoint, Unhealthy when it was not
-    asked for one that is: what the other node knew of that may be lost with it."""
+    """Its `manifest` is the node file. Raises NotFound without a copy of that checkpoint; Unhealthy if it has NaN or
+    Inf, unless `find` allows that. A copy without a verdict is examined first: the other node's verdict may be lost."""
     copies = context.part_copies
     part = copies.get(checkpoint_id(run, find.step or 0, find.generation or 0)) if copies is not None else None
     if copies is None or part is None:

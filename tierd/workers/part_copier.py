@@ -1,7 +1,7 @@
-"""Copies the parts of one other node, of which this one is the partner, so that they outlive that node and its disk.
+"""Copies the parts of one other node, the partner of this one, so that they survive the loss of that node and its disk.
 
-The trainers say which node that is. When this node has persisted its part of a checkpoint, it fetches the other node's,
-as soon as that node has persisted it. A copy is deleted when no restart can need it.
+The trainers tell which node that is. When this node has persisted its part of a checkpoint, it fetches the other node's
+part as soon as that node has persisted it. A copy is deleted when no restart can need it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger("tierd")
 PEERS = "peers"  # the name of this traffic for the throttle
 POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether it has persisted its part
 IDLE_S = 10.0  # where every part has its copy
-COPIED_MAX = 2  # of the newest checkpoints that the other node has: older ones are not begun
-ASKED_MAX = 8  # a slower node has persisted none of the newest: it is asked for older ones, too
-LEFT_AFTER = timedelta(days=7)  # a copy of a run without trainers here, if cold has that checkpoint or a newer one
+COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
+ASKED_MAX = 8  # checkpoints for which a slower node is asked, if it has persisted none of the newest yet
+LEFT_AFTER = timedelta(days=7)  # then copies of a run without trainers here go, if cold has a checkpoint as new
 
 
 class PartCopier:
@@ -83,8 +83,8 @@ class PartCopier:
         self._waiting = waiting
 
     async def make_room(self, need_bytes: int) -> int:
-        """Deletes what was begun and is not being copied now, then copies of what cold has, oldest first. Returns how
-        many bytes that frees."""
+        """Deletes incomplete copies that are not being written now, then copies of checkpoints that cold has, oldest
+        first. Returns how many bytes were freed."""
         freed_bytes = 0
         for checkpoint in sorted(self._begun, key=lambda checkpoint: checkpoint.recency):
             if freed_bytes < need_bytes and checkpoint != self._active:
@@ -99,7 +99,7 @@ class PartCopier:
         return freed_bytes
 
     def lag_s(self, run: Run) -> float | None:
-        """The age of the oldest checkpoint of which this node has its own part and should have the copy, and has not; 0
+        """The age of the oldest checkpoint of which this node has its own part but not the copy that it should have; 0
         if there is none; None if this node keeps no copies."""
         partner = self._context.partners.get(run)
         if partner is None:
@@ -165,7 +165,7 @@ class PartCopier:
         context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
 
     async def _delete_old(self) -> bool:
-        """What no restart needs, and what was begun and is not wanted any more."""
+        """Deletes copies that no restart needs, and incomplete ones that are not wanted any more."""
         wanted = {
             own.id
             for run, partner in self._context.partners.items()
@@ -178,7 +178,8 @@ class PartCopier:
         return all([await self._delete(checkpoint) for checkpoint in old])
 
     async def _delete(self, checkpoint: CheckpointId, *, only_begun: bool = False) -> bool:
-        """False when it could not be deleted. `only_begun`: not if it has been completed, or goes on, meanwhile."""
+        """False when it could not be deleted. `only_begun`: keep a copy that was completed meanwhile, or is being
+        written."""
         async with self._deleting:
             if only_begun and (checkpoint not in self._begun or checkpoint == self._active):
                 return False

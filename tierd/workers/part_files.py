@@ -1,7 +1,7 @@
-"""The files of the parts of checkpoints that are here, as another node reads them: node files, and pieces of shards.
+"""Opens what other nodes read of parts of checkpoints: node files, and pieces of shards.
 
-Of this node's part from memory, else from hot; else of the copy of another node's part. Only names that belong to a
-part are looked for. What is read is not verified here: the reader has the checksums, from the node file.
+This node's part is read from memory, otherwise from hot; then comes the copy of another node's part. Only names that
+belong to a part are opened. The bytes are not verified here: the reader has the checksums, from the node file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finishes in a cold tier what a lost node was sending: from the copy of its part that this node, its partner, has.
+"""Sends the part of a lost node to a cold tier, from the copy of it that this node, its partner, keeps.
 
-A checkpoint over several nodes is committed when the parts of all are there. This node waits until the other one
-answers no connection for a while, or answers that it does not have the part, because it came back with an empty disk. A
-slow node is not helped, for both would send the same bytes.
+A checkpoint over several nodes is committed when the parts of all nodes are in the tier. A node counts as lost when it
+has accepted no connection for LOST_AFTER_S, or has answered for so long that it does not have the part, because it came
+back with an empty disk. A slow node is not lost: otherwise both would send the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")
 
-LOST_AFTER_S = 120.0  # without the part on the other node, since this one has sent its own
+LOST_AFTER_S = 120.0  # since this node has sent its own part
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 
@@ -39,7 +39,7 @@ class PartFinisher:
         self._context = context
         self._copies = copies
         self._cold = cold
-        self._silent_since_s: dict[CheckpointId, float] = {}  # of each that waits for the part of which a copy is here
+        self._silent_since_s: dict[CheckpointId, float] = {}  # since when the other node did not have its part
 
     async def run_once(self) -> bool:
         """False when a part could not be sent."""
@@ -64,9 +64,9 @@ class PartFinisher:
         return is_well
 
     async def _has_part(self, checkpoint: CheckpointId) -> bool:
-        """Whether the node whose part it is accepts a connection, unless it answers that it does not have the part: it
-        has lost its disk. False also where its address is not known, because this daemon has restarted, and where that
-        one has, and the trainers have not told its new token."""
+        """Whether the other node can send its part itself: it accepts a connection, and does not answer that it lacks
+        the part, as after the loss of its disk. False also if its address is not known, because this daemon has
+        restarted, and if that daemon has restarted and the trainers have not told its new token yet."""
         peer, part = self._copies.peer(checkpoint), self._copies.get(checkpoint)
         if peer is None or part is None:
             return False

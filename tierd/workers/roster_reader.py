@@ -1,6 +1,7 @@
-"""What all nodes of a run have of it, asked from the daemon of one of them: for `tierd status`.
+"""Asks all nodes of a run what they have of it, for `tierd status`.
 
-Each node is asked at most once in REUSE_S, however often the status is. One that does not answer is part of the answer.
+Each node is asked at most once in REUSE_S, however often the status is requested. A node that does not answer is
+reported as such.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RosterReader:
         self._asked: dict[Run, tuple[float, asyncio.Task[list[NodeReport]]]] = {}
 
     async def read(self, run: Run) -> list[NodeReport] | None:
-        """By rank; None if the trainers have told no roster of the run."""
+        """Sorted by rank; None if the trainers have sent no roster of the run."""
         roster = self._context.rosters.get(run)
         if roster is None:
             return None

@@ -1,8 +1,8 @@
 """Which of the last snapshots of a run over several nodes are safe on every node.
 
-Safe is what is durable there and, where nodes read from each other, copied to another one.
-All ranks take the same snapshots. They put their answers together in the exchange that every snapshot makes anyway, so
-what they learn is as old as one snapshot.
+A snapshot is safe on a node when its part is durable there and, if nodes read from each other, when the node also has
+the copy of its partner's part. All ranks take the same snapshots. They combine their answers in the exchange that every
+snapshot makes anyway, so an answer is as old as one snapshot.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-COUNT = 8  # snapshots; a node that is further behind than this says nothing new
-COPY_TIMEOUT_S = 600.0  # a node that cannot copy for so long holds nothing up: what is durable counts without its copy
+COUNT = 8  # snapshots; of a node that is further behind than this, no new snapshot becomes known as safe
+COPY_TIMEOUT_S = 600.0  # if a node could copy nothing for so long, its durable parts count as safe without copies
 
 
 class EverywherePersisted:
@@ -26,7 +26,7 @@ class EverywherePersisted:
         self._copied: set[int] = set()
         self._now_s = now_s
         self._copies = self._copies_seen = 0  # messages of `copied`, in all and at the last look
-        self._waiting_since_s: float | None = None  # since then something should have been copied, and nothing was
+        self._waiting_since_s: float | None = None  # since when a copy is missing and none was made
         self.keeps_copies = False
         """Whether the daemon copies the parts of another node, and this rank counts the copies."""
         self.step: int | None = None
@@ -54,19 +54,19 @@ class EverywherePersisted:
             self._copies += 1  # only here: the training's thread reads it
 
     def is_safe(self, step: int) -> bool:
-        """Whether it is, as far as this rank's daemon is concerned."""
+        """Whether the step is safe on this node."""
         self._look_at_copies()
         return self._is_safe(step)
 
     def missing(self) -> list[int]:
-        """COUNT numbers for the last snapshots, newest first: 0 if it is safe here, else 1. The ranks exchange their
-        maximum and pass it to `agree`."""
+        """COUNT numbers for the last snapshots, newest first: 0 if the snapshot is safe here, else 1. The ranks compute
+        the maximum over all ranks and pass it to `agree`."""
         self._look_at_copies()
         values = [int(not self._is_safe(step)) for step in reversed(self._steps)]
         return values + [1] * (COUNT - len(values))
 
     def agree(self, maxima: Sequence[int]) -> int | None:
-        """The newest step that is safe on every node, if that is a newer one than was known."""
+        """The newest step that is safe on every node; None if it was known before."""
         found = next(
             (step for step, is_missing in zip(reversed(self._steps), maxima, strict=False) if not is_missing), None
         )

@@ -299,7 +299,7 @@ def test_what_one_node_has_whole_the_others_read_from_there() -> None:
         ]
 
 
-def test_a_whole_one_is_read_from_one_node_only_where_that_is_needed() -> None:
+def test_a_whole_checkpoint_is_read_from_one_node_only_where_that_is_needed() -> None:
     parts = [part(5, [0, 1])], [part(5, [2, 3])]
     for nodes in (
         with_copies([whole(5, "hot")], [whole(5, "hot")], []),  # each reads its own
