@@ -11,12 +11,15 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format import layout
+from tierd.format import layout, wire
+from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation
 from tierd.format.signature import parse_keys
 from tierd.lifecycle.selection import CheckpointQuery, select
 from tierd.workers.reaper import Reaper
+
+DAY_S = 86400.0
 
 
 @pytest.fixture
@@ -100,6 +103,35 @@ async def test_replayed_claim_does_not_lower_the_generation(rooms: Rooms) -> Non
     claim.write_bytes(content)
     await rooms.list_tiers()
     assert rooms.catalog.generation_max(RUN) == 2
+
+
+@pytest.mark.parametrize(("age_s", "is_fenced"), [(30 * DAY_S, False), (DAY_S, True), (-30 * DAY_S, True)])
+async def test_replayed_claim_of_a_run_that_had_expired_fences_nobody(
+    rooms: Rooms, age_s: float, is_fenced: bool
+) -> None:
+    """A run that expired leaves no claim, so its next start has generation 1 again. A claim of a week ago, or of after
+    this start, is that of a start on another node: both would write generation 1."""
+    cold, now_s = rooms.cold["cold"], rooms.context.now().timestamp()
+    assert await cold.claim_generation(RUN, Generation(1), Claim.new("here", now_s=now_s - age_s))
+    assert await rooms.hot.claim_generation(RUN, Generation(1), Claim.new("here", now_s=now_s))
+    rooms.seal(100, [b"weights" * 1000])
+    assert await rooms.persister().run_once()
+    await rooms.list_tiers()
+    await rooms.replicator().run_once()
+    assert bool([message for message in rooms.sent if isinstance(message, wire.Fenced)]) is is_fenced
+    assert rooms.steps("cold") == ([] if is_fenced else [100])
+
+
+async def test_without_a_key_the_time_in_a_claim_proves_nothing(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path) as rooms:
+        cold, now_s = rooms.cold["cold"], rooms.context.now().timestamp()
+        assert await cold.claim_generation(RUN, Generation(1), Claim.new("elsewhere", now_s=1.0))
+        assert await rooms.hot.claim_generation(RUN, Generation(1), Claim.new("here", now_s=now_s))
+        rooms.seal(100, [b"weights" * 1000])
+        assert await rooms.persister().run_once()
+        await rooms.list_tiers()
+        await rooms.replicator().run_once()
+        assert [message for message in rooms.sent if isinstance(message, wire.Fenced)]
 
 
 async def test_replayed_checkpoint_without_its_verdict_does_not_push_out_the_newest_healthy_one(

@@ -276,7 +276,7 @@ class Admission:
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
             least = max(least, self._seen(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
-            claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
+            claim = self._context.new_claim()
             generation = await self._claim_next(tiers, run, least, claim, spans_nodes=hello.node is not None)
             self._catalog.saw_generation(run, generation)
             self._catalog.claims.saw(run, [generation], HOT, is_here=True)  # also if hot had no space for it
