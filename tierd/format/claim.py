@@ -14,8 +14,8 @@ import tierd
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """`node`: of the daemon that claimed; `claimed_by`: its version. `claim`: 128 random bits in hex, which tell one
-    start from another. `hot`: the identity of the daemon's hot tier. `made_at_s`: when it claimed, in Unix time. Empty
-    or 0 in the markers of older versions."""
+    start from another. `hot`: a digest of the identity of the daemon's hot tier. `made_at_s`: when it claimed, in Unix
+    time. Empty or 0 in the markers of older versions."""
 
     node: str = ""
     claimed_by: str = ""
