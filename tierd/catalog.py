@@ -6,10 +6,10 @@ that could not be listed is not known, which stops deletions and never causes on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from tierd.catalog_entry import Entry, SentParts, TierKnowledge, view_of
+from tierd.catalog_entry import Entry, SentParts, TierKnowledge, sum_up_foreign, view_of
 from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import MANIFEST, manifest_key, parse_key
@@ -429,9 +429,13 @@ class Catalog:
             found |= {(tier, manifest_key(checkpoint)): why for tier in (entry.tiers if entry else ())}
         return found
 
-    def foreign_sentences(self) -> list[str]:
-        """One for each, of FOREIGN_LISTED_MAX."""
-        return [f"{tier}: {why}" for (tier, _), why in sorted(self.foreign().items())[:FOREIGN_LISTED_MAX]]
+    def foreign_sentences(self, matches: Callable[[CheckpointId], bool] = lambda checkpoint: True) -> list[str]:
+        """Of the checkpoints that match, and of the claims of each run: FOREIGN_LISTED_MAX, and how many more."""
+        found = ((tier, key, why, parse_key(key)) for (tier, key), why in sorted(self.foreign().items()))
+        shown = ((tier, key, why) for tier, key, why, checkpoint in found if checkpoint is None or matches(checkpoint))
+        sentences = sum_up_foreign(shown)
+        left_out = len(sentences) - FOREIGN_LISTED_MAX
+        return [*sentences[:FOREIGN_LISTED_MAX], *([f"and {left_out} more"] if left_out > 0 else [])]
 
     def doubts(self) -> dict[CheckpointId, str]:
         """Why a checkpoint that is or was in a tier seems not to be one of this run's daemons."""

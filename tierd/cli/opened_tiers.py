@@ -19,7 +19,6 @@ from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
-from tierd.format import layout
 from tierd.identity import Identities
 from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
@@ -78,10 +77,8 @@ class OpenedTiers:
         for (tier, checkpoint), parts in self.catalog.sent().items():
             if query.matches(checkpoint) and self.catalog.get(checkpoint) is None:
                 print_note(f"tierd: not committed: {checkpoint} in {tier}: {parts}")
-        for (tier, key), why in self.catalog.foreign().items():
-            checkpoint = layout.parse_key(key)
-            if checkpoint is None or query.matches(checkpoint):
-                print_note(f"tierd: foreign in {tier}: {why}")
+        for sentence in self.catalog.foreign_sentences(query.matches):
+            print_note(f"tierd: foreign: {sentence}")
 
 
 @asynccontextmanager

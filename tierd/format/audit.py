@@ -184,8 +184,8 @@ def check(files: Sequence[tuple[int, bytes]], keyring: Keyring | None) -> Chain:
         )
     if keyring is not None and (of_removed_keys := signed - trusted) and not chain.problem:
         chain.notes.append(
-            f"{of_removed_keys} events are signed by keys that are not in the key file: anyone who can write here, with "
-            "a key or not, could have written them before the first event of a present key"
+            f"{of_removed_keys} events are signed by keys that are not in the key file: anyone who can write here "
+            "could have written them before the first event of a present key"
         )
     if keyring is not None and not trusted and not chain.problem:
         chain.problem = "no event is signed by a key of the key file"
