@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.cli import folder_of, make_checkpoint
 from tests.support.daemon import Daemon
 from tests.support.slots import make_sealed
-from tests.support.wire_peer import HELLO, Peer
+from tests.support.wire_peer import Peer
 from tierd.descriptors import sealed_memory
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Generation, Run, Step
