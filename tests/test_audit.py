@@ -265,6 +265,31 @@ def test_a_trail_that_is_rotated_while_it_is_read_is_whole(tmp_path: Path, monke
     assert (chain.problem, chain.events[-1].run) == ("", "more9")
 
 
+async def test_after_a_key_was_removed_its_events_cannot_be_checked_and_the_chain_is_whole(tmp_path: Path) -> None:
+    old, new = new_key(), new_key()
+    for keys in ([old], [new, old], [new]):
+        trail = make_trail(tmp_path, Keyring(keys))
+        trail.record(Action.COMMITTED, run="a")
+        await trail.close()
+    chain = await check(tmp_path, Keyring([new]))
+    assert (chain.problem, len(chain.events)) == ("", 6)
+    assert "2 events are signed by keys that are not in the key file" in chain.notes[0]
+    assert (await check(tmp_path, Keyring([new, old]))).notes == []
+    path = tmp_path / layout.AUDIT / layout.audit_file(1)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"run":"a"', b'"run":"b"', 1))
+    assert "another digest of the line before" in (await check(tmp_path, Keyring([new]))).problem
+    path.write_bytes(content)
+    trail = make_trail(tmp_path, Keyring([old]))  # who has the old key writes on
+    await trail.close()
+    assert "is not in the key file" in (await check(tmp_path, Keyring([new]))).problem
+
+
+async def test_a_trail_of_another_key_alone_is_a_broken_chain(tmp_path: Path) -> None:
+    await make_trail(tmp_path, Keyring([new_key()])).close()
+    assert "no event is signed by a key of the key file" in (await check(tmp_path, Keyring([new_key()]))).problem
+
+
 def test_no_event_without_a_signature_is_appended_to_signed_ones(tmp_path: Path) -> None:
     keyring = Keyring([new_key()])
     event = AuditTrail().record(Action.STARTED)

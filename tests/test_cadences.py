@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierd.cadences import RUNS_MAX, Cadences
 from tierd.config import SnapshotConfig
 from tierd.format.ids import Run
-from tierd.lifecycle.cadence import FIRST_S, PRIOR_MTBF_S, young_s
+from tierd.lifecycle.cadence import FIRST_S, LEAST_S, MOST_S, PRIOR_MTBF_S, young_s
 
 RUN = Run("run")
 AUTO = SnapshotConfig(cadence="auto", every_steps=0)
@@ -44,6 +44,21 @@ def test_stop_in_good_order_counts_as_no_failure_and_time_without_ranks_as_no_tr
     cadences.left(RUN, 4000, has_failed=False)
     cadences.left(RUN, 9000, has_failed=True)  # nobody was there
     assert cadences.every_s(RUN, 9000) == young_s(0.5, PRIOR_MTBF_S + 4000)
+
+
+def test_reported_stalls_change_the_interval_of_their_run_alone_and_within_its_limits() -> None:
+    """A trainer may report any finite number, and connect and fail as often as it likes."""
+    cadences, other = Cadences(AUTO), Run("other")
+    cadences.stalled(other, 0.5)
+    before_s = cadences.every_s(other, 0)
+    cadences.stalled(RUN, 1e300)
+    assert cadences.every_s(RUN, 0) == MOST_S
+    for start in range(1000):
+        cadences.stalled(RUN, 0.0)
+        cadences.entered(RUN, start)
+        cadences.left(RUN, start, has_failed=True)
+    assert cadences.every_s(RUN, 1000) == LEAST_S
+    assert cadences.every_s(other, 0) == before_s
 
 
 def test_configured_mtbf_counts() -> None:

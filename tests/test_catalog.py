@@ -13,6 +13,7 @@ from tierd.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.layout import manifest_key
 from tierd.format.manifest import FileEntry, Manifest, file_entry
+from tierd.report import foreign_sentences
 
 NONE: frozenset[str] = frozenset()
 
@@ -180,3 +181,19 @@ def test_views_have_times_and_metrics(catalog: Catalog) -> None:
         (found,) = catalog.views()
         assert found.created_at == {A.id: datetime(2026, 2, 28, 23, tzinfo=UTC)}.get(manifest.id)
         assert found.metrics == {"loss": 2.5}
+
+
+def test_foreign_claims_of_a_run_are_one_sentence(catalog: Catalog) -> None:
+    """After a key was removed, every start from before is one."""
+    cold = catalog.tiers["cold"]
+    cold.foreign = {f"run/generation-{number:04d}.json": f"claim {number} is not signed" for number in range(7, 23)}
+    cold.foreign |= {"other/generation-0003.json": "claim 3 is not signed", "run/000000000005-g0001/x": "not signed"}
+    assert foreign_sentences(catalog) == [
+        "cold: claim 3 is not signed",
+        "cold: not signed",
+        "cold: claim 7 is not signed; and 15 more claims of run, up to generation 22",
+    ]
+    assert foreign_sentences(catalog, lambda checkpoint: checkpoint.step != 5) == [
+        "cold: claim 3 is not signed",
+        "cold: claim 7 is not signed; and 15 more claims of run, up to generation 22",
+    ]

@@ -16,8 +16,9 @@ from tierd.decisions import HaltReason, halted, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.claim import Claim
-from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
+from tierd.format.ids import GENERATION_JUMP_MAX, CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.signature import new_key, parse_keys
+from tierd.lifecycle.policy import HOT
 from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Restorer
 from tierd.workers.write_through import WriteThrough
@@ -234,7 +235,7 @@ def admission(rooms: Rooms) -> Admission:
 
 
 async def claim(rooms: Rooms) -> int:
-    return (await admission(rooms)._claim(RUN, Rank(0), HELLO))[0]  # pyright: ignore[reportPrivateUsage]
+    return (await admission(rooms)._claim(0, RUN, Rank(0), HELLO))[0]  # pyright: ignore[reportPrivateUsage]
 
 
 def forge_claims(rooms: Rooms, *generations: int) -> None:
@@ -296,6 +297,17 @@ async def test_start_ends_with_an_error_when_every_number_is_taken_meanwhile(roo
     with pytest.raises(TierUnreachable, match="is taken"):
         await claim(rooms)
     assert tried == list(range(1, CLAIM_ATTEMPTS_MAX + 1))
+
+
+def test_jumps_of_a_thousand_do_not_add_up() -> None:
+    """Each of 60,000 jumps would be a claim of this daemon, and the limit moves with it: no number would be left."""
+    claims, number = Claims(), 0
+    for _ in range(3):
+        limit = claims.generation_limit(RUN, NOW_S)
+        claims.saw_names(RUN, [limit - 1], "cold")  # a bucket writer's
+        number = claims.next_free(RUN, claims.least_above(limit, NOW_S), NOW_S)  # a trainer's
+        claims.saw(RUN, [number], HOT, is_here=True)
+    assert number <= int(NOW_S / 60) + GENERATION_JUMP_MAX + 3
 
 
 def test_free_number_is_above_all_names_up_to_the_limit_and_no_name_of_a_file() -> None:

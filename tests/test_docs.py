@@ -131,6 +131,19 @@ def test_every_test_that_is_named_exists() -> None:
     refuse([f"{name}: {test}" for name, test in found if test not in known], "tests that do not exist:")
 
 
+def test_every_row_about_an_attacker_names_its_tests() -> None:
+    page = text_of(ROOT / "docs/guides/security.md")
+    heads = [_cells(line) for line in page.splitlines() if line.startswith("|") and _cells(line)[-1] == "test"]
+    attacked = [row for head in heads for row in rows(page, *head)]
+    refuse([row[-2][:80] for row in attacked if "`test_" not in row[-1]], "rows without a test:")
+    named = {cell.lower() for row in attacked for cell in row[:1]}
+    titles = " ".join(anchors(page))
+    sections = ("can-write-to-a-bucket", "can-delete-in-a-bucket", "compromised-trainer", "compromised-daemon")
+    lacking = [each for each in sections if each not in titles]
+    lacking += [each for each in ("another user of the node", "network", "web page") if each not in " ".join(named)]
+    refuse(lacking, "attackers without a table:")
+
+
 def test_every_path_that_is_named_exists() -> None:
     rooms = r"(?:tierd|client|tests|docs|deploy|grafana|bench|examples|\.ci)/[\w./-]*\w"
     missing = [

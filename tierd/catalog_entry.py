@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.layout import parse_generation_key
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, other_ranks_text
 from tierd.lifecycle.policy import HOT, CheckpointView
@@ -118,3 +119,19 @@ def view_of(entry: Entry, doubt: str = "", gone: frozenset[str] = frozenset()) -
         foreign=doubt,
         is_part=entry.part is not None,
     )
+
+
+def sum_up_foreign(foreign: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A sentence for each (tier, key, why), in this order; one for all claims of a run in a tier."""
+    claims: dict[tuple[str, Run], list[tuple[Generation, str]]] = {}
+    sentences: dict[tuple[str, str], str] = {}
+    for tier, key, why in foreign:
+        if (claimed := parse_generation_key(key)) is None:
+            sentences[tier, key] = f"{tier}: {why}"
+            continue
+        run, generation = claimed
+        same = claims.setdefault((tier, run), [])
+        same.append((generation, why))
+        more = f"; and {len(same) - 1} more claims of {run}, up to generation {max(same)[0]}" if len(same) > 1 else ""
+        sentences[tier, f"{run}/"] = f"{tier}: {min(same)[1]}{more}"
+    return list(sentences.values())

@@ -62,11 +62,16 @@ class Claims:
         """The number to try for a new generation: at least `least`, above the generations in the names of all files up
         to the limit, and not in the name of an existing file. A name proves nothing else: a file may be forged."""
         names = frozenset[int]().union(*self._named_generations.get(run, {}).values())
-        limit = self.generation_limit(run, now_s)
+        limit = generation_limit(0, now_s)  # it does not move with the claims: jumps of a thousand would add up
         number = max([least, *(name + 1 for name in names if name < limit)])
         while number in names:
             number += 1
         return number
+
+    def least_above(self, seen: int, now_s: float) -> int:
+        """The least number of a new generation, where trainers say that nodes have seen `seen`. As in `next_free`, what
+        they say leads no further than the limit of a run that has no claims here."""
+        return 1 + min(seen, generation_limit(0, now_s))
 
     def lacks(self, tier: str, checkpoint: CheckpointId) -> bool:
         """Whether the tier, as far as it was listed, has no claim of the checkpoint's generation or of a later one."""

@@ -155,6 +155,10 @@ class DaemonContext:
         own, roster = self.memory.node(run), self.rosters.get(run)
         return [each for each in roster.nodes if own is None or each.ranks != own.ranks] if roster is not None else []
 
+    def new_claim(self) -> Claim:
+        """Of a start on this node."""
+        return Claim.new(self.config.daemon.node, self.identities.hot, now_s=self.now().timestamp())
+
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""
         is_ours = await tier.claim_generation(run, generation, claim)

@@ -8,6 +8,7 @@ daemon remembers the identity of each cold tier in the hot directory.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import shlex
@@ -60,9 +61,10 @@ class Identities:
 
     @property
     def hot(self) -> str:
-        """The identity of the hot tier; empty before it was seen."""
+        """A digest of the identity of the hot tier, for claims; empty before it was seen. Who could read the identity
+        itself in a bucket could give it to a cold tier, which then counts as hot under another name."""
         _, identities = self._seen.get(HOT, ("", frozenset[str]()))
-        return min(identities, default="")
+        return hashlib.sha256(min(identities).encode()).hexdigest()[:32] if identities else ""
 
     async def begin(self, tiers: Mapping[str, Tier]) -> None:
         """Before the daemon starts: mark every tier that answers in time. Another problem of a cold tier is met by its
@@ -84,10 +86,13 @@ class Identities:
             log.info("not every tier has answered within %.0f s: its first listing checks it", START_WAIT_S)
 
     async def _begin(self, tier: Tier, identities: Set[str]) -> None:
+        expected: str | None = None
         with suppress(Exception):  # whatever it is, the first listing meets it again and reports it
-            if not identities and await self._expected(tier.name) is None:
+            expected = await self._expected(tier.name)
+            if not identities and expected is None:
                 identities = await self._mark(tier, None)
-        if error := self._same_place(tier, identities):
+        # A tier that was a place of its own before is no error of the config: somebody may have put a marker there.
+        if expected not in identities and (error := self._same_place(tier, identities)):
             raise BadConfig(error.message, hint=error.hint)
         with suppress(Exception):
             await self._check(tier, identities)

@@ -6,17 +6,19 @@ Rendered by the CLI, by the page `/` and as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tierd.catalog import Catalog
+from tierd.catalog_entry import sum_up_foreign
 from tierd.config import Config
 from tierd.decisions import decisions, forecasts
 from tierd.errors import TierdError
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import HOT, Action
@@ -268,9 +270,14 @@ def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckp
     return checkpoint and newest_report(checkpoint, catalog.everywhere_created.get(run, ""), now)
 
 
-def foreign_sentences(catalog: Catalog) -> list[str]:
-    """Why a replica or marker is not one of its run's daemons, one sentence each, at most FOREIGN_LISTED_MAX."""
-    return [f"{tier}: {why}" for (tier, _), why in sorted(catalog.foreign().items())[:FOREIGN_LISTED_MAX]]
+def foreign_sentences(catalog: Catalog, matches: Callable[[CheckpointId], bool] = lambda checkpoint: True) -> list[str]:
+    """Why replicas and markers are not of their run's daemons: of the checkpoints that match, and of the claims of each
+    run, FOREIGN_LISTED_MAX sentences, and how many more there are."""
+    found = ((tier, key, why, parse_key(key)) for (tier, key), why in sorted(catalog.foreign().items()))
+    shown = ((tier, key, why) for tier, key, why, checkpoint in found if checkpoint is None or matches(checkpoint))
+    sentences = sum_up_foreign(shown)
+    left_out = len(sentences) - FOREIGN_LISTED_MAX
+    return [*sentences[:FOREIGN_LISTED_MAX], *([f"and {left_out} more"] if left_out > 0 else [])]
 
 
 def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType) -> str:

@@ -37,10 +37,10 @@ async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) ->
         quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
         async with asyncio.TaskGroup() as group:
-            slow = group.create_task(admission._claim(Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
+            slow = group.create_task(admission._claim(0, Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
             await is_begun.wait()
             async with asyncio.timeout(10):
-                assert (await admission._claim(Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
+                assert (await admission._claim(0, Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
             assert not slow.done()
             is_answering.set()
         assert slow.result()[0] == 1
@@ -76,4 +76,4 @@ async def test_a_generation_that_a_failed_attempt_left_in_hot_is_not_claimed_in_
         clock = rooms.context.monotonic_s
         quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
-        assert (await admission._claim(run, Rank(0), HELLO))[0] == 2  # pyright: ignore[reportPrivateUsage]
+        assert (await admission._claim(0, run, Rank(0), HELLO))[0] == 2  # pyright: ignore[reportPrivateUsage]

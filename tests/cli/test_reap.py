@@ -19,7 +19,7 @@ from tierd.audit import AuditTrail, TrailFiles
 from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import Generation, Run
-from tierd.format.signature import Keyring, new_key
+from tierd.format.signature import ED25519, Keyring, new_key
 
 ONE = """
 deletes = false
@@ -276,3 +276,15 @@ def test_without_its_key_no_command_writes_beside_a_signed_trail(house: House) -
         assert (result.exit_code, "its audit trail is signed" in result.stderr) == (2, True)
     assert steps(house.cold) == [100, 200, 300, 400]
     assert not list(house.cold.rglob("milestone-*"))
+
+
+def test_with_public_keys_alone_it_plans_and_deletes_nothing(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion of a checkpoint of several nodes begins with a tombstone, which is signed."""
+    key = tmp_path / "public"
+    key.write_text(new_key(ED25519).public_line)
+    monkeypatch.setenv("TIERD_KEY_FILE", str(key))
+    refused = house.tierd("reap")
+    assert (refused.exit_code, "only public keys" in refused.stderr) == (2, True)
+    assert house.tierd("reap", "--dry-run").exit_code == 0

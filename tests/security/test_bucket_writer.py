@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_peer import HELLO, Peer
 from tierd.errors import Foreign
 from tierd.format import checksum
+from tierd.format.layout import TIER_MARKERS, parse_tier_marker, tier_marker_key
 from tierd.key_file import make_key_file
 
 DR = '[[cold]]\nname = "dr"\nurl = "file://dr"\n[security]\nkey_file = "key"'
@@ -187,6 +188,31 @@ def test_writer_to_an_s3_bucket_changes_nothing_that_is_restored(tmp_path: Path)
                 found = trainer.restore()
                 assert found is not None
                 assert found.step == 1, "the newest one that is whole"
+
+
+@pytest.mark.parametrize("read", ["the claims in cold", "the marker of dr"])
+def test_a_tier_that_is_named_as_another_one_keeps_no_daemon_from_starting(daemon: Daemon, read: str) -> None:
+    """By the identity that marks the other tier. That of hot is in no object of a bucket."""
+    train(daemon, 1)
+    assert daemon.stop() == 0
+    markers = [path.name for path in (daemon.root / "dr").glob(f"{TIER_MARKERS}*")]
+    if read == "the claims in cold":
+        claims = [json.loads(path.read_bytes()) for path in (daemon.cold / "run").glob("generation-*.json")]
+        names = [tier_marker_key(str(value)) for claim in claims for value in claim.values()]
+        markers = [name for name in names if parse_tier_marker(name)]
+    for marker in markers:
+        (daemon.cold / marker).touch()
+    daemon.launch()
+    wait_until(lambda: " serves " in daemon.log or "the same place as" in daemon.log, "the daemon to start or refuse")
+    assert " serves " in daemon.log
+    with Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.restore()
+        trainer.train(1)
+        trainer.durable()
+        if read == "the claims in cold":  # else one of the two tiers cannot be used until the object is deleted
+            trainer.wait_replicated("cold")
+            trainer.wait_replicated("dr")
 
 
 def test_daemon_that_lost_its_key_does_not_start_beside_signed_checkpoints(daemon: Daemon) -> None:

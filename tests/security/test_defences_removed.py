@@ -162,6 +162,23 @@ SIGNED = [
         "return (self.step, self.generation)",
     ),
     removed(
+        "1", "a claim that was put back after its run had expired fences nobody",
+        "replay::test_replayed_claim_of_a_run_that_had_expired_fences_nobody", "AssertionError: assert True is False",
+        "tierd/workers/deferred_claim.py", " and not _was_put_back(context, other, claim):", ":",
+    ),
+    removed(
+        "1", "a tier that was a place of its own keeps no daemon from starting",
+        "bucket_writer::test_a_tier_that_is_named_as_another_one_keeps_no_daemon_from_starting",
+        "AssertionError: assert ' serves ' in", "tierd/identity.py",
+        "expected not in identities and (error :=", "(error :=",
+    ),
+    removed(
+        "1", "no event of a key that was removed comes after those of a present one",
+        "test_audit.py::test_after_a_key_was_removed_its_events_cannot_be_checked_and_the_chain_is_whole",
+        "AssertionError: assert 'is not in the key file' in ''", "tierd/format/audit.py",
+        "is_signed and not trusted and keyring", "is_signed and keyring",
+    ),
+    removed(
         "1", "a nested claim is not a claim", "reviewed_attacks::test_a_nested_claim_in_cold_stops_no_copies",
         "for the copy of this run", "tierd/format/claim.py", "ValueError, RecursionError):", "ValueError):",
     ),
@@ -285,9 +302,26 @@ FOLDERS = [
         "AssertionError: assert 1 == 0", TREE, "below = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)",
         "below = os.open(name, FOLDER, dir_fd=folder)",
     ),
+    removed(
+        "2", "a folder that was swapped in does not get the mode of an adopted one",
+        "transfer/test_adopted_output.py::"
+        "test_a_folder_that_is_swapped_after_it_was_published_gives_no_other_folder_its_mode",
+        "Failed: DID NOT RAISE OSError", "tierd/transfer/adopted_output.py",
+        "if not os.path.samestat(os.fstat(folder), built):", "if False:",
+    ),
 ]  # fmt: skip
 
 GENERATIONS = [
+    removed(
+        "3", "a user starts a run at a limited rate",
+        "trainer_limits::test_generations_cannot_be_used_up_by_starting_a_run_again_and_again",
+        "AssertionError: assert False", QUOTAS, "        if not rate.try_spend():\n            raise Full(",
+        "        if False:\n            raise Full(",
+    ),
+    removed(
+        "3", "jumps of generations do not add up", "test_claims.py::test_jumps_of_a_thousand_do_not_add_up",
+        "AssertionError: assert 3000", CLAIMS, "return 1 + min(seen, generation_limit(0, now_s))", "return 1 + seen",
+    ),
     removed(
         "3", "a generation that no start can have reached is foreign",
         "signatures::test_forged_generation_is_foreign_and_leaves_numbers_to_claim",

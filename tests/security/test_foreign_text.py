@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cli import folder_of, make_checkpoint
 from tests.support.daemon import Daemon
+from tests.support.slots import make_sealed
 from tests.support.wire_peer import Peer
+from tierd.descriptors import sealed_memory
 from tierd.format import wire
+from tierd.format.ids import CheckpointId, Generation, Run, Step
+from tierd.format.peers import NodeAddress, PeerAddress
 from tierd.format.text import TEXT_CHARS_MAX, printable, printable_json
 from tierd.logs import EventFormatter
 
@@ -59,6 +65,9 @@ def plant(root: Path) -> None:
     (root / EVIL.replace("/", "_").replace("\x00", "")).mkdir()
 
 
+EVIL_PEER = PeerAddress(address=EVIL, token=EVIL, fingerprint=EVIL)
+CLOSED_PEER = PeerAddress(address="127.0.0.1:1", token="ab" * 32, fingerprint="ab" * 32)
+SEALED: dict[str, Any] = msgspec.structs.asdict(make_sealed(1))
 MESSAGES: list[wire.ToDaemon] = [
     wire.Report(outcome="skipped", step=1, tier=EVIL, seconds=0.1, detail=EVIL),
     wire.Report(outcome="failed", step=1, tier=EVIL, seconds=0.1, detail=EVIL),
@@ -75,7 +84,53 @@ MESSAGES: list[wire.ToDaemon] = [
     wire.Goodbye(state=EVIL, reason=EVIL),
     wire.Goodbye(state="failed", reason=EVIL),
     wire.Answer(request=1, step=1, kind=EVIL, message=EVIL, hint=EVIL),
+    wire.Inventory(request=5, step=None, generation=None, milestone=EVIL, lists_cold=False),
+    wire.Partner(peer=EVIL_PEER, node_file=EVIL, lifecycle=EVIL),
+    wire.Partner(peer=CLOSED_PEER, node_file="node-00000-of-00002.json", lifecycle=EVIL),
+    wire.FindElsewhere(request=6, step=1, generation=1, peer=EVIL_PEER, node_file=EVIL, files=[EVIL], chunks=[b"x"]),
+    wire.FindElsewhere(request=7, step=1, generation=1, peer=CLOSED_PEER, node_file=EVIL, files=[EVIL], chunks=[b"x"]),
 ]
+EVIL_SEALED: dict[str, Any] = {"metrics": {EVIL: 1.0}, "versions": {EVIL: EVIL}, "architecture_hash": EVIL}
+REFUSED_SEALED: list[dict[str, Any]] = [
+    {"created_at": EVIL},
+    {"milestone": EVIL},
+    {"parent": CheckpointId(run=Run(EVIL), step=Step(1), generation=Generation(1))},
+    {"metrics": {"loss": EVIL}},
+]
+NODE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim=EVIL)
+HELLOS = [
+    wire.Hello(protocol=99, version=EVIL, run="run", rank=0, world_size=1, generation=None),
+    wire.Hello(protocol=wire.PROTOCOL_VERSION, version=EVIL, run=EVIL, rank=0, world_size=1, generation=None),
+    wire.Hello(
+        protocol=wire.PROTOCOL_VERSION,
+        version="0",
+        run="run",
+        rank=0,
+        world_size=2,
+        generation=1,
+        node=NODE,
+        proof=EVIL,
+    ),
+    wire.Hello(protocol=wire.PROTOCOL_VERSION, version="0", run="run", rank=0, world_size=2, generation=1, node=NODE),
+]
+
+
+def test_every_text_of_every_message_is_fed() -> None:
+    """Also of messages that will be added."""
+    sealed = [wire.Sealed(**SEALED | fields) for fields in (EVIL_SEALED, *REFUSED_SEALED)]
+    fed = {
+        (type(message), field.name)
+        for message in (*MESSAGES, *HELLOS, *sealed)
+        for field in msgspec.structs.fields(message)
+        if json.dumps(EVIL) in json.dumps(msgspec.to_builtins(getattr(message, field.name)))
+    }
+    texts = {
+        (message, field.name)
+        for message in get_args(wire.ToDaemon)
+        for field in msgspec.structs.fields(message)
+        if any(kind in str(field.type) for kind in ("str", "PeerAddress", "NodeRanks", "CheckpointId"))
+    }
+    assert texts - fed == set()
 
 
 def end(peer: Peer) -> None:
@@ -90,19 +145,29 @@ def speak(daemon: Daemon) -> None:
             peer.greet("run", generation=None)
             peer.send(message)
             end(peer)
-    for hello in (
-        wire.Hello(protocol=99, version=EVIL, run="run", rank=0, world_size=1, generation=None),
-        wire.Hello(protocol=wire.PROTOCOL_VERSION, version=EVIL, run=EVIL, rank=0, world_size=1, generation=None),
-    ):
+    for hello in HELLOS:
         with Peer(daemon.socket) as peer:
             peer.send(hello)
             end(peer)
     with Peer(daemon.socket) as peer:
         peer.greet("sealed")
         peer.attach(0)
-        evil: dict[str, Any] = {"metrics": {EVIL: 1.0}, "versions": {EVIL: EVIL}, "architecture_hash": EVIL}
-        peer.seal(0, 7, b"x" * 100, **evil)
+        peer.seal(0, 7, b"x" * 100, **EVIL_SEALED)
         peer.hear(wire.Persisted)
+    for fields in REFUSED_SEALED:
+        with Peer(daemon.socket) as peer:
+            peer.greet("refused")
+            peer.attach(0)
+            peer.fill(0, 7, b"x" * 100)
+            peer.send(wire.Sealed(**SEALED | {"slot": 0, "step": 7, "size_bytes": 100} | fields))
+            end(peer)
+    nodes = [NodeAddress(ranks=[0]), NodeAddress(ranks=[1], peer=EVIL_PEER)]
+    with Peer(daemon.socket) as peer:
+        peer.greet("run", world_size=2)
+        descriptor = sealed_memory("nodes", msgspec.json.encode(nodes))
+        peer.send(wire.Roster(), descriptor)
+        os.close(descriptor)
+        end(peer)
 
 
 def test_no_text_from_outside_reaches_a_log_a_terminal_or_a_page_as_it_is(tmp_path: Path) -> None:
@@ -123,7 +188,7 @@ def test_no_text_from_outside_reaches_a_log_a_terminal_or_a_page_as_it_is(tmp_pa
         shown = ""
         for step in ("100", "101", "102", "7"):
             run = "sealed" if step == "7" else "run"
-            shown += check_commands(daemon, [["show", run, "--step", step], ["show", run, "--step", step, "--json"]])
+            shown += check_commands(daemon, [["show", run, step], ["show", run, step, "--json"]])
         verbs = [["status"], ["ls"], ["verify"], ["verify", "--deep"], ["lifecycle", "--explain"]]
         shown += check_commands(daemon, [*verbs, *([*verb, "--json"] for verb in verbs)])
         assert r"\x1b[2J" in shown, "the evil text must have been shown"
@@ -137,6 +202,7 @@ def check_commands(daemon: Daemon, commands: list[list[str]]) -> str:
     shown = ""
     for command in commands:
         done = daemon.tierd(*command)
+        assert done.returncode != 2, f"{command}: {done.stderr}"
         assert_harmless(done.stdout, f"stdout of {command}")
         assert_harmless(done.stderr, f"stderr of {command}")
         shown += done.stdout + done.stderr

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -168,6 +169,31 @@ def test_the_messages_of_one_connection_are_read_at_its_rate(tmp_path: Path) -> 
         for _ in range(100):
             peer.hear(wire.Convened)
         assert time.monotonic() - began_s > 0.8
+
+
+def run_with_few_claims(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    quotas.CLAIMS_BURST, quotas.CLAIMS_PER_S = 3, 1e-6
+    run_tierd(arguments, environ, log)
+
+
+def test_generations_cannot_be_used_up_by_starting_a_run_again_and_again(tmp_path: Path) -> None:
+    """Each start takes one, and a name that others have seen takes no more from the second start on."""
+    daemon = serving(tmp_path)
+    daemon.run_with(run_with_few_claims)
+    with daemon:
+        taken: list[int] = []
+        for _ in range(3):
+            with Peer(daemon.socket) as peer:
+                peer.send(msgspec.structs.replace(peer.hello("run"), above=10**9))
+                taken.append(peer.hear(wire.Welcome).generation)
+        assert taken == [taken[0], taken[0] + 1, taken[0] + 2]
+        with Peer(daemon.socket) as peer:
+            peer.send(peer.hello("run"))
+            refused = refusal(peer)
+            assert (refused.kind, "at most one start each" in refused.message) == ("full", True)
+        assert len(list((daemon.hot / "run").glob("generation-*"))) == 3
+        with Peer(daemon.socket) as peer:
+            peer.greet("other")
 
 
 def run_with_a_small_burst(arguments: list[str], environ: Mapping[str, str], log: str) -> None:

@@ -28,6 +28,7 @@ from tests.support.slots import make_sealed
 from tierd import config_file
 from tierd.errors import TierdError
 from tierd.format import audit, layout, tagged, wire
+from tierd.format.adopted import TREE_FILE, AdoptedTree, TreeEntry, decode_tree
 from tierd.format.bitmap import unpack_indexes
 from tierd.format.boxes import cover_problem
 from tierd.format.claim import Claim, decode_claim
@@ -36,7 +37,7 @@ from tierd.format.manifest import Head, encode_marker, file_entry
 from tierd.format.manifest import decode as decode_manifest
 from tierd.format.node_file import NodeFile, decode_node_file
 from tierd.format.shard import FORMAT_VERSION, TensorSpec, parse_header, plan_layout
-from tierd.format.signature import Keyring, parse_keys
+from tierd.format.signature import Keyring, parse_keys, without_signature
 from tierd.format.text import printable, printable_json
 from tierd.format.whole import whole_tensors
 from tierd.tiers.cache import _decode as decode_cache  # pyright: ignore[reportPrivateUsage]
@@ -49,6 +50,20 @@ MEMORY_BYTES = 512 << 20  # of address space beyond what the process has at its 
 INPUT_S_MAX = 1.0  # of processor time
 ID = checkpoint_id("run", 5, 1)
 KEYRING = parse_keys(f"hmac-sha256:{'0' * 64}\n", where="fuzz")
+SIGNED_NAME = layout.generation_key(ID.run, ID.generation)
+SIGNED = KEYRING.sign(SIGNED_NAME, encode_marker(Claim.new("node", "0" * 32, now_s=1.8e9)))
+TREE = AdoptedTree(
+    format_version=1,
+    name="checkpoint-5",
+    is_file=False,
+    mode=0o755,
+    entries=[
+        TreeEntry(path="a", kind="folder", mode=0o700),
+        TreeEntry(path="a/b", kind="file", mode=0o644, modified_ns=5, stored_as="00001-b"),
+        TreeEntry(path="a/c", kind="link", target="../a/b"),
+    ],
+)
+ADOPTED = make_manifest(ID, [file_entry(name, 9, 4096, [1]) for name in (TREE_FILE, "00001-b")])
 
 
 # ── the targets ──
@@ -120,6 +135,22 @@ def _node_file(raw: bytes) -> object:
     return decode_node_file(raw, name="node-00000-of-00002.json", where="fuzz", expect=ID)
 
 
+def _adopted(raw: bytes) -> object:
+    """`adopted.json` from a bucket: no path and no link of what is accepted leads out of the folder."""
+    tree = decode_tree(raw, ADOPTED, where="fuzz")
+    for entry in tree.entries:
+        places = [entry.path] if entry.kind != "link" else [entry.path, f"{entry.path}/../{entry.target}"]
+        assert not entry.mode & ~0o777
+        assert all(not os.path.normpath(place).startswith(("/", "..")) for place in places)
+    return tree
+
+
+def _signature(raw: bytes) -> object:
+    """Nothing but the signed bytes is accepted."""
+    assert KEYRING.problem(SIGNED_NAME, raw) or raw == SIGNED
+    return without_signature(raw)
+
+
 def _listing(raw: bytes) -> object:
     listing = asyncio.run(Tier("fuzz", cast(Store, _OneObject(raw))).listing())
     for checkpoint in listing.files:
@@ -187,6 +218,8 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "claim": _claim,
     "audit": _audit,
     "node_file": _node_file,
+    "adopted": _adopted,
+    "signature": _signature,
     "listing": _listing,
     "names": _names,
     "cache": _cache,
@@ -246,6 +279,10 @@ def _valid(target: str) -> list[bytes]:
             part = file_entry("rank-00000-of-00002.safetensors", 9000, 4096, [1, 2, 3])
             more: dict[str, Any] = {"claim": "0" * 32, "ranks": [0], "is_healthy": None, "milestone": "best"}
             return [NodeFile(**(head | {"world_size": 2} | more), files=[part]).encode()]
+        case "adopted":
+            return [TREE.encode()]
+        case "signature":
+            return [SIGNED, KEYRING.sign_manifest(make_manifest(ID, [entry])).encode()]
         case "listing":
             names = ("manifest.json", "milestone-best.json", "unhealthy.json", entry.name)
             keys = [layout.file_key(ID, name) for name in names]

@@ -175,7 +175,7 @@ class Admission:
         if node is not None:
             check_node_ranks(node, rank, hello.world_size, f"join run {run}")
         if hello.generation is None:
-            generation, unlisted, claim = await self._claim(run, rank, hello)
+            generation, unlisted, claim = await self._claim(connection.peer_uid, run, rank, hello)
             if node is not None:
                 node = msgspec.structs.replace(node, claim=claim.claim, base=await self._base(run))
             who = Who("trainer", connection.peer_uid, connection.peer_pid)
@@ -249,7 +249,9 @@ class Admission:
             answers_operators=rank == (FIRST if hello.node is None else hello.node.ranks[0]),
         )
 
-    async def _claim(self, run: Run, rank: Rank, hello: wire.Hello) -> tuple[Generation, dict[str, str], Claim]:
+    async def _claim(
+        self, uid: int, run: Run, rank: Rank, hello: wire.Hello
+    ) -> tuple[Generation, dict[str, str], Claim]:
         """(a new generation, durably claimed: no daemon with this hot directory or these cold tiers issues it again;
         why a tier could not be listed, by tier; the claim)."""
         if rank != 0:
@@ -260,7 +262,7 @@ class Admission:
         if hello.node is not None and not self._context.cold:
             raise needs_cold_tier(run)
         unlisted = await self._restorer.list_run(run)
-        least = 1 + min(hello.above, self._catalog.claims.generation_limit(run, self._context.now().timestamp()))
+        least = self._catalog.claims.least_above(hello.above, self._context.now().timestamp())
         if unlisted and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
                 reasons = "; ".join(f"{tier} ({why})" for tier, why in unlisted.items())
@@ -274,9 +276,10 @@ class Admission:
             least = max(least, int(self._context.now().timestamp() / 60))
         async with self._claiming.setdefault(run, asyncio.Lock()):
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
+            self._quotas.check_claim(uid, run)
             least = max(least, self._seen(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
-            claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
+            claim = self._context.new_claim()
             generation = await self._claim_next(tiers, run, least, claim, spans_nodes=hello.node is not None)
             self._catalog.saw_generation(run, generation)
             self._catalog.claims.saw(run, [generation], HOT, is_here=True)  # also if hot had no space for it

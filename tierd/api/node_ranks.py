@@ -18,7 +18,6 @@ from tierd.context import DaemonContext, Partner, Roster
 from tierd.descriptors import read_sealed
 from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable
 from tierd.format import layout, wire
-from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
 from tierd.format.node_messages import NodeRanks
@@ -131,7 +130,7 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
                 f"{action}: {', '.join(reached)} of this node has no claim of it",
                 hint="is it another bucket or folder than that of the other nodes? A file:// tier must be shared",
             )
-    own = msgspec.structs.replace(Claim.new(context.config.daemon.node, context.identities.hot), claim=bits)
+    own = msgspec.structs.replace(context.new_claim(), claim=bits)
     try:
         if not await context.claim(context.hot, run, generation, own):
             raise Stale(f"{action}: another start has claimed it in hot")

@@ -17,6 +17,8 @@ from tierd.memory.tier import MemoryTier
 
 LINES_PER_S, LINES_BURST = 2.0, 50  # of the log, for one connection; a rank logs a few in an hour
 CONNECTIONS_PER_S, CONNECTIONS_BURST = 20.0, 1024  # of one user; each logs three lines
+CLAIMS_PER_S, CLAIMS_BURST = 0.1, 1000  # of one user and run: its 90 million generations last for 28 years
+CLAIMED_MAX = 4096  # users and runs whose claims are counted; the one that claimed least recently is forgotten
 EMPTY_RUN_S = 86400.0  # how long a started run counts for its user while it has no checkpoint
 USERS_MAX = 1024  # with counts of their own; the least recently seen is forgotten
 
@@ -75,6 +77,7 @@ class Quotas:
         self._has_checkpoint = has_checkpoint
         self._now_s = now_s
         self._users: dict[int, _User] = {}
+        self._claims: dict[tuple[int, Run], Rate] = {}
         self._owners: dict[Run, int] = {}  # the uid that joined a run which is in memory
         self._memory_bytes = _memory_bytes()
 
@@ -112,6 +115,21 @@ class Quotas:
                 hint="does each start use another run name? See limits.empty_runs_max",
             )
         user.empty_runs[run] = now_s
+
+    def check_claim(self, uid: int, run: Run) -> None:
+        """Before a generation is claimed, which nobody can use again. Raises Full when this user starts the run too
+        often."""
+        rate = self._claims.pop((uid, run), None) or Rate(CLAIMS_PER_S, CLAIMS_BURST, self._now_s)
+        self._claims[uid, run] = rate
+        while len(self._claims) > CLAIMED_MAX:
+            del self._claims[next(iter(self._claims))]
+        if not rate.try_spend():
+            raise Full(
+                f"start run {run}: uid {uid} has started it {CLAIMS_BURST} times, and at most one start each "
+                f"{1 / CLAIMS_PER_S:.0f} s is taken from now on",
+                hint="does the job fail at its start again and again, or does another job use its name? "
+                "docs/guides/security.md#how-to-deploy: a secret for each job",
+            )
 
     def joined(self, uid: int, run: Run) -> None:
         """A rank of the run has joined. The run's slots count for the user of its first rank."""

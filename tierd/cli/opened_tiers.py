@@ -19,12 +19,12 @@ from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
-from tierd.format import layout
 from tierd.identity import Identities
 from tierd.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.listing import refresh
+from tierd.report import foreign_sentences
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import while_answered
 from tierd.tiers.tier import Tier
@@ -78,10 +78,8 @@ class OpenedTiers:
         for (tier, checkpoint), parts in self.catalog.sent().items():
             if query.matches(checkpoint) and self.catalog.get(checkpoint) is None:
                 print_note(f"tierd: not committed: {checkpoint} in {tier}: {parts}")
-        for (tier, key), why in self.catalog.foreign().items():
-            checkpoint = layout.parse_key(key)
-            if checkpoint is None or query.matches(checkpoint):
-                print_note(f"tierd: foreign in {tier}: {why}")
+        for sentence in foreign_sentences(self.catalog, query.matches):
+            print_note(f"tierd: foreign: {sentence}")
 
 
 @asynccontextmanager

@@ -89,6 +89,7 @@ async def reap(
         raise BadConfig(message, hint="the daemon deletes in hot; name a tier of a section [[cold]]")
     only_run = None if run is None else check_run(run)
     check_key(config)
+    keyring_of(config.security.key_file, to_sign=not dry_run)
     if trail is not None and not trail.is_dir():
         raise BadConfig(
             f"write the audit trail in {trail}: there is no such folder", hint="make it, for this user alone"

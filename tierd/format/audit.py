@@ -138,13 +138,13 @@ class Chain:
 def check(files: Sequence[tuple[int, bytes]], keyring: Keyring | None) -> Chain:
     """Checks every line of a trail. `files`: (the sequence number in the name, content) of each, oldest first.
 
-    With a key, unsigned lines may only precede the signed ones: they were written before there was a key, and the first
-    signed line has their digest."""
+    With a key, lines that it cannot check may only precede those that it has signed: they were written before there was
+    a key, or with one that was removed since, and the first line that it has signed has their digest."""
     chain = Chain()
     if not files:
         return chain
     expected, previous = files[0][0], None if files[0][0] > 1 else ""
-    unsigned = signed = 0
+    unsigned = signed = trusted = 0
     if expected > 1:
         if len(files) < FILES_MAX:
             chain.problem = f"the files before event {expected} are missing: only {len(files)} of {FILES_MAX} exist"
@@ -160,9 +160,11 @@ def check(files: Sequence[tuple[int, bytes]], keyring: Keyring | None) -> Chain:
             why, event = _problem(line, expected=expected, previous=previous)
             if event is not None:
                 chain.events.append(event)
-            if not why and keyring is not None and (is_signed or signed):
+            is_of_removed_key = is_signed and not trusted and keyring is not None and keyring.lacks_key_of(line)
+            if not why and keyring is not None and (is_signed or signed) and not is_of_removed_key:
                 try:
                     keyring.check(AUDIT, line, where="the audit trail")
+                    trusted += 1
                 except Foreign as error:
                     why = error.message
             chain.problem = chain.problem or (why and f"{where}, line {position}: {why}")
@@ -180,8 +182,13 @@ def check(files: Sequence[tuple[int, bytes]], keyring: Keyring | None) -> Chain:
         chain.notes.append(
             f"{unsigned} events were written before there was a key: anyone who can write here could have written them"
         )
-    if keyring is not None and unsigned and not signed:
-        chain.problem = chain.problem or "no event is signed, and a key is configured"
+    if keyring is not None and (of_removed_keys := signed - trusted) and not chain.problem:
+        chain.notes.append(
+            f"{of_removed_keys} events are signed by keys that are not in the key file: anyone who can write here "
+            "could have written them before the first event of a present key"
+        )
+    if keyring is not None and not trusted and not chain.problem:
+        chain.problem = "no event is signed by a key of the key file"
     return chain
 
 

@@ -14,16 +14,19 @@ import tierd
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """`node`: of the daemon that claimed; `claimed_by`: its version. `claim`: 128 random bits in hex, which tell one
-    start from another. `hot`: the identity of the daemon's hot tier. Empty in the markers of older versions."""
+    start from another. `hot`: a digest of the identity of the daemon's hot tier. `made_at_s`: when it claimed, in Unix
+    time. Empty or 0 in the markers of older versions."""
 
     node: str = ""
     claimed_by: str = ""
     claim: str = ""
     hot: str = ""
+    made_at_s: int = 0
 
     @classmethod
-    def new(cls, node: str, hot: str = "") -> Claim:
-        return cls(node=node, claimed_by=tierd.__version__, claim=secrets.token_hex(16), hot=hot)
+    def new(cls, node: str, hot: str = "", *, now_s: float = 0.0) -> Claim:
+        claim = secrets.token_hex(16)
+        return cls(node=node, claimed_by=tierd.__version__, claim=claim, hot=hot, made_at_s=int(now_s))
 
     def is_of_same_start(self, other: Claim) -> bool:
         return bool(self.claim) and self.claim == other.claim
@@ -31,6 +34,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_same_hot(self, other: Claim) -> bool:
         """Also compares the nodes: a copy of a disk has the identity of the original."""
         return bool(self.hot) and (self.node, self.hot) == (other.node, other.hot)
+
+    def had_expired(self, other: Claim, grace_s: float) -> bool:
+        """Whether this claim was made so long before `other` that the run had expired before `other` was made. So it
+        was deleted, and somebody has put it back. `grace_s`: `limits.empty_run_grace_s`."""
+        return 0 < grace_s < other.made_at_s - self.made_at_s and self.made_at_s > 0
 
 
 def decode_claim(content: bytes) -> Claim | None:

@@ -176,6 +176,11 @@ class Keyring:
             return f"it is signed by the key {key_id}, which is not in the key file"
         return f"its signature by the key {key_id} is wrong" if self.is_altered(name, content) else ""
 
+    def lacks_key_of(self, content: bytes) -> bool:
+        """Whether the file has a signature, of an algorithm that is known, by none of the keys."""
+        match = _find_signature(content)
+        return match is not None and match["algorithm"].decode() in (HMAC, ED25519) and self._key_of(match) is None
+
     def is_altered(self, name: str, content: bytes) -> bool:
         """Whether the file has a signature by one of the keys that does not fit: it was changed after it was signed."""
         match = _find_signature(content)

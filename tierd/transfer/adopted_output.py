@@ -21,6 +21,7 @@ class AdoptedOutput:
     def __init__(self, tree: AdoptedTree, stored: Path, built: Path) -> None:
         self._tree, self._stored, self._built = tree, stored, built
         self._folders = [entry for entry in tree.entries if entry.kind == "folder"]
+        self._narrow: list[tuple[str, int, os.stat_result]] = []  # path, mode, and which folder was built there
 
     def build(self) -> Path:
         """Returns `built`. Raises OSError."""
@@ -38,23 +39,26 @@ class AdoptedOutput:
             if entry.kind == "link":  # last: nothing is written through one
                 os.symlink(entry.target, self._built / entry.path)
         for entry in reversed(self._folders):
-            os.chmod(self._built / entry.path, entry.mode | _WRITABLE)
-            fsync_path(self._built / entry.path)
+            self._widen(entry.path, entry.mode)
         if not self._tree.is_file:
-            os.chmod(self._built, self._tree.mode | _WRITABLE)
+            self._widen("", self._tree.mode)
         fsync_path(self._built)
         return self._built
 
+    def _widen(self, path: str, mode: int) -> None:
+        folder = self._built / path
+        os.chmod(folder, mode | _WRITABLE)
+        fsync_path(folder)
+        if mode | _WRITABLE != mode:
+            self._narrow.append((path, mode, os.stat(folder)))
+
     def finish(self, published: Path) -> None:
         """Sets the final modes of folders that their owner may not write into: before, such a folder could not be
-        moved."""
-        for entry in reversed(self._folders):
-            _narrow(published / entry.path, entry.mode)
-        if not self._tree.is_file:
-            _narrow(published, self._tree.mode)
+        moved.
 
-
-def _narrow(path: Path, mode: int) -> None:
-    if mode | _WRITABLE != mode:
-        with closing_fd(os.open(path, FOLDER | os.O_NOFOLLOW)) as folder:
-            os.fchmod(folder, mode)
+        Raises OSError for a folder that is not the one that was built: others may be able to write where it is now."""
+        for path, mode, built in self._narrow:
+            with closing_fd(os.open(published / path, FOLDER)) as folder:
+                if not os.path.samestat(os.fstat(folder), built):
+                    raise OSError(f"another process has put a folder in place of {published / path}")
+                os.fchmod(folder, mode)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import NoReturn
 
+import msgspec
+
 from tierd.context import DaemonContext
 from tierd.errors import Stale, TierdError, TierUnreachable
 from tierd.format import wire
@@ -36,9 +38,17 @@ async def confirm_claim(context: DaemonContext, cold: Tier, checkpoint: Checkpoi
     elif not await context.claim(cold, run, generation, claim):
         other = await cold.claim(run, generation)
         # A start of this hot tier that claimed it in cold alone was killed before any trainer had the generation.
-        if other is not None and not other.is_of_same_start(claim) and not other.is_of_same_hot(claim):
+        is_of_other = other is not None and not other.is_of_same_start(claim) and not other.is_of_same_hot(claim)
+        if other is not None and is_of_other and not _was_put_back(context, other, claim):
             _fence(context, cold, checkpoint)
     cold.claimed[run] = generation  # also if the file of that name is not a claim: it fences nobody
+
+
+def _was_put_back(context: DaemonContext, other: Claim, claim: Claim) -> bool:
+    """Whether the other claim is of a former run of that name, which had expired: a claim stays signed. Without a key
+    its time may be forged as well as the rest, and a start that is fenced in error loses less than two that write."""
+    is_signed = context.keyring is not None
+    return is_signed and other.had_expired(claim, context.config.limits.empty_run_grace_s)
 
 
 async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generation) -> Claim:
@@ -46,7 +56,7 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
         with suppress(TierdError):
             if (claim := await tier.claim(run, generation)) is not None:
                 return claim
-    return Claim.new(context.config.daemon.node)
+    return msgspec.structs.replace(context.new_claim(), hot="")
 
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:
