@@ -7,7 +7,7 @@ left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -68,6 +68,12 @@ class Fetch:
     def is_whole(self) -> bool:
         """Whether all of the checkpoint is wanted."""
         return self.wanted_bytes == self.manifest.size_bytes
+
+    def unverified(self, name: str, chunks: Iterable[int]) -> list[int]:
+        """Those of these chunks of a file that are not known to be here."""
+        file = self._files[name]
+        count = len(file.entry.chunks)
+        return [index for index in chunks if index < count and (file.missing[index] or not file.wanted[index])]
 
     def want(self, more: Mapping[str, Collection[int]] | None) -> None:
         """Adds chunks of the files of this fetch; None: all chunks."""
