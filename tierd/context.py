@@ -155,6 +155,22 @@ class DaemonContext:
         own, roster = self.memory.node(run), self.rosters.get(run)
         return [each for each in roster.nodes if own is None or each.ranks != own.ranks] if roster is not None else []
 
+    def persisted(self, checkpoint: CheckpointId, *, seconds: float = 0.0, every_s: float = 0.0) -> wire.Persisted:
+        """What the trainers are told of a checkpoint in hot: of a part also the verdict on it, if there is one yet."""
+        entry, snapshot_set = self.catalog.get(checkpoint), self.memory.find(checkpoint)
+        is_healthy: bool | None = True
+        if entry is not None and entry.part is not None and self.config.health.examine:
+            is_healthy = entry.examined
+            if is_healthy is None and snapshot_set is not None and snapshot_set.diagnosis is not None:
+                is_healthy = snapshot_set.diagnosis.healthy
+        return wire.Persisted(
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            seconds=seconds,
+            every_s=every_s,
+            is_healthy=is_healthy,
+        )
+
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""
         is_ours = await tier.claim_generation(run, generation, claim)

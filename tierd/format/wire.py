@@ -212,9 +212,8 @@ class Everywhere(_Message, frozen=True, kw_only=True):
 
 
 class Partner(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node: the daemon is to copy the parts of another node, until the next Partner of the
-    run. `node_file`: the name of that node's node files. `lifecycle`: as of that node's Welcome. Answered by Copied
-    after each copy."""
+    """From the lowest rank of a node: the daemon is to copy the parts of another node, until the run's next Partner.
+    `node_file`: the name of its node files. `lifecycle`: as of its Welcome. Answered by Copied after each copy."""
 
     peer: PeerAddress
     node_file: str
@@ -326,12 +325,14 @@ class Released(_Message, frozen=True, kw_only=True):
 
 
 class Persisted(_Message, frozen=True, kw_only=True):
-    """The checkpoint is committed in hot: durable. `every_s`: the next interval of the cadence auto; 0: as before."""
+    """The checkpoint is committed in hot: durable. `every_s`: the next interval of the cadence auto; 0: as before.
+    `is_healthy`: of a part; None: it is being examined, and the message follows again with the verdict."""
 
     step: int
     generation: int
     seconds: float
     every_s: float = 0.0
+    is_healthy: bool | None = True
 
 
 class Replicated(_Message, frozen=True, kw_only=True):
@@ -368,8 +369,7 @@ class Fenced(_Message, frozen=True, kw_only=True):
 
 
 class Convened(_Message, frozen=True, kw_only=True):
-    """All ranks are called to this meeting. Sent again to a rank that connects later, unless `is_forced`: see
-    Convene."""
+    """All ranks are called to this meeting. Sent again to a rank that connects later, unless `is_forced`."""
 
     meeting: int
     is_forced: bool = False
@@ -384,8 +384,8 @@ class Requested(_Message, frozen=True, kw_only=True):
 
 
 class Agreed(_Message, frozen=True, kw_only=True):
-    """The answer to Request. stop: the ranks stop at this step. snapshot: the snapshot of this step is sealed. force:
-    the trainers are being interrupted, at some point after this step."""
+    """The answer to Request. stop: the ranks stop at this step. snapshot: that of this step is sealed. force: the
+    trainers are being interrupted, at some point after it."""
 
     request: int
     step: int
@@ -419,8 +419,8 @@ class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(_Message, frozen=True, kw_only=True):
-    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first. `unlisted`: tiers not listed, why.
-    `peer`: how other nodes read the parts here; None if they cannot. `copies`: of other nodes, at most COPIES_MAX."""
+    """The answer to Inventory. `checkpoints`: at most HELD_MAX, newest first; `copies`: of other nodes, at most
+    COPIES_MAX. `unlisted`: tiers not listed, why. `peer`: how other nodes read the parts here; None: they cannot."""
 
     request: int
     checkpoints: list[HeldCheckpoint]
