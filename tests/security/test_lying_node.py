@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,23 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.support.lying_node import LyingNode, claimed_entry, entry_of, lying_node, node_file, shard_name
+from tests.support.lying_node import Answer, LyingNode, claimed_entry, entry_of, lying_node, node_file, shard_name
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.config import PeersConfig
+from tierd.context import Partner
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, Foreign, TierdError, Transient
 from tierd.format import wire
-from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
+from tierd.format.manifest import FileEntry
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring
 from tierd.key_file import new_key
 from tierd.tiers import peer_store
+from tierd.tiers.part_copies import PartCopies
+from tierd.workers import part_copier
 from tierd.workers.hot_space import MARGIN_BYTES
+from tierd.workers.part_copier import PartCopier
 from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Restorer
 
@@ -32,6 +39,7 @@ ID = checkpoint_id(RUN, 5, 1)
 NODE_FILE, SHARD = "node-00001-of-00002.json", shard_name(1, 2)
 CHUNK = 4096
 STEPS = [4, 3, 2, 1]
+HERE = wire.NodeRanks(ranks=[0], lowest=[0, 1], claim="ab" * 16, base=4)
 
 
 async def judge_nothing(_: CheckpointId) -> bool | None:
@@ -223,3 +231,168 @@ async def test_node_files_in_memory_are_bounded_together(victim: Victim, monkeyp
         silent.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert victim.restorer.peer_fetcher._node_files_bytes == 0
+
+
+# ── what a partner serves, whose parts this node copies ──
+
+
+class Keeper:
+    """A node whose partner lies. It has persisted its own part of step 5."""
+
+    def __init__(self, rooms: Rooms, copies: PartCopies) -> None:
+        self.rooms, self.copies = rooms, copies
+        self.copier = PartCopier(rooms.context, copies)
+        entry = rooms.catalog.get(ID)
+        assert entry is not None
+        assert entry.part is not None
+        self.own = entry.part
+
+    def part_of(self, files: dict[int, FileEntry], **changes: Any) -> NodeFile:
+        """Of the same checkpoint."""
+        ranks = {"ranks": sorted(files), "files": [files[rank] for rank in sorted(files)]}
+        return msgspec.structs.replace(self.own, **ranks, signature=msgspec.UNSET, **changes)
+
+    async def copy_from(self, node: LyingNode) -> str:
+        """The message of the failure; empty if there was none."""
+        self.rooms.context.partners[RUN] = Partner(Generation(1), node.peer, NODE_FILE)
+        known = len(self.rooms.incidents.recent())
+        is_well = await self.copier.run_once()
+        failures = self.rooms.incidents.recent()
+        assert is_well == (len(failures) == known)
+        return "" if is_well else failures[0]["message"]
+
+    def left(self) -> list[str]:
+        """The files of copies, apart from what a later copy goes on with."""
+        root = self.copies.store.root
+        return sorted(
+            str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in (".json", ".safetensors")
+        )
+
+
+@pytest.fixture
+async def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keeper]:
+    monkeypatch.setattr(peer_store, "RETRY_MIN_S", 0.001)
+    monkeypatch.setattr(peer_store, "RETRY_MAX_S", 0.002)
+    async with rooms_at(tmp_path / "here", peers=PeersConfig(listen="127.0.0.1:0")) as rooms:
+        await rooms.list_tiers()
+        copies = PartCopies(rooms.config)
+        rooms.context = replace(rooms.context, part_copies=copies)
+        rooms.seal(5, [b"rank 0"], node=HERE, world_size=2, number=5, created_at="2026-11-01T00:00:00+00:00")
+        await rooms.persister().run_once()
+        yield Keeper(rooms, copies)
+        await copies.store.close()
+
+
+CONTENT = os.urandom(5 * CHUNK)
+HONEST = entry_of(SHARD, CONTENT, CHUNK)
+
+
+def renamed(name: str) -> FileEntry:
+    return msgspec.structs.replace(HONEST, name=name)
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+    await response.prepare(request)
+    with suppress(ConnectionError):
+        for _ in range(10_000):
+            await response.write(bytes(1 << 16))
+    return response
+
+
+async def elsewhere(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=302, headers={"Location": f"/parts/v1/{RUN}/{ID.name}/stolen"})
+
+
+LIES: dict[str, Callable[[Keeper], dict[str, bytes | Answer]]] = {
+    "a path above": lambda keeper: {NODE_FILE: keeper.part_of({1: renamed("../../../escaped")}).encode()},
+    "an absolute path": lambda keeper: {NODE_FILE: keeper.part_of({1: renamed("/tmp/escaped")}).encode()},
+    "the manifest": lambda keeper: {NODE_FILE: keeper.part_of({1: renamed("manifest.json")}).encode()},
+    "the shard of another rank": lambda keeper: {NODE_FILE: keeper.part_of({1: renamed(shard_name(0, 2))}).encode()},
+    "the ranks of this node": lambda keeper: {NODE_FILE: keeper.own.encode()},
+    "all ranks": lambda keeper: {NODE_FILE: keeper.part_of({0: renamed(shard_name(0, 2)), 1: HONEST}).encode()},
+    "another run": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}, run=OTHER_RUN).encode()},
+    "an older step": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}, step=4).encode()},
+    "an older generation": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}, generation=0).encode()},
+    "another start": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}, claim="cd" * 16).encode()},
+    "another model": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}, architecture_hash="cd" * 32).encode()},
+    "no JSON": lambda keeper: {NODE_FILE: b"\0" * 1000},
+    "deep JSON": lambda keeper: {NODE_FILE: b"[" * 100_000},
+    "an endless node file": lambda keeper: {NODE_FILE: endless},
+    "a redirection": lambda keeper: {NODE_FILE: elsewhere, "stolen": keeper.part_of({1: HONEST}).encode()},
+    "other bytes": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}).encode(), SHARD: bytes(len(CONTENT))},
+    "fewer bytes": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}).encode(), SHARD: CONTENT[:-1]},
+    "endless bytes": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}).encode(), SHARD: endless},
+    "shards elsewhere": lambda keeper: {
+        NODE_FILE: keeper.part_of({1: HONEST}).encode(),
+        SHARD: elsewhere,
+        "stolen": CONTENT,
+    },
+    "no shard": lambda keeper: {NODE_FILE: keeper.part_of({1: HONEST}).encode()},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_partner_that_lies_is_not_copied_and_nothing_else_is_written(
+    keeper: Keeper, lie: str, tmp_path: Path
+) -> None:
+    def files() -> set[Path]:
+        return {path for path in tmp_path.rglob("*") if ".peers" not in path.parts}
+
+    before = files()
+    async with lying_node(LIES[lie](keeper)) as node:
+        message = await keeper.copy_from(node)
+        assert "stolen" not in node.requested
+    assert (keeper.copies.get(ID), keeper.left(), files()) == (None, [], before)
+    assert message or lie == "no shard", message
+    async with lying_node({NODE_FILE: keeper.part_of({1: HONEST}).encode(), SHARD: CONTENT}) as node:
+        assert await keeper.copy_from(node) == ""
+    assert len(keeper.left()) == 2
+    assert {path.stat().st_mode & 0o777 for path in (keeper.copies.store.root / RUN / ID.name).iterdir()} <= {
+        0o600,
+        0o400,
+    }
+
+
+async def test_size_that_a_partner_claims_is_not_reserved(keeper: Keeper) -> None:
+    """Else the snapshots of all runs would find the disk full, before one byte has come."""
+    taken: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        files = (keeper.copies.store.root / RUN / ID.name).iterdir()
+        taken.append(sum(path.stat().st_blocks * 512 for path in files))
+        return await nothing_right(request)
+
+    lie = keeper.part_of({1: claimed_entry(SHARD, 1 << 25, 1 << 20)})
+    async with lying_node({NODE_FILE: lie.encode(), SHARD: answer}) as node:
+        assert "another one" not in await keeper.copy_from(node)
+    assert taken[0] < 1 << 20
+    assert await keeper.copier.make_room(1 << 25) == 0  # so much that nobody sent was not freed either
+
+
+async def test_slow_partner_of_one_run_does_not_keep_the_copies_of_another(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_copier, "TURN_S", 0.3)
+    silent = asyncio.Event()
+
+    async def wait(_: web.Request) -> web.StreamResponse:
+        await silent.wait()
+        return web.Response(status=503)
+
+    slow, honest = keeper.part_of({1: HONEST}), {NODE_FILE: b"", SHARD: CONTENT}
+    keeper.rooms.seal(5, [b"rank 0"], run=OTHER_RUN, node=HERE, world_size=2, number=5)
+    await keeper.rooms.persister().run_once()
+    other = keeper.rooms.catalog.get(checkpoint_id(OTHER_RUN, 5, 1))
+    assert other is not None
+    assert other.part is not None
+    honest[NODE_FILE] = msgspec.structs.replace(other.part, ranks=[1], files=[HONEST]).encode()
+    async with lying_node({NODE_FILE: slow.encode(), SHARD: wait}) as one, lying_node(honest) as node:
+        keeper.rooms.context.partners[RUN] = Partner(Generation(1), one.peer, NODE_FILE)
+        keeper.rooms.context.partners[Run(OTHER_RUN)] = Partner(Generation(1), node.peer, NODE_FILE)
+        assert await keeper.copier.run_once()
+        silent.set()
+    assert keeper.copies.get(other.id) is not None
+    async with lying_node({NODE_FILE: slow.encode(), SHARD: CONTENT}) as one:
+        assert await keeper.copy_from(one) == ""
+    assert keeper.copies.get(ID) is not None
