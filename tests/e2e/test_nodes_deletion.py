@@ -1,4 +1,4 @@
-"""Deletion in a cold tier that several nodes share: by the daemon of rank 0 alone, and not of what another node marked."""
+"""Deletion in a cold tier that nodes share: by the daemon of rank 0 alone, and not of what another node has marked."""
 
 from __future__ import annotations
 
