@@ -19,14 +19,16 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import PeersConfig
 from tierd.context import Partner
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, Foreign, TierdError, Transient
+from tierd.errors import Corrupt, Foreign, PeerUnreachable, TierdError, Transient
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FileEntry
 from tierd.format.node_file import NodeFile
+from tierd.format.peers import HeldPart, NodeAddress, NodeParts
 from tierd.format.signature import Keyring
 from tierd.key_file import new_key
 from tierd.tiers import peer_store
+from tierd.tiers.node_parts import ask_nodes
 from tierd.tiers.part_copies import PartCopies
 from tierd.workers import part_copier
 from tierd.workers.hot_space import MARGIN_BYTES
@@ -396,3 +398,45 @@ async def test_slow_partner_of_one_run_does_not_keep_the_copies_of_another(
     async with lying_node({NODE_FILE: slow.encode(), SHARD: CONTENT}) as one:
         assert await keeper.copy_from(one) == ""
     assert keeper.copies.get(ID) is not None
+
+
+# ── what a node lists, for `tierd status` and `tierd restore` ──
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"parts": [' + b'{"step": 1}, ' * 10_000 + b"]}",
+        b'{"parts": [{"step": 1, "generation": 1, "world_size": 1, "ranks": ["x"]}]}',
+        b"[" * 10_000,
+        b"\xff",
+        b"",
+        endless,
+        elsewhere,
+    ],
+)
+async def test_list_of_a_node_that_lies_is_a_short_reason(answer: bytes | Answer) -> None:
+    async with lying_node({"newest": answer, RUN: answer, "stolen": b"{}"}) as node:
+        nodes = [NodeAddress(ranks=[1], peer=node.peer)]
+        for only_newest in (True, False):
+            (reason,) = await ask_nodes(RUN, nodes, needs_tls=False, only_newest=only_newest)
+            assert isinstance(reason, PeerUnreachable), reason
+            assert len(reason.message) < 500
+        assert "stolen" not in node.requested
+
+
+async def test_answers_of_thousands_of_nodes_are_small_each() -> None:
+    part = HeldPart(
+        step=1,
+        generation=1,
+        world_size=1 << 20,
+        ranks=list(range(20_000)),
+        node_file=NODE_FILE,
+        head_digest="",
+        created_at="",
+    )
+    answer = msgspec.json.encode(NodeParts(parts=[part]))
+    async with lying_node({"newest": answer}) as node:
+        nodes = [NodeAddress(ranks=[1], peer=node.peer)]
+        (reason,) = await ask_nodes(RUN, nodes, needs_tls=False, only_newest=True)
+        assert isinstance(reason, PeerUnreachable)

@@ -112,7 +112,8 @@ class PartCopier:
         if partner is None:
             return None
         created = [own.created for own in self._uncopied(run, partner) if own.created is not None]
-        return max(((self._context.now() - each).total_seconds() for each in created), default=0.0)
+        # The time is that of the node of rank 0, whose clock may be ahead.
+        return max((max(0.0, (self._context.now() - each).total_seconds()) for each in created), default=0.0)
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
         """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
@@ -169,7 +170,9 @@ class PartCopier:
                 self._active = None
         seconds, ranks = context.monotonic_s() - started_s, ranks_text(part.ranks)
         log.info("copied %d bytes of %s from %s (ranks %s) in %.3f s", part.size_bytes, own.id, where, ranks, seconds)
-        context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
+        # The trainers may have told another partner meanwhile, of whose part this is no copy.
+        if (now := context.partners.get(own.id.run)) is not None and now.node_file == part.name:
+            context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
 
     async def _delete_old(self) -> bool:
         """What no restart needs, and what was begun and is not wanted any more."""
