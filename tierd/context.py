@@ -159,6 +159,22 @@ class DaemonContext:
         """Of a start on this node."""
         return Claim.new(self.config.daemon.node, self.identities.hot, now_s=self.now().timestamp())
 
+    def persisted(self, checkpoint: CheckpointId, *, seconds: float = 0.0, every_s: float = 0.0) -> wire.Persisted:
+        """What the trainers are told of a checkpoint in hot: of a part also the verdict on it, if there is one yet."""
+        entry, snapshot_set = self.catalog.get(checkpoint), self.memory.find(checkpoint)
+        is_healthy: bool | None = True
+        if entry is not None and entry.part is not None and self.config.health.examine:
+            is_healthy = entry.examined
+            if is_healthy is None and snapshot_set is not None and snapshot_set.diagnosis is not None:
+                is_healthy = snapshot_set.diagnosis.healthy
+        return wire.Persisted(
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            seconds=seconds,
+            every_s=every_s,
+            is_healthy=is_healthy,
+        )
+
     async def claim(self, tier: Tier, run: Run, generation: Generation, claim: Claim) -> bool:
         """Claim a generation in a tier. False when another start has it there. Raises as the tier's store."""
         is_ours = await tier.claim_generation(run, generation, claim)

@@ -130,6 +130,24 @@ async def test_the_descriptors_for_a_peer_that_has_disconnected_are_closed(reque
     await requester.wait_answers()
 
 
+async def test_requests_of_one_run_leave_others_theirs(
+    requester: Requester, rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile trainer asks for parts on a node that never answers."""
+    monkeypatch.setattr(restore_requests, "FINDS_OF_RUN_MAX", 3)
+    for request in range(1, 6):
+        requester.ask(request)
+    assert len(requester.tasks) == 3
+    requester.session.run = Run("other")
+    requester.ask(7)
+    assert len(requester.tasks) == 4
+    requester.session.run = RUN
+    await requester.wait_answers()
+    requester.ask(6)
+    await requester.wait_answers()
+    assert len(requester.tasks) == 5
+
+
 async def test_requests_beyond_the_limit_are_refused(requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore_requests, "FINDS_MAX", 3)
     for request in range(1, 6):

@@ -17,6 +17,7 @@ from tests.e2e.test_nodes_restore import hold_cold, restart, restored, save
 from tests.support.daemon import Daemon
 from tests.support.nodes import connect_on, connected, nodes
 from tests.support.trainer import Training, joined, refusals, together
+from tierd.key_file import make_key_file
 
 PEERS = '[peers]\nlisten = "127.0.0.1:0"'
 LARGE = 2048  # the width of a model with parameters that are written once over all nodes
@@ -58,6 +59,16 @@ def test_ranks_placed_elsewhere_read_from_memory(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons:
         digests = saved(daemons, 4)
         assert restored(daemons[::-1], 4) == ([(1, "memory")] * 4, digests)
+
+
+def test_with_a_key_ranks_placed_elsewhere_read_signed_parts_from_memory_and_hot(tmp_path: Path) -> None:
+    """Of what is in memory only, no node file was signed before another node asks for it."""
+    make_key_file(tmp_path / "key")
+    with peers(tmp_path, more=f'[security]\nkey_file = "{tmp_path / "key"}"') as daemons:
+        digests = saved(daemons, 4)
+        assert restored(daemons[::-1], 4) == ([(1, "memory")] * 4, digests)
+        restart(daemons)
+        assert restored(daemons[::-1], 4) == ([(1, "hot")] * 4, digests)
 
 
 def test_large_tensor_of_another_node_is_read_from_there(tmp_path: Path) -> None:

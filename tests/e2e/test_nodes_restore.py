@@ -165,6 +165,29 @@ def test_all_disks(tmp_path: Path) -> None:
         assert restored(daemons, 4) == ([(1, "cold")] * 4, digests)
 
 
+def test_fewer_nodes_without_peers_go_on_from_cold_and_say_what_is_lost(tmp_path: Path) -> None:
+    """As an elastic torchrun does: the nodes that are left cannot read the part of the one that is gone."""
+    with nodes(tmp_path) as daemons:
+        with connected(daemons, 4) as trainers:
+            together(trainers, "apply", _share_extra)
+            together(trainers, "restore")
+            digests = save(trainers, in_cold=True)
+            hold_cold(daemons[1])
+            save(trainers)
+        daemons[1].kill()
+        with joined(tmp_path, 2) as trainers:
+            connect_on(daemons[:1], trainers)
+            together(trainers, "apply", _share_extra)
+            found = together(trainers, "restore")
+            assert [(each.step, each.tier) for each in found] == [(1, "cold")] * 2
+            assert len(set(digests)) == 4  # of four ranks, each with its own random numbers
+            assert "run/000000000002-g0001" in daemons[0].log
+
+
+def _share_extra(training: Training) -> None:
+    del training.extra["rank"]
+
+
 def test_part_that_is_not_whole_does_not_block_an_older_step(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])

@@ -16,7 +16,9 @@ from torch import nn
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import stage
+from tierd.config import HealthConfig
 from tierd.errors import Transient
+from tierd.format import wire
 from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
 from tierd.health import examiner as examiner_module
@@ -271,3 +273,37 @@ async def test_a_python_that_the_daemons_user_may_not_run_is_an_incident(
     assert f"start {python}: Permission denied" in incident["message"]
     assert f"user {os.geteuid()}" in incident["hint"]
     assert await worker.run_once(), "it is tried again"
+
+
+NODE = wire.NodeRanks(ranks=[1], lowest=[0, 1], claim="ab" * 16, base=0)
+
+
+def told(rooms: Rooms) -> list[tuple[int, bool | None]]:
+    messages = [each for each in rooms.sent if isinstance(each, wire.Persisted)]
+    return [(message.step, message.is_healthy) for message in messages]
+
+
+async def test_trainers_over_several_nodes_are_told_of_the_verdict_on_their_part(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path, health=HealthConfig()) as rooms:
+        await rooms.list_tiers()
+        worker = examiner(rooms)
+        rooms.seal(1, [shard(math.nan)], node=NODE, world_size=2, number=1)
+        await rooms.persister().run_once()
+        assert told(rooms) == [(1, None)]
+        assert await worker.run_once()
+        assert told(rooms)[1:] == [(1, False)]
+        rooms.seal(2, [shard(1.0)], node=NODE, world_size=2, number=2)
+        assert await worker.run_once()  # in memory, before it is durable
+        assert told(rooms)[2:] == []
+        await rooms.persister().run_once()
+        assert told(rooms)[2:] == [(2, True)]
+        persisted = rooms.context.persisted(checkpoint_id(RUN, 1, 1))  # a trainer that asks again
+        assert persisted.is_healthy is False
+
+
+async def test_without_examinations_nobody_waits_for_a_verdict(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path, health=HealthConfig(examine=False)) as rooms:
+        await rooms.list_tiers()
+        rooms.seal(1, [b"state"], node=NODE, world_size=2, number=1)
+        await rooms.persister().run_once()
+        assert told(rooms) == [(1, True)]

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.api.test_peer_parts import LONG, RUN, SHARD, Served, served
+from tests.support.handmade_nodes import handmade_nodes
+from tests.support.other_user import OtherUser, needs_root
+from tests.support.waiting import wait_until
 from tierd.format.ids import Run
 from tierd.peer_key import PeerKey
 
 __all__ = ["served"]
 CONNECTIONS = 300
+IDLE_CONNECTIONS, IDLE_KEPT = 10_000, 2_000
+ACCEPTED_AT_ONCE = 200  # by the event loop, which ends those that are too many a moment later
 
 
 async def raw_request(served: Served, lines: bytes) -> bytes:
@@ -68,3 +76,38 @@ async def test_half_open_connections_keep_no_node_out(served: Served) -> None:
     assert await served.part(SHARD) == (200, LONG)
     for writer in writers:
         writer.close()
+
+
+def connect_again_and_again(host: str, port: int, count: int, kept: int) -> None:
+    """Opens so many connections, sends half a request on every other one, and keeps the last ones open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for number in range(count):
+        _attacking.append(connection := socket.socket())
+        connection.setblocking(False)  # the kernel drops some, as the queue of the daemon is short
+        connection.connect_ex((host, port))
+        if number % 2:
+            with suppress(OSError):  # it is not connected yet, or ended already
+                connection.sendall(b"GET /parts/v1/run/")
+        if len(_attacking) > kept:
+            _attacking.pop(0).close()
+
+
+_attacking: list[socket.socket] = []
+
+
+@pytest.mark.long
+@needs_root
+def test_thousands_of_idle_connections_of_another_user_leave_trainers_and_nodes_theirs(tmp_path: Path) -> None:
+    with handmade_nodes(tmp_path, 2) as nodes, OtherUser() as attacker:
+        nodes.save(1)
+        daemon = nodes.daemons[1]
+        before, before_mb = daemon.descriptors(), daemon.resident_mb()
+        peer = nodes.addresses[1].peer
+        assert peer is not None
+        host, _, port = peer.address.rpartition(":")
+        attacker.call(connect_again_and_again, host, int(port), IDLE_CONNECTIONS, IDLE_KEPT)
+        assert daemon.descriptors() <= before + 128 + ACCEPTED_AT_ONCE
+        nodes.save(2)  # the ranks, and the copies in both directions
+        assert daemon.resident_mb() <= before_mb + 64
+        wait_until(lambda: daemon.descriptors() <= before + 8, "idle connections to be ended")

@@ -6,13 +6,22 @@ A failure names its seed: `python -m tests.support.simulation.seeds SEED --scena
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.simulation.test_nodes import pass_without_work, unexpected
+from tests.support.simulation.copying_trainers import everywhere
 from tests.support.simulation.nodes_world import simulate
-from tests.support.simulation.schedule import COPIES, make_nodes_schedule, make_three_node_schedules
+from tests.support.simulation.schedule import (
+    COPIES,
+    Event,
+    Job,
+    Schedule,
+    make_nodes_schedule,
+    make_three_node_schedules,
+)
 from tests.support.simulation.seeds import run_seeds
 from tierd.format import layout, wire
 from tierd.tiers.part_copies import PartCopies
@@ -83,6 +92,7 @@ def no_copies(*arguments: Any) -> list[Any]:
 commit = PartCopies.commit
 
 NEEDED = "a node deleted what a restart may need"
+UNHEALTHY = "an unhealthy step counts as safe"
 RESTORABLE = "what is safe on every node can not be restored"
 
 MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
@@ -115,3 +125,21 @@ def test_a_daemon_is_caught_that_breaks_a_promise_about_copies(defect: str, monk
             assert violation.kind in kinds
             return
     pytest.fail("no seed has shown it")
+
+
+def unhealthy_schedule(seed: int) -> Schedule:
+    """Two nodes, and a NaN in every other snapshot. Examinations take up to 80 s, snapshots are taken every 20 s."""
+    events = [Event(1.0, "start job", "job", 0.1), *(Event(40.0, "unhealthy", "node2") for _ in range(4))]
+    job = Job(name="job", run="run", world_size=4, interval_s=20.0, nodes=2)
+    base = make_nodes_schedule(seed, nodes=2, scenario=COPIES)
+    return replace(base, jobs=[job], ignores_conditions=False, is_slow=False, nodes=base.nodes[:2], events=events)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_counts_as_safe_before_it_was_examined_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert simulate(unhealthy_schedule(0)).violation is None
+    monkeypatch.setattr(everywhere.EverywherePersisted, "_is_examined", lambda *arguments: True)
+    violations = (simulate(unhealthy_schedule(seed)).violation for seed in MUTATED_SEEDS)
+    found = next((violation for violation in violations if violation is not None), None)
+    assert found is not None
+    assert found.kind == UNHEALTHY

@@ -142,6 +142,11 @@ class Daemon:
         """The number of open file descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
+    def resident_mb(self) -> float:
+        """The memory that it has, in MB."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
     @property
     def log(self) -> str:
         """What it has written to its standard streams since it was last started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,22 @@ async def test_unhealthy_copy_is_refused_unless_it_is_allowed(
     with pytest.raises(Unhealthy, match="not finite"):
         await open_copy(rooms.context, ID.run, find())
     opened = await open_copy(rooms.context, ID.run, find(allow_unhealthy=True))
+    close_all(opened.descriptors)
+
+
+async def test_copy_in_which_the_disk_made_a_nan_is_damaged_and_not_unhealthy(rooms: Rooms) -> None:
+    """Else all nodes would go on from an older checkpoint, though another source has this one."""
+    await keep(rooms, 1.0)
+    copies = rooms.context.part_copies
+    assert copies is not None
+    part = copies.get(ID)
+    assert part is not None
+    path = copies.store.root / layout.file_key(ID, part.files[0].name)
+    content = path.read_bytes()
+    at = content.rindex(struct.pack("<3f", 1.0, 1.0, 1.0))
+    path.chmod(0o600)
+    path.write_bytes(content[:at] + b"\xff" * 12 + content[at + 12 :])
+    opened = await open_copy(rooms.context, ID.run, find())  # the trainer compares the checksums
     close_all(opened.descriptors)
 
 

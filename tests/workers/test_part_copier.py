@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,11 +26,14 @@ from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
 from tierd.key_file import new_key
-from tierd.tiers import peer_store
+from tierd.tiers import new_file, peer_store
+from tierd.tiers import tier as tier_module
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, StoredObject
+from tierd.transfer import partial_file
 from tierd.transfer.fetch import Fetch
+from tierd.transfer.verify import verify_files
 from tierd.workers import hot_space
 from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.hot_space import MARGIN_BYTES
@@ -292,7 +296,7 @@ async def test_partner_that_is_three_snapshots_behind_is_copied(two: TwoNodes) -
 async def test_copy_that_was_begun_gives_its_space_to_a_snapshot_of_this_node(
     two: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node died in the middle. Its half copy has all of its space reserved."""
+    """The other node died in the middle. Where its node file is signed, its half copy has all of its space reserved."""
 
     async def dies(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> None:
         raise peer_store.PeerUnreachable("it is gone")
@@ -303,9 +307,10 @@ async def test_copy_that_was_begun_gives_its_space_to_a_snapshot_of_this_node(
         await two.copier.run_once()
     folder = two.folder / RUN / id_of(5).name
     reserved = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
-    assert reserved > 0
+    is_signed = two.here.context.keyring is not None
+    assert (reserved > 0) == is_signed
     two.tell(address="127.0.0.1:1")
-    assert await two.copier.make_room(1) > 0
+    assert (await two.copier.make_room(1) > 0) == is_signed
     assert not folder.exists()
 
 
@@ -374,6 +379,74 @@ async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNode
     assert two.copier.lag_s(RUN) != 0.0
     assert await two.copier.run_once()
     assert two.steps == [5]  # it stays: the other node's next keeper may not have one yet
+
+
+async def test_partner_that_changes_while_its_part_is_copied_is_not_told_as_copied(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step counts as safe whose part on the new partner nobody has copied."""
+    await two.both(5)
+    take = Fetch.take
+
+    async def changes(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> object:
+        peer = PeerAddress(address="127.0.0.1:1", token="ab")
+        two.here.context.partners[RUN] = Partner(Generation(1), peer, "node-00007-of-00009.json")
+        return await take(self, tier, progress)
+
+    monkeypatch.setattr(Fetch, "take", changes)
+    await two.copier.run_once()
+    assert two.steps == [5]  # the copy may be needed all the same
+    assert not [message for message in two.here.sent if isinstance(message, wire.Copied)]
+
+
+async def test_clock_of_rank_0_that_is_ahead_is_no_negative_lag(two: TwoNodes) -> None:
+    await two.persist(two.here, 5, HERE, created_at="2027-01-01T00:00:00+00:00")
+    assert two.copier.lag_s(RUN) == 0.0
+
+
+KILLS = ["fetch.begin", "fetch.write", "fetch.sync", "fetch.rename", "fetch.sync_folder", "tier.commit"]
+KILLS += ["file.created", "file.sync", "file.link", "file.linked", "file.sync_folder", "tier.committed"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "and again at its second shard"])
+@pytest.mark.parametrize("instant", KILLS)
+async def test_daemon_that_dies_between_two_steps_of_a_copy_keeps_it_whole_or_not_at_all(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch, instant: str, again: bool
+) -> None:
+    hits = 0
+
+    def dies(name: str) -> None:
+        nonlocal hits
+        hits += name == instant
+        if name == instant and hits == 1 + again:
+            raise Killed
+
+    await two.both(5)
+    with monkeypatch.context() as patch:
+        for module in (partial_file, tier_module, new_file):
+            patch.setattr(module, "failpoint", dies)
+        with suppress(Killed, BaseExceptionGroup):
+            await two.copier.run_once()
+    assert hits or again
+    reader = PartCopies(two.here.config, two.here.context.keyring)
+    await reader.recover()
+    copy = reader.get(id_of(5))
+    if copy is not None:
+        assert not (await verify_files(reader.tier, copy)).sentences
+    else:
+        assert not [path for path in two.folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    two.here.context = replace(two.here.context, part_copies=reader)
+    try:
+        assert await PartCopier(two.here.context, reader).run_once()
+        copy = reader.get(id_of(5))
+        assert copy is not None
+        assert not (await verify_files(reader.tier, copy)).sentences
+    finally:
+        await reader.store.close()
 
 
 # ── scrub ──

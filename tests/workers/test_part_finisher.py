@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.health.test_examiner import shard
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
-from tierd.config import ColdConfig, PeersConfig
+from tierd.config import ColdConfig, HealthConfig, PeersConfig
 from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, checkpoint_id
+from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
 from tierd.tiers.part_copies import PartCopies
 from tierd.workers.committer import HOME_S, Committer
@@ -41,16 +44,16 @@ class Pair:
     def __init__(self, here: Rooms, there: Rooms) -> None:
         self.here, self.there = here, there
         self.now_s = 1000.0
-        self.context: DaemonContext = replace(here.context, monotonic_s=lambda: self.now_s)
         self.copies = PartCopies(here.config)
+        self.context: DaemonContext = replace(here.context, monotonic_s=lambda: self.now_s, part_copies=self.copies)
         self.cold = here.cold["cold"]
         self.finisher = PartFinisher(self.context, self.copies, self.cold)
 
-    async def begin(self, *, peer: PeerAddress | None = NOBODY) -> None:
+    async def begin(self, *, peer: PeerAddress | None = NOBODY, shard: bytes = b"shard" * 5000) -> None:
         for rooms, node in ((self.there, THERE), (self.here, HERE)):
             await rooms.list_tiers()
             assert await rooms.context.claim(self.cold, RUN, Generation(1), Claim(claim=RANDOM, hot="x"))
-            rooms.seal(5, [f"rank {node.ranks}".encode() * 5000], node=node, world_size=2, number=1)
+            rooms.seal(5, [shard], node=node, world_size=2, number=1)
             await rooms.persister().run_once()
         part = self.there.catalog.get(ID)
         assert part is not None
@@ -162,3 +165,16 @@ async def test_a_part_that_came_meanwhile_stays(pair: Pair) -> None:
     await pair.pass_time(LOST_AFTER_S)
     after = (pair.here.folder("cold", ID) / "node-00001-of-00002.json").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+async def test_what_a_lost_node_did_not_live_to_examine_is_examined_before_it_is_sent(pair: Pair, value: float) -> None:
+    """Else a checkpoint with NaN is committed, and pushes out a healthy one."""
+    pair.finisher._context = pair.context = replace(
+        pair.context, config=msgspec.structs.replace(pair.here.config, health=HealthConfig())
+    )
+    await pair.begin(shard=shard(value))
+    await pair.pass_time(LOST_AFTER_S)
+    part, _ = await pair.cold.read_manifest(layout.file_key(ID, "node-00001-of-00002.json"))
+    assert isinstance(part, NodeFile)
+    assert part.is_healthy is (value == 1.0)

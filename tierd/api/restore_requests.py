@@ -9,6 +9,7 @@ trainer that was killed during a fetch finds the checkpoint in the hot tier afte
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,12 +20,14 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all, sealed_memory
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
+from tierd.format.ids import Run
 from tierd.workers.inventory import inventory
 from tierd.workers.open_copy import open_copy
 from tierd.workers.peer_fetcher import PEER
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together
+FINDS_OF_RUN_MAX = 128  # of one run, whose trainers may name a node that does not answer; each rank has one at a time
 Asked = wire.Find | wire.FindElsewhere | wire.Inventory | wire.FindNodes
 PROGRESS_INTERVAL_S = 1.0  # a peer without any message for a minute gives up, and a fetch may take longer
 
@@ -39,14 +42,15 @@ class RestoreRequests:
         self._context = context
         self._incidents = context.incidents
         self._spawn = spawn
-        self._pending = 0
+        self._pending = Counter[Run]()
 
     def answer(self, session: TrainerSession, asked: Asked) -> None:
         """Start to look for the checkpoint. The answer is posted to the session."""
-        if self._pending >= FINDS_MAX:
-            session.post(refused(asked.request, Transient(f"find a checkpoint: {FINDS_MAX} requests are pending")))
-            return
-        self._pending += 1
+        for pending, limit in ((self._pending.total(), FINDS_MAX), (self._pending[session.run], FINDS_OF_RUN_MAX)):
+            if pending >= limit:
+                session.post(refused(asked.request, Transient(f"find a checkpoint: {limit} requests are pending")))
+                return
+        self._pending[session.run] += 1
         self._spawn(self._answer(session, asked))
 
     async def _answer(self, session: TrainerSession, asked: Asked) -> None:
@@ -81,7 +85,8 @@ class RestoreRequests:
                 error = TierdError(f"find a checkpoint of {session.run}: {error!r}")
             session.post(refused(asked.request, error))
         finally:
-            self._pending -= 1
+            self._pending[session.run] -= 1
+            self._pending += Counter()  # forgets the runs that have none
             timer.cancel()
 
     async def _open(

@@ -299,7 +299,7 @@ class TrainerDoor:
         failpoint("trainer.answer")
         for tier in entry.tiers if entry else ():
             if tier == self._context.hot.name:
-                session.post(wire.Persisted(step=ask.step, generation=ask.generation, seconds=0.0))
+                session.post(self._context.persisted(checkpoint))
             else:
                 session.post(wire.Replicated(step=ask.step, generation=ask.generation, tier=tier))
 

@@ -7,6 +7,7 @@ import msgspec
 TIER_HEADER = "Tierd-Tier"  # "hot": only what is durable there
 ROSTER_BYTES_MAX = 4 << 20  # some hundred bytes for each node
 PARTS_BYTES_MAX = 256 << 10  # of a NodeParts
+NEWEST_BYTES_MAX = 16 << 10  # the same with one part and one copy; thousands of nodes may be asked at once
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):

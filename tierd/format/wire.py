@@ -271,12 +271,14 @@ class Released(_Message, frozen=True, kw_only=True):
 
 
 class Persisted(_Message, frozen=True, kw_only=True):
-    """The checkpoint is committed in hot: durable. `every_s`: the next interval of the cadence auto; 0: as before."""
+    """The checkpoint is committed in hot: durable. `every_s`: the next interval of the cadence auto; 0: as before.
+    `is_healthy`: of a part; None: it is being examined, and the message follows again with the verdict."""
 
     step: int
     generation: int
     seconds: float
     every_s: float = 0.0
+    is_healthy: bool | None = True
 
 
 class Replicated(_Message, frozen=True, kw_only=True):
@@ -306,8 +308,7 @@ class Fenced(_Message, frozen=True, kw_only=True):
 
 
 class Convened(_Message, frozen=True, kw_only=True):
-    """All ranks are called to this meeting. Sent again to a rank that connects later, unless `is_forced`: see
-    Convene."""
+    """All ranks are called to this meeting. Sent again to a rank that connects later, unless `is_forced`."""
 
     meeting: int
     is_forced: bool = False
@@ -322,8 +323,8 @@ class Requested(_Message, frozen=True, kw_only=True):
 
 
 class Agreed(_Message, frozen=True, kw_only=True):
-    """The answer to Request. stop: the ranks stop at this step. snapshot: the snapshot of this step is sealed. force:
-    the trainers are being interrupted, at some point after this step."""
+    """The answer to Request. stop: the ranks stop at this step. snapshot: that of this step is sealed. force: the
+    trainers are being interrupted, at some point after it."""
 
     request: int
     step: int

@@ -17,7 +17,7 @@ import msgspec
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, Transient
-from tierd.format import layout
+from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
@@ -106,6 +106,7 @@ class Examiner:
             if (snapshot_set := self._memory.find(checkpoint)) is not None:
                 snapshot_set.diagnosis = diagnosis
             self._report(checkpoint, diagnosis)
+            self._tell_trainers(checkpoint, diagnosis)
         await self._mark(checkpoint)
         self._context.notify.examined()
         return diagnosis
@@ -162,6 +163,15 @@ class Examiner:
             )
             self._context.incidents.record(self.name, error, checkpoint)
         self._check_stale(checkpoint, diagnosis.digest)
+
+    def _tell_trainers(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
+        """Of a run over several nodes, which let older steps go only when no part of a newer one is unhealthy. Of what
+        is not in hot yet, the persister tells it."""
+        entry = self._catalog.get(checkpoint)
+        if entry is not None and entry.part is not None:
+            step, generation = checkpoint.step, checkpoint.generation
+            message = wire.Persisted(step=step, generation=generation, seconds=0.0, is_healthy=diagnosis.healthy)
+            self._context.notify.send(checkpoint.run, message)
 
     def _check_stale(self, checkpoint: CheckpointId, digest: str) -> None:
         """Report two steps with the same weights: the trainer snapshots other tensors than those that it trains."""

@@ -13,7 +13,7 @@ import msgspec
 
 from tierd.errors import NotFound, PeerUnreachable, TierdError
 from tierd.format.ids import Run
-from tierd.format.peers import PARTS_BYTES_MAX, NodeAddress, NodeParts
+from tierd.format.peers import NEWEST_BYTES_MAX, PARTS_BYTES_MAX, NodeAddress, NodeParts
 from tierd.tiers.peer_store import PeerStore
 
 ASK_S = 2.0  # for all nodes together
@@ -43,7 +43,8 @@ async def _ask(
         return PeerUnreachable("it serves nothing to other nodes: its config has no peers.listen")
     try:
         async with free, PeerStore(node.peer, needs_tls=needs_tls, is_hot=True, attempts=1) as store:
-            raw = await store.get_bytes(f"{run}/newest" if only_newest else run, size_max=PARTS_BYTES_MAX)
+            key, size_max = (f"{run}/newest", NEWEST_BYTES_MAX) if only_newest else (run, PARTS_BYTES_MAX)
+            raw = await store.get_bytes(key, size_max=size_max)
             return msgspec.json.decode(raw, type=NodeParts)
     except NotFound:
         return PeerUnreachable("its daemon is of an earlier version of tierd")

@@ -7,7 +7,7 @@ left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,6 +36,8 @@ def partial_keys(manifest: Manifest, files: Collection[str] | None = None) -> se
 class Fetch:
     """Files of `manifest` into `store`. `wanted`: chunk numbers by file name; None: all of all files.
 
+    `reserves`: disk space is reserved for what is wanted as a whole; not where its size is only claimed.
+
     Call `begin()`, then `take()` for each replica until `missing_bytes` is 0, then `finish()`. After `want()`, start
     again with `begin()`. An interrupted fetch is continued by a new Fetch. The caller must not run two at once for one
     checkpoint and store.
@@ -47,9 +49,11 @@ class Fetch:
         store: DirectoryStore,
         *,
         wanted: Mapping[str, Collection[int]] | None = None,
+        reserves: bool = True,
     ) -> None:
         self.manifest = manifest
         self.store = store
+        self._reserves = reserves
         self._files = {
             entry.name: _File(
                 entry=entry,
@@ -68,6 +72,17 @@ class Fetch:
     def is_whole(self) -> bool:
         """Whether all of the checkpoint is wanted."""
         return self.wanted_bytes == self.manifest.size_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """In the store, while it is not complete."""
+        return self.wanted_bytes - (0 if self._reserves else self.missing_bytes)
+
+    def unverified(self, name: str, chunks: Iterable[int]) -> list[int]:
+        """Those of these chunks of a file that are not known to be here."""
+        file = self._files[name]
+        count = len(file.entry.chunks)
+        return [index for index in chunks if index < count and (file.missing[index] or not file.wanted[index])]
 
     def want(self, more: Mapping[str, Collection[int]] | None) -> None:
         """Adds chunks of the files of this fetch; None: all chunks."""
@@ -88,7 +103,9 @@ class Fetch:
         async def prepare(file: _File) -> None:
             has_size = sizes.get(file.partial.key) == file.entry.size_bytes
             file.is_in_place = has_size and not await self.store.pool.query(file.partial.exists)
-            if not file.is_in_place and not await self.store.pool.run(file.partial.begin, all(file.wanted)):
+            if not file.is_in_place and not await self.store.pool.run(
+                file.partial.begin, self._reserves and all(file.wanted)
+            ):
                 self.missing_bytes += file.forget()  # an earlier file may have been removed
                 file.is_blank = True
 

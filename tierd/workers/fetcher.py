@@ -143,10 +143,13 @@ class Fetcher:
         if fetch.missing_bytes:
             await self._fetch(fetch, cold, on_progress)
 
-    async def begin(self, fetch: Fetch) -> None:
-        """Makes room in hot, and files for what is missing."""
+    async def begin(self, fetch: Fetch, *, room_bytes_max: int | None = None) -> None:
+        """Makes room in hot, of `room_bytes_max` at most, and files for what is missing."""
         # Without space in hot, the trainer would get an older checkpoint that is there.
-        if missing_space_bytes := await self._space.missing_bytes(fetch.missing_bytes):
+        missing_space_bytes = await self._space.missing_bytes(fetch.missing_bytes)
+        if room_bytes_max is not None:
+            missing_space_bytes = min(missing_space_bytes, room_bytes_max)
+        if missing_space_bytes:
             await self._space.free(missing_space_bytes)
         self._swept.discard(fetch.manifest.id.run)
         try:

@@ -1,4 +1,7 @@
-"""Opens the copy of another node's part for a restore: the node is gone, or has lost its disk."""
+"""Opens the copy of another node's part for a restore: the node is gone, or has lost its disk.
+
+What that node knew of the part may be lost with it. So a copy is examined before it is handed over, or sent to cold.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from collections.abc import Sequence
 
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import NotFound, TierdError, Unhealthy
+from tierd.errors import Corrupt, NotFound, TierdError, Unhealthy
 from tierd.format.ids import Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
 from tierd.health.examiner import examine_files
 from tierd.lifecycle.policy import HOT
+from tierd.transfer.verify import verify_files
 from tierd.workers.restorer import OpenCheckpoint
 
 log = logging.getLogger("tierd")
@@ -28,7 +32,7 @@ async def open_copy(context: DaemonContext, run: Run, find: Find) -> OpenCheckpo
         raise NotFound(f"open the copy of another node's part of step {find.step} of {run}: there is none")
     descriptors = await copies.open_files(part, [file.name for file in part.files])
     try:
-        if not find.allow_unhealthy and await _is_unhealthy(context, part, descriptors):
+        if not find.allow_unhealthy and await examine_copy(context, part, descriptors) is False:
             raise Unhealthy(f"restore {part.id}: the copy of {part.name} holds numbers that are not finite")
     except BaseException:
         close_all(descriptors)
@@ -36,15 +40,19 @@ async def open_copy(context: DaemonContext, run: Run, find: Find) -> OpenCheckpo
     return OpenCheckpoint(HOT, part, descriptors)
 
 
-async def _is_unhealthy(context: DaemonContext, part: NodeFile, descriptors: Sequence[int]) -> bool:
-    """False also when it cannot be examined in time."""
-    health = context.config.health
-    if part.is_healthy is not None or not health.examine:
-        return part.is_healthy is False
+async def examine_copy(context: DaemonContext, part: NodeFile, descriptors: Sequence[int]) -> bool | None:
+    """Whether the copy of this part is healthy. None also when it cannot be examined in time, or is damaged: then the
+    disk has made the NaN, and who reads it compares the checksums."""
+    health, copies = context.config.health, context.part_copies
+    if part.is_healthy is not None or not health.examine or copies is None:
+        return part.is_healthy
     files = [(descriptor, file.size_bytes) for descriptor, file in zip(descriptors, part.files, strict=True)]
     try:
         async with asyncio.timeout(health.restore_wait_s):
-            return not (await examine_files(part.id, files)).healthy
+            is_healthy = (await examine_files(part.id, files)).healthy
+            if not is_healthy and (damage := (await verify_files(copies.tier, part)).sentences):
+                raise Corrupt(f"examine the copy of {part.name} of {part.id}: {damage[0]}")
+            return is_healthy
     except (TierdError, TimeoutError) as error:
-        log.warning("restore the copy of %s unexamined: %s", part.id, error or "no diagnosis in time")
-        return False
+        log.warning("the copy of %s was not examined: %s", part.id, error or "no diagnosis in time")
+        return None

@@ -2,6 +2,9 @@
 
 The trainers tell which node that is. When this node has persisted its part of a checkpoint, it fetches the other node's
 part as soon as that node has persisted it. A copy is deleted when no restart can need it.
+
+A trainer names that node's address, so the server there may be its own. Without a key nothing is reserved for the size
+that its node file claims. Where several runs have partners, each gets a turn, however slow the node of another one is.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ log = logging.getLogger("tierd")
 
 PEERS = "peers"  # the name of this traffic for the throttle
 POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether it has persisted its part
+TURN_S = 120.0  # where several runs have partners; then the copy of the next run goes on
 IDLE_S = 10.0  # where every part has its copy
 COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
 ASKED_MAX = 8  # checkpoints for which a slower node is asked, if it has persisted none of the newest yet
@@ -44,7 +48,7 @@ class PartCopier:
         self.interval_s = IDLE_S
         self._poll_s = POLL_MIN_S
         self._waiting: set[CheckpointId] = set()  # after the last pass
-        self._begun: dict[CheckpointId, int] = {}  # copies that are not complete: the bytes that they take
+        self._begun: dict[CheckpointId, Fetch] = {}  # copies that are not complete
         self._active: CheckpointId | None = None  # the one that is being written now
         self._deleting = asyncio.Lock()
 
@@ -67,9 +71,12 @@ class PartCopier:
             if self._copies.get(own.id) is not None:
                 continue  # of another node, of which this one was the partner
             try:
-                await self._copy(own, partner)
+                async with asyncio.timeout(TURN_S if len(self._context.partners) > 1 else None):
+                    await self._copy(own, partner)
             except NotFound:
                 continue  # not persisted there yet, or not kept any more
+            except TimeoutError:
+                return True  # it goes on with the next pass
             except TierdError as error:
                 self._context.incidents.record(self.name, error, own.id)
                 return False  # the next one would fail, too
@@ -88,7 +95,7 @@ class PartCopier:
         freed_bytes = 0
         for checkpoint in sorted(self._begun, key=lambda checkpoint: checkpoint.recency):
             if freed_bytes < need_bytes and checkpoint != self._active:
-                size_bytes = self._begun.get(checkpoint, 0)
+                size_bytes = self._begun[checkpoint].taken_bytes
                 if await self._delete(checkpoint, only_begun=True):
                     freed_bytes += size_bytes
         for run in self._copies.runs():
@@ -105,7 +112,8 @@ class PartCopier:
         if partner is None:
             return None
         created = [own.created for own in self._uncopied(run, partner) if own.created is not None]
-        return max(((self._context.now() - each).total_seconds() for each in created), default=0.0)
+        # The time is that of the node of rank 0, whose clock may be ahead.
+        return max((max(0.0, (self._context.now() - each).total_seconds()) for each in created), default=0.0)
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
         """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
@@ -144,9 +152,9 @@ class PartCopier:
             # A copy must leave room for the next part of this node.
             if missing_bytes := await self._space.missing_bytes(part.size_bytes + own.size_bytes):
                 raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
-            fetch = Fetch(part, self._copies.store)
+            fetch = Fetch(part, self._copies.store, reserves=context.keyring is not None)
             async with self._deleting:  # else what make_room deletes of an earlier attempt may be of this one
-                self._begun[own.id] = part.size_bytes
+                self._begun[own.id] = fetch
                 self._active = own.id
             try:
                 with context.throttle.writing(PEERS) as count_written:
@@ -162,7 +170,9 @@ class PartCopier:
                 self._active = None
         seconds, ranks = context.monotonic_s() - started_s, ranks_text(part.ranks)
         log.info("copied %d bytes of %s from %s (ranks %s) in %.3f s", part.size_bytes, own.id, where, ranks, seconds)
-        context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
+        # The trainers may have told another partner meanwhile, of whose part this is no copy.
+        if (now := context.partners.get(own.id.run)) is not None and now.node_file == part.name:
+            context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
 
     async def _delete_old(self) -> bool:
         """Deletes copies that no restart needs, and incomplete ones that are not wanted any more."""

@@ -67,7 +67,7 @@ class PartFiles:
         opened = await self._restorer.find_part(checkpoint.run, find)
         close_all(opened.descriptors)
         assert isinstance(opened.manifest, NodeFile)
-        return opened.manifest
+        return self._context.signed(opened.manifest)  # one in memory has no signature yet
 
     @asynccontextmanager
     async def open(self, checkpoint: CheckpointId, name: str, *, is_hot: bool = False) -> AsyncGenerator[PartFile]:

@@ -12,6 +12,7 @@ import logging
 from contextlib import suppress
 
 from tierd.context import DaemonContext
+from tierd.descriptors import close_all
 from tierd.errors import NotFound, PeerRestarted, TierdError, Transient
 from tierd.format import layout
 from tierd.format.audit import Action
@@ -22,6 +23,7 @@ from tierd.tiers.checkpoint_copy import copy_part
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.peer_store import PeerStore
 from tierd.tiers.tier import Tier
+from tierd.workers.open_copy import examine_copy
 
 log = logging.getLogger("tierd")
 
@@ -101,8 +103,15 @@ class PartFinisher:
         names = set(await files_of(self._cold, own.id))
         if part.name in names or own.name not in names or names & {layout.GONE, layout.MANIFEST}:
             return
+        # Its node may have found a NaN after it had written the node file that was copied.
+        descriptors = await self._copies.open_files(part, [file.name for file in part.files])
+        try:
+            is_healthy = await examine_copy(self._context, part, descriptors)
+        finally:
+            close_all(descriptors)
+        node_file = self._context.node_file(part, is_healthy=is_healthy)
         with self._context.throttle.writing(self._cold.name) as count_written:
-            await copy_part(part, self._copies.tier, self._cold, part, progress=count_written)
+            await copy_part(part, self._copies.tier, self._cold, node_file, progress=count_written)
         log.info("sent %s of %s to %s: its node does not answer", part.name, own.id, self._cold.name)
         self._context.audit.record(Action.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
         self._context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)

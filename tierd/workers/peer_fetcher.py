@@ -2,21 +2,27 @@
 
 The files have temporary names in hot, are never committed, and are deleted once the run is restored. Each chunk is
 fetched once, whichever rank asks first, and verified against the node file of its part.
+
+A trainer names the address, so the server there may be its own and its node file may claim any size. With a key, only
+signed node files count. Without one, nothing in hot gives way to more bytes than have come and were verified.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
 
 import msgspec
 
 from tierd.config_file import is_host
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import BadRequest, NotFound
+from tierd.errors import BadRequest, Corrupt, NotFound, Transient
 from tierd.format import layout
 from tierd.format.bitmap import unpack_indexes
+from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.format.node_messages import FindElsewhere
@@ -37,6 +43,7 @@ class PeerFetcher:
     def __init__(self, context: DaemonContext, fetcher: Fetcher) -> None:
         self._context = context
         self._fetcher = fetcher
+        self._node_files_bytes = 0  # of all requests in progress
 
     async def bring(self, run: Run, asked: FindElsewhere, on_progress: OnProgress) -> list[int]:
         """Descriptors of the files that are asked for, in order. Raises NotFound when that node has no such part,
@@ -47,39 +54,54 @@ class PeerFetcher:
         check_address(asked.peer)
         descriptors: list[int] = []
         started_s, size_bytes = self._context.monotonic_s(), 0
-        config, count_read = self._context.config, self._context.metrics.peer_bytes_total.labels(direction="in").inc
+        context, config = self._context, self._context.config
+        count_read = context.metrics.peer_bytes_total.labels(direction="in").inc
         async with PeerStore(asked.peer, needs_tls=config.peers.tls, count_read=count_read) as store:
-            tier = ReadableTier(f"the node at {asked.peer.address}", store, limits=config.limits)
-            part = await self._part(tier, checkpoint, asked)
-            fetches = self._fetches(run, checkpoint)
-            try:
-                for name, packed in zip(asked.files, asked.chunks, strict=True):
-                    async with fetches.locks[name]:
-                        fetch = self._fetch(fetches, part, name)
-                        fetch.want({name: unpack_indexes(packed)})
-                        size_bytes += fetch.missing_bytes
-                        await self._bring_file(fetch, tier, on_progress)
-                        descriptors += await fetch.open_files()
-            except BaseException:
-                close_all(descriptors)
-                raise
+            where = f"the node at {asked.peer.address}"
+            tier = ReadableTier(where, store, limits=config.limits, keyring=context.keyring)
+            async with self._part(tier, checkpoint, asked) as part:
+                fetches = await self._fetches(run, checkpoint)
+                try:
+                    for name, packed in zip(asked.files, asked.chunks, strict=True):
+                        async with fetches.locks[name]:
+                            fetch = self._fetch(fetches, part, name)
+                            size_bytes += await self._bring_file(fetch, unpack_indexes(packed), tier, on_progress)
+                            descriptors += await fetch.open_files()
+                except BaseException:
+                    close_all(descriptors)
+                    raise
         if size_bytes:
-            seconds = self._context.monotonic_s() - started_s
+            seconds = context.monotonic_s() - started_s
             log.info("fetched %d bytes of %s from %s in %.3f s", size_bytes, checkpoint, tier.name, seconds)
         return descriptors
 
-    async def _part(self, tier: ReadableTier, checkpoint: CheckpointId, asked: FindElsewhere) -> NodeFile:
+    @asynccontextmanager
+    async def _part(
+        self, tier: ReadableTier, checkpoint: CheckpointId, asked: FindElsewhere
+    ) -> AsyncGenerator[NodeFile]:
         if layout.parse_node_file(asked.node_file) is None:
             raise BadRequest(f"find files of {checkpoint} on another node: {asked.node_file[:80]!r} is no node file")
-        part, _ = await tier.read_manifest(layout.file_key(checkpoint, asked.node_file))
+        part, raw = await tier.read_manifest(layout.file_key(checkpoint, asked.node_file))
         assert isinstance(part, NodeFile)
-        return part
+        if any(entry.chunk_bytes > CHUNK_BYTES for entry in part.files):
+            raise Corrupt(f"read {part.name} of {checkpoint} from {tier.name}: its chunks are larger than any daemon's")
+        limit_bytes = self._context.config.limits.manifests_mib_max << 20
+        if self._node_files_bytes + len(raw) > limit_bytes:
+            raise Transient(f"read {part.name} of {checkpoint} from {tier.name}: too many are being read")
+        self._node_files_bytes += len(raw)
+        try:
+            yield part
+        finally:
+            self._node_files_bytes -= len(raw)
 
-    def _fetches(self, run: Run, checkpoint: CheckpointId) -> PeerFetches:
-        """Those of the checkpoint that is being restored. Those of another one are given up."""
+    async def _fetches(self, run: Run, checkpoint: CheckpointId) -> PeerFetches:
+        """Those of the checkpoint that is being restored. Those of another one are given up, and deleted."""
         fetches = self._fetcher.from_peers.get(run)
         if fetches is None or fetches.checkpoint != checkpoint:
-            fetches = self._fetcher.from_peers[run] = PeerFetches(checkpoint)
+            former, fetches = fetches, PeerFetches(checkpoint)
+            self._fetcher.from_peers[run] = fetches
+            if former is not None:
+                await self._fetcher.sweep(run)
         return fetches
 
     def _fetch(self, fetches: PeerFetches, part: NodeFile, name: str) -> Fetch:
@@ -93,15 +115,33 @@ class PeerFetcher:
             fetch = fetches.fetches[name] = Fetch(of_file, self._context.hot_store, wanted={name: ()})
         return fetch
 
-    async def _bring_file(self, fetch: Fetch, tier: ReadableTier, on_progress: OnProgress) -> None:
-        await self._fetcher.begin(fetch)
+    async def _bring_file(
+        self, fetch: Fetch, indexes: Iterable[int], tier: ReadableTier, on_progress: OnProgress
+    ) -> int:
+        """Returns how many bytes have come. Without a key, the first chunk must find free space, and then room is made
+        for no more bytes at a time than have come before. A hole in a file reads as zeros, so what is found here does
+        not count."""
+        (entry,) = fetch.manifest.files
+        is_signed = self._context.keyring is not None
+        left = fetch.unverified(entry.name, indexes)
+        total_bytes = sum(min(entry.chunk_bytes, entry.size_bytes - index * entry.chunk_bytes) for index in left)
+        come_bytes = 0
 
         def count(size_bytes: int) -> None:
-            on_progress(fetch.wanted_bytes - fetch.missing_bytes, fetch.wanted_bytes)
+            nonlocal come_bytes
+            come_bytes += size_bytes
+            on_progress(min(come_bytes, total_bytes), total_bytes)
 
         count(0)
-        if fetch.missing_bytes and (problem := await fetch.take(tier, count)) is not None:
-            raise problem
+        while True:
+            step = len(left) if is_signed else max(1, come_bytes // entry.chunk_bytes)
+            fetch.want({entry.name: left[:step]})
+            left = left[step:]
+            await self._fetcher.begin(fetch, room_bytes_max=None if is_signed else come_bytes)
+            if fetch.missing_bytes and (problem := await fetch.take(tier, count)) is not None:
+                raise problem
+            if not left:
+                return come_bytes
 
 
 def check_address(peer: PeerAddress) -> None:

@@ -145,7 +145,7 @@ class Persister:
             if tier == self._hot.name:
                 seconds = self._context.monotonic_s() - snapshot_set.sealed_at_s
                 every_s = self._context.cadences.every_s(checkpoint.run, self._context.monotonic_s())
-                message = wire.Persisted(step=step, generation=generation, seconds=seconds, every_s=every_s)
+                message = self._context.persisted(checkpoint, seconds=seconds, every_s=every_s)
             self._context.notify.send(checkpoint.run, message)
 
     async def _write(self, snapshot_set: SnapshotSet) -> Manifest:

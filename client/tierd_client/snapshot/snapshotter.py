@@ -234,7 +234,7 @@ class Snapshotter:
         """Whether it is copied, after ASK_INTERVAL_S at most."""
         asked_s = time.monotonic()
         self._ask(shot)
-        while shot.generation == self._generation.number and not self.everywhere.is_safe(shot.step):
+        while shot.generation == self._generation.number and not self.everywhere.is_settled(shot.step):
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise self._generation.why_waiting() or Transient(
@@ -356,6 +356,8 @@ class Snapshotter:
             return
         if not isinstance(message, wire.Failed):
             self.everywhere.persisted(message.generation, message.step)
+        if isinstance(message, wire.Persisted) and message.is_healthy is not None:
+            self.everywhere.examined(message.generation, message.step, is_healthy=message.is_healthy)
         shot = self._shots.get((message.step, message.generation))
         if isinstance(message, wire.Failed):
             error = from_kind(message.kind, message.message, message.hint)

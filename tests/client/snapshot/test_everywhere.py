@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.snapshot.everywhere import COPY_TIMEOUT_S, COUNT, EverywherePersisted
+from tierd_client.snapshot.everywhere import COPY_TIMEOUT_S, COUNT, VERDICT_TIMEOUT_S, EverywherePersisted
 
 
 def exchange(ranks: list[EverywherePersisted]) -> set[int | None]:
@@ -13,14 +13,20 @@ def exchange(ranks: list[EverywherePersisted]) -> set[int | None]:
     return {rank.agree(maxima) for rank in ranks}
 
 
+def persist(rank: EverywherePersisted, generation: int, step: int) -> None:
+    """It is durable, and was found to be healthy."""
+    rank.persisted(generation, step)
+    rank.examined(generation, step, is_healthy=True)
+
+
 def test_nothing_is_known_before_every_rank_has_persisted_a_step() -> None:
     ranks = [EverywherePersisted(), EverywherePersisted()]
     assert exchange(ranks) == {None}
     for rank in ranks:
         rank.taken(1, 5)
-    ranks[0].persisted(1, 5)
+    persist(ranks[0], 1, 5)
     assert exchange(ranks) == {None}
-    ranks[1].persisted(1, 5)
+    persist(ranks[1], 1, 5)
     assert exchange(ranks) == {5}
     assert exchange(ranks) == {None}  # it is told once
 
@@ -28,12 +34,12 @@ def test_nothing_is_known_before_every_rank_has_persisted_a_step() -> None:
 def test_a_new_generation_begins_without_knowledge() -> None:
     rank = EverywherePersisted()
     rank.taken(1, 5)
-    rank.persisted(1, 5)
+    persist(rank, 1, 5)
     assert exchange([rank]) == {5}
     rank.taken(2, 3)
-    rank.persisted(1, 5)  # a late message
+    persist(rank, 1, 5)  # a late message
     assert (rank.step, exchange([rank])) == (None, {None})
-    rank.persisted(2, 3)
+    persist(rank, 2, 3)
     assert exchange([rank]) == {3}
 
 
@@ -41,8 +47,8 @@ def test_a_step_that_was_never_persisted_holds_nothing_up() -> None:
     rank = EverywherePersisted()
     for step in range(1, 4):
         rank.taken(1, step)
-    rank.persisted(1, 1)
-    rank.persisted(1, 3)
+    persist(rank, 1, 1)
+    persist(rank, 1, 3)
     assert exchange([rank]) == {3}
 
 
@@ -53,7 +59,7 @@ def test_all_ranks_agree_on_the_newest_of_the_last_ones(persisted: list[set[int]
         for step in range(1, last + 1):
             rank.taken(1, step)
             if step in steps:
-                rank.persisted(1, step)
+                persist(rank, 1, step)
     common = [step for step in range(max(1, last - COUNT + 1), last + 1) if all(step in steps for steps in persisted)]
     assert exchange(ranks) == {max(common, default=None)}
     assert all(len(rank.missing()) == COUNT for rank in ranks)
@@ -71,7 +77,7 @@ def test_a_step_without_its_copy_is_not_safe() -> None:
     for step in (1, 2):
         for rank in ranks:
             rank.taken(1, step)
-            rank.persisted(1, step)
+            persist(rank, 1, step)
     assert exchange(ranks) == {None}
     ranks[0].copied(1, 1)
     assert exchange(ranks) == {1}
@@ -84,13 +90,13 @@ def test_a_partner_that_fails_for_ten_minutes_holds_nothing_up() -> None:
     rank = keeper(now)
     for step in range(1, 40):
         rank.taken(1, step)
-        rank.persisted(1, step)
+        persist(rank, 1, step)
         now[0] += 20.0
         assert exchange([rank]) == ({None} if now[0] <= COPY_TIMEOUT_S + 20.0 else {step}), step
     rank.copied(1, 39)  # it is back: from now on copies count again
     assert exchange([rank]) == {None}
     rank.taken(1, 40)
-    rank.persisted(1, 40)
+    persist(rank, 1, 40)
     assert exchange([rank]) == {None}
     rank.copied(1, 40)
     assert exchange([rank]) == {40}
@@ -101,12 +107,57 @@ def test_rare_snapshots_wait_for_their_copies_too() -> None:
     now = [0.0]
     rank = keeper(now)
     rank.taken(1, 1)
-    rank.persisted(1, 1)
+    persist(rank, 1, 1)
     rank.copied(1, 1)
     assert exchange([rank]) == {1}
     now[0] = 3600.0
     rank.taken(1, 2)
-    rank.persisted(1, 2)
-    assert not rank.is_safe(2)
+    persist(rank, 1, 2)
+    assert not rank.is_settled(2)
     now[0] += COPY_TIMEOUT_S + 1.0
-    assert rank.is_safe(2)
+    assert rank.is_settled(2)
+
+
+def test_a_step_is_not_safe_before_it_was_examined() -> None:
+    """Else the nodes let the healthy step before it go."""
+    now = [0.0]
+    ranks = [EverywherePersisted(lambda: now[0]), EverywherePersisted(lambda: now[0])]
+    for rank in ranks:
+        rank.taken(1, 1)
+        persist(rank, 1, 1)
+    assert exchange(ranks) == {1}
+    for rank in ranks:
+        rank.taken(1, 2)
+        rank.persisted(1, 2)
+    ranks[0].examined(1, 2, is_healthy=True)
+    assert exchange(ranks) == {None}
+    assert [rank.is_settled(2) for rank in ranks] == [True, False]
+    ranks[1].examined(1, 2, is_healthy=False)
+    assert ranks[1].is_settled(2)  # nothing more will come
+    now[0] = VERDICT_TIMEOUT_S + 1
+    assert exchange(ranks) == {None}
+    for rank in ranks:
+        rank.taken(1, 3)
+        persist(rank, 1, 3)
+    assert exchange(ranks) == {3}
+
+
+def test_a_verdict_that_does_not_come_holds_nothing_up_for_long() -> None:
+    now = [0.0]
+    rank = EverywherePersisted(lambda: now[0])
+    rank.taken(1, 1)
+    rank.persisted(1, 1)
+    now[0] = VERDICT_TIMEOUT_S
+    assert exchange([rank]) == {None}
+    rank.persisted(1, 1)  # heard again: the time goes on
+    now[0] += 1
+    assert exchange([rank]) == {1}
+
+
+def test_a_verdict_may_come_first_and_is_not_replaced_by_time() -> None:
+    """The part was examined in memory before it was written."""
+    rank = EverywherePersisted()
+    rank.taken(1, 1)
+    rank.examined(1, 1, is_healthy=False)
+    rank.persisted(1, 1)
+    assert exchange([rank]) == {None}

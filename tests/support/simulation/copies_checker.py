@@ -34,9 +34,11 @@ class CopiesChecker(NodesChecker):
 
     # ── what the trainers say ──
 
-    def agreed(self, checkpoint: Id, *, has_copies: bool) -> None:
-        """The ranks have agreed that it is safe on every node. `has_copies`: not because copies took too long."""
-        # Of an unhealthy one nothing is promised: the nodes may already have deleted the one before.
+    def agreed(self, checkpoint: Id, *, has_copies: bool, has_verdicts: bool) -> None:
+        """The ranks have agreed that it is safe on every node. `has_copies`, `has_verdicts`: not because copies, or the
+        examination of a part, took too long."""
+        if checkpoint in self.unhealthy and has_verdicts:
+            self.violate("an unhealthy step counts as safe", f"{checkpoint}: the nodes let the one before it go")
         self.everywhere = None if checkpoint in self.unhealthy else checkpoint
         self.survives_a_loss = has_copies
         self._check_restorable("an agreement on what one lost node would cost")
@@ -102,6 +104,11 @@ class CopiesChecker(NodesChecker):
         told, in_cold = self.told.get(name), self._newest_in_cold()
         is_former = told is not None and in_cold is not None and told.generation < in_cold.generation
         return in_cold if told is None or is_former else told
+
+    def _is_needed(self, node: str, checkpoint: Id) -> bool:
+        """The last snapshots of a job may be examined after its last exchange: then the daemons are told of an older
+        one."""
+        return node in self.told and checkpoint >= (self._floor(node) or checkpoint)
 
     def _newest_in_cold(self) -> Id | None:
         return max((each for each in self.in_cold_ever if each not in self.unhealthy), default=None)

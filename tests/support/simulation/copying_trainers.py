@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from tierd.format import layout, wire
 from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, checkpoint_id
 
+VERDICT_S = 60.0  # a rank waits so long for the verdict on a part
 CLIENT = Path(__file__).parents[3] / "client" / "tierd_client"
 
 
@@ -65,6 +67,7 @@ class CopyingTrainers(NodeTrainers):
         self._partner_of: list[str] = []
         self._partners: dict[int, wire.Partner] = {}
         loop = asyncio.get_running_loop()
+        self._heard: dict[tuple[int, int], float] = {}  # since when each rank waits for the verdict on a step
         self._safe = [everywhere.EverywherePersisted(loop.time) for _ in self._ranks]
         await super()._join()
 
@@ -104,7 +107,10 @@ class CopyingTrainers(NodeTrainers):
         has_copies = all(not safe.keeps_copies or steps[0] in safe._copied for safe in self._safe)
         agreed = Id(self.job.run, self.generation, steps[0])
         self._trace("everywhere", self.holder, agreed, "" if has_copies else "without all copies")
-        self._checker.agreed(agreed, has_copies=has_copies)
+        now_s = asyncio.get_running_loop().time()
+        heard = [self._heard.get((rank, steps[0]), math.inf) for rank in range(len(self._ranks))]
+        has_verdicts = not any(now_s - heard_s > VERDICT_S for heard_s in heard)
+        self._checker.agreed(agreed, has_copies=has_copies, has_verdicts=has_verdicts)
         for rank in self._lowest:
             if await self._tell(rank, wire.Everywhere(step=steps[0])):
                 self._checker.told_everywhere(rank.node, agreed)
@@ -128,6 +134,12 @@ class CopyingTrainers(NodeTrainers):
             safe.copied(message.generation, message.step)
         if safe is not None and isinstance(message, wire.Persisted | wire.Replicated):
             safe.persisted(message.generation, message.step)
+        if safe is not None and isinstance(message, wire.Persisted):
+            now_s = asyncio.get_running_loop().time() if message.is_healthy is None else math.inf
+            self._heard[rank.number, message.step] = min(now_s, self._heard.get((rank.number, message.step), now_s))
+        if safe is not None and isinstance(message, wire.Persisted) and message.is_healthy is not None:
+            self._heard[rank.number, message.step] = math.inf
+            safe.examined(message.generation, message.step, is_healthy=message.is_healthy)
 
     def _taken(self) -> None:
         for safe in self._safe:

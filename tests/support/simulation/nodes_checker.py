@@ -256,7 +256,7 @@ class NodesChecker(Checker):
                 newer = [each for each in in_hot - self.unhealthy if each > checkpoint]  # "last N" counts no others
                 is_passed = any(each.step >= checkpoint.step for each in newer)
                 is_sent = part.node_file in self.sent_ever[checkpoint]
-                is_kept = checkpoint in self.unhealthy or checkpoint in kept
+                is_kept = checkpoint in self.unhealthy or checkpoint in kept or self._is_needed(node, checkpoint)
                 if len(newer) >= self.policy.hot_last and is_passed and not is_kept:
                     what = f"{checkpoint} in {node} after a long quiet time, {is_sent=}"
                     self.violate("hot keeps too much", what)
@@ -265,6 +265,10 @@ class NodesChecker(Checker):
             checkpoint = identify(folder)
             if checkpoint not in self.committed[COLD] and newest is not None and checkpoint < newest:
                 self.violate("leftovers stay in cold", f"{checkpoint}: {', '.join(sorted(names))}")
+
+    def _is_needed(self, node: str, checkpoint: Id) -> bool:
+        """Whether the node keeps it for a restart."""
+        return False
 
     def _kept_on(self, node: str) -> list[dict[Id, Part]]:
         return [self.parts[node]]
