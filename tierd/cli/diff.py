@@ -26,6 +26,7 @@ from tierd.format.boxes import common_runs
 from tierd.format.shard import DTYPE_BYTES, Shard
 from tierd.format.whole import Part, WholeTensor, whole_tensors
 from tierd.lifecycle.selection import AUTO, CheckpointQuery
+from tierd.selectable import selectable_replicas
 from tierd.tiers.store import Progress
 from tierd.transfer.verified_reader import VerifiedReader
 
@@ -129,7 +130,7 @@ def parse_checkpoint(text: str, run: str | None, *, tier: str = AUTO) -> Checkpo
 
 
 def _replicas(query: CheckpointQuery, tiers: OpenedTiers, config: Config | None) -> Replicas:
-    return Replicas(query, tiers.catalog.inventory(), tiers.by_name, config)
+    return Replicas(query, selectable_replicas(tiers.catalog), tiers.by_name, config)
 
 
 class _Side:
