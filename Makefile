@@ -35,9 +35,7 @@ docs: $(STAMP) ## build the documentation site into site/, strictly
 # The tests of a file stay on one worker, for they share its fixtures. One worker more than cores, because many tests
 # wait for a deadline or for a daemon.
 WORKERS = $$($(VENV)/bin/python -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
-# Compiled once: where Python may not write bytecode, each of the hundreds of processes would compile tierd again.
 test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
-	@$(VENV)/bin/python -m compileall -q tierd client tests/support
 	$(PYTEST) -m "not long" -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes

@@ -23,7 +23,7 @@ IDLE = 1000
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with serving(tmp_path, more=f"connections_max = {IDLE + 2}\nhello_timeout_s = 60.0", examines=False) as daemon:
+    with serving(tmp_path, more=f"connections_max = {IDLE + 2}\nhello_timeout_s = 60.0") as daemon:
         yield daemon
         assert "Traceback" not in daemon.log, daemon.log
 

@@ -16,7 +16,7 @@ from tierd.format import wire
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with serving(tmp_path_factory.mktemp("requests"), examines=False) as daemon:
+    with serving(tmp_path_factory.mktemp("requests")) as daemon:
         yield daemon
         assert "Traceback" not in daemon.log, daemon.log
 

@@ -27,7 +27,7 @@ from tierd.format import wire
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One daemon for all tests, each with its own run. At the end it must stop cleanly."""
-    with serving(tmp_path_factory.mktemp("door"), more="hello_timeout_s = 2.0", examines=False) as daemon:
+    with serving(tmp_path_factory.mktemp("door"), more="hello_timeout_s = 2.0") as daemon:
         yield daemon
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log, daemon.log

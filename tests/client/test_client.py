@@ -45,7 +45,7 @@ from tests.support.waiting import DEADLINE_S, wait_until
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Shared by the tests that leave it intact: each uses a run of its own."""
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 
@@ -285,7 +285,7 @@ def _memory(client: Client) -> set[int]:
 
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         yield daemon
 
 
@@ -349,7 +349,7 @@ def test_unreadable_manifest_is_passed_over_and_reported(
 def test_full_disk_fails_the_wait_and_the_snapshot_is_persisted_once_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "hot", size_mib=4) as small:
         filler = small / "filler"
-        with serving(tmp_path, examines=False) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
+        with serving(tmp_path) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
             lab.durable(1)
             filler.write_bytes(bytes(2 << 20))
             shot = lab.client.snapshot(2, lab.state)
@@ -366,7 +366,7 @@ def test_full_disk_fails_the_wait_and_the_snapshot_is_persisted_once_there_is_ro
 def test_wait_ends_when_a_snapshot_is_durable_in_cold_because_hot_is_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "hot", size_mib=4) as small:
         (small / "filler").write_bytes(bytes(7 << 19))
-        with Daemon(tmp_path, examines=False) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
+        with Daemon(tmp_path) as daemon, Lab(daemon, "run", width=512) as lab:  # a megabyte
             for step in (1, 2, 3, 4):
                 lab.durable(step)
             lab.set(5)

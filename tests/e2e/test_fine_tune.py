@@ -69,7 +69,7 @@ class Pretrained:
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pretrained]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield Pretrained(daemon)
 
 

@@ -24,7 +24,7 @@ WIDTH = 1024  # weights of 64 KiB: large enough to be copied later
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         yield daemon
 
 
@@ -144,10 +144,7 @@ client.snapshot(7, tierd_client.TrainingState(model=model, optimizer=optimizer))
 
 
 def test_staging_mode_comes_from_the_daemons_configuration(tmp_path: Path) -> None:
-    with (
-        Daemon(tmp_path, more='[snapshot]\nstaging = "overlap"\n', examines=False) as daemon,
-        Trainer(width=WIDTH) as trainer,
-    ):
+    with Daemon(tmp_path, more='[snapshot]\nstaging = "overlap"\n') as daemon, Trainer(width=WIDTH) as trainer:
         trainer.connect(daemon.socket)
         trainer.train(1)
         trainer.snapshot()

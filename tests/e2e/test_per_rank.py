@@ -72,7 +72,7 @@ def ranks(daemon: Daemon, count: int, is_sharded: bool, per_rank: list[str]) -> 
 def test_experts_of_each_rank_and_their_moments_are_restored_and_refused_on_one_rank(
     tmp_path: Path, is_sharded: bool
 ) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         with ranks(daemon, 2, is_sharded, PER_RANK) as trainers:
             together(trainers, "apply", train, 2)
             together(trainers, "durable")
@@ -95,7 +95,7 @@ def test_what_differs_and_is_not_named_is_refused_and_the_hint_names_per_rank(
     tmp_path: Path, is_sharded: bool, per_rank: list[str], refused: str
 ) -> None:
     """Experts as DTensors on a mesh of one rank have the same names and offsets on both ranks."""
-    with Daemon(tmp_path, examines=False) as daemon, ranks(daemon, 2, is_sharded, per_rank) as trainers:
+    with Daemon(tmp_path) as daemon, ranks(daemon, 2, is_sharded, per_rank) as trainers:
         together(trainers, "apply", train, 1)
         for error in refusals(trainers, "snapshot"):
             assert isinstance(error, tierd_client.Unsupported)

@@ -19,7 +19,7 @@ from tests.support.trainer import Training, joined, refusals, together
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         yield daemon
 
 

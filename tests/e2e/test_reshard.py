@@ -65,7 +65,7 @@ class Saved:
     """A checkpoint of four ranks: its manifest with small chunks, its files below `root`, and the gathered state."""
 
     def __init__(self, root: Path) -> None:
-        with Daemon(root, examines=False) as daemon, ranks_on([daemon], 4) as trainers:
+        with Daemon(root) as daemon, ranks_on([daemon], 4) as trainers:
             every(trainers, train, 2)
             together(trainers, "durable")
             together(trainers, "wait_replicated")
@@ -112,13 +112,7 @@ def served(saved: Saved) -> Iterator[list[Bucket]]:
 def node(root: Path, cold: Bucket, dr: Bucket | None = None) -> Daemon:
     """A node that has never seen the run, not started yet."""
     more = "" if dr is None else f'[[cold]]\nname = "dr"\nurl = "s3://{BUCKET}/deep"\nendpoint_url = "{dr.url}"\n'
-    return Daemon(
-        root,
-        cold=f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{cold.url}"',
-        more=more,
-        environ=ENVIRONMENT,
-        examines=False,
-    )
+    return Daemon(root, cold=f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{cold.url}"', more=more, environ=ENVIRONMENT)
 
 
 def read_bytes(daemon: Daemon, tier: str = "cold") -> float:

@@ -23,7 +23,7 @@ CURVE_TOLERANCE = 1e-5  # relative: sums in another order, over a few steps in f
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         yield daemon
 
 

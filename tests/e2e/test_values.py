@@ -57,7 +57,7 @@ def arrange(training: Training, rank: int, rendezvous: str) -> None:
 
 
 def test_table_of_two_ranks_in_a_module_in_extra_is_exported_whole(tmp_path: Path) -> None:
-    with Daemon(tmp_path, cold="", examines=False) as daemon:
+    with Daemon(tmp_path, cold="") as daemon:
         with Trainer() as first, Trainer() as second:
             for rank, trainer in enumerate((first, second)):
                 trainer.begin("apply", arrange, rank, str(tmp_path / "rendezvous"))
@@ -79,7 +79,7 @@ def test_value_that_cannot_be_restored_is_an_error_and_leads_to_no_older_checkpo
     def refuse(name: str, content: int) -> Box:
         raise tierd_client.Corrupt(f"the user's code refuses {content}")
 
-    with Daemon(tmp_path, cold="", examines=False) as daemon:
+    with Daemon(tmp_path, cold="") as daemon:
         with tierd_client.connect("run", socket=daemon.socket) as client:
             extra: dict[str, Any] = {"parts": Parts.A, "box": Box(1)}
             state = state_of(extra)

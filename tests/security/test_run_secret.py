@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with serving(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with serving(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 
@@ -312,7 +312,7 @@ def test_a_client_with_a_secret_joins_no_daemon_that_does_not_check_it(monkeypat
 
 
 def test_commands_take_the_secret_from_the_environment(tmp_path: Path) -> None:
-    with serving(tmp_path, environ={VARIABLE: SECRET_A}, examines=False) as daemon:
+    with serving(tmp_path, environ={VARIABLE: SECRET_A}) as daemon:
         with Peer(daemon.socket) as job_a, Peer(daemon.socket) as job_b:
             for peer, run, proof in ((job_a, "a", PROOF_A), (job_b, "b", PROOF_B)):
                 peer.greet(run, proof=proof)

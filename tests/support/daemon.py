@@ -29,7 +29,6 @@ class Daemon:
     `cold` holds further lines of the section [[cold]].
     `more` is appended to the config; its first lines belong to [limits]. `environ` is added to the environment. The
     process is forked, unless `command` says how to start it: the arguments of Python before those of `tierd`.
-    `examines`: False where a test takes many snapshots and none is about their health: each costs a process.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Daemon:
         more: str = "",
         environ: dict[str, str] | None = None,
         command: tuple[str, ...] = (),
-        examines: bool = True,
     ) -> None:
         self.root = root
         self.config = root / "tierd.toml"
@@ -53,8 +51,6 @@ class Daemon:
         self._main: Callable[..., object] = run_tierd
         # No scrub unless a test asks for one: it would repair what the test damages.
         self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
-        if not examines:
-            self._environ["TIERD_HEALTH_EXAMINE"] = "false"
         root.mkdir(parents=True, exist_ok=True)
         cold_tier = f'[[cold]]\nname = "cold"\n{cold}' if cold else ""
         self.config.write_text(

@@ -29,7 +29,7 @@ def test_accelerate_training_killed_within_or_between_epochs_resumes_identically
     forks: Forks, alone: Done, tmp_path: Path, resumed: int, batches: int
 ) -> None:
     """7 steps an epoch of 14 batches, two to a step. The order of the data and the masks in it are random."""
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "every": resumed}
         killed = forks.run(f"run-{resumed}", **command, kill_step=resumed + 2)
         assert killed.codes == [-signal.SIGKILL]
@@ -45,7 +45,7 @@ def test_accelerate_training_killed_within_or_between_epochs_resumes_identically
 def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo; each rank has its own batches."""
     alone = forks.run("alone-ranks", ranks=2, socket=None, epochs=6)
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "every": 5, "epochs": 6}
         killed = forks.run("ranks", ranks=2, **command, kill_step=7)
         assert -signal.SIGKILL in killed.codes
@@ -69,7 +69,7 @@ def test_accelerate_training_on_two_ranks_resumes_in_the_middle_of_an_epoch(fork
 def test_accelerate_setup_that_cannot_resume_exactly_is_refused(
     forks: Forks, tmp_path: Path, wrong: dict[str, object], message: str
 ) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         refused = forks.run(f"refused-{len(list(forks.root.iterdir()))}", socket=daemon.socket, every=1, **wrong)
     assert refused.codes == [1]
     assert message in refused.stderr

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), more="[lifecycle.hot]\nkeep_last = 20\n", examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), more="[lifecycle.hot]\nkeep_last = 20\n") as daemon:
         yield daemon
 
 
@@ -195,7 +195,7 @@ def test_the_environment_selects_the_checkpoint(client: Client, monkeypatch: pyt
 def test_damaged_replica_is_replaced_by_another_of_the_same_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         with tierd_client.connect("run", socket=daemon.socket) as client:
             writer = TierdWriter(client, step=1)
             dcp.save({"weight": torch.ones(18 << 20)}, storage_writer=writer)  # two chunks: the header is sound

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 

@@ -41,7 +41,7 @@ TWO_D = tuple([first, second] for first in (Replicate(), Shard(0)) for second in
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 

@@ -135,7 +135,7 @@ def exit_code(trainer: Trainer) -> int | None:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), more="[lifecycle.hot]\nkeep_last = 20\n", examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), more="[lifecycle.hot]\nkeep_last = 20\n") as daemon:
         yield daemon
 
 

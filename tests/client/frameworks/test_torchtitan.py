@@ -30,7 +30,7 @@ START_S = 600.0
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 

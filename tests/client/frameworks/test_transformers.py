@@ -26,7 +26,7 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
     """10 steps an epoch of 20 batches, two to a step; logs every 3 steps, evaluations every 4."""
     output = tmp_path / "output"
     alone = forks.run("alone", socket=None, output=str(output))
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(output), "connect": EVERY_3}
         killed = forks.run("run", **command, signals=[(7, "SIGKILL", 0)])
         assert killed.codes == [-signal.SIGKILL]
@@ -63,7 +63,7 @@ def test_finished_training_stays_finished(forks: Forks, tmp_path: Path, settings
     """The loss that train() returns covers all steps, also those before a kill."""
     name = tmp_path.name
     alone = forks.run(f"alone-{name}", socket=None, output=str(tmp_path / "alone"), **settings)
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "run"), "connect": EVERY_3, **settings}
         forks.run(name, **command, signals=[(8, "SIGKILL", 0)])
         runs = [forks.run(name, **command) for _ in range(3)]
@@ -77,7 +77,7 @@ def test_finished_training_stays_finished(forks: Forks, tmp_path: Path, settings
 
 def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output")}
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         forks.run("raised", socket=daemon.socket, args={"max_steps": 13}, **settings)
         again = forks.run("raised", socket=daemon.socket, args={"max_steps": 16}, **settings)
     assert again.resumed == 13
@@ -90,7 +90,7 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
     own = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "ddp_backend": "gloo"}
     settings = {"args": own, "samples": 150}
     alone = forks.run("alone-2", ranks=2, socket=None, output=str(tmp_path / "alone"), **settings)
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "run"), "connect": EVERY_3, **settings}
         killed = forks.run("run-2", ranks=2, **command, signals=[(7, "SIGKILL", 0)])
         assert -signal.SIGKILL in killed.codes
@@ -108,7 +108,7 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
 def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 30}}
     alone = forks.run("alone-stream", socket=None, **settings)
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         forks.run("stream", socket=daemon.socket, connect=EVERY_3, **settings, signals=[(7, "SIGKILL", 0)])
         again = forks.run("stream", socket=daemon.socket, connect=EVERY_3, **settings)
     assert again.resumed == 6
@@ -116,7 +116,7 @@ def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_pat
 
 
 def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         done = forks.run(
             "hung",
             socket=daemon.socket,
@@ -130,7 +130,7 @@ def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tm
 
 
 def test_train_without_a_resume_point_is_refused(forks: Forks, tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
         refused = forks.run("forgetful", **command, asks=False)
         assert refused.codes == [1]
@@ -157,7 +157,7 @@ def test_trainer_that_cannot_be_resumed_exactly_is_refused(
 
 
 def test_another_number_of_workers_is_refused_when_batches_draw_numbers(forks: Forks, tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
         forks.run("workers", **command, signals=[(7, "SIGKILL", 0)])
         refused = forks.run("workers", **command, args={"dataloader_num_workers": 1})
@@ -166,7 +166,7 @@ def test_another_number_of_workers_is_refused_when_batches_draw_numbers(forks: F
 
 
 def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon, Trainer() as other:
+    with Daemon(tmp_path) as daemon, Trainer() as other:
         other.connect(daemon.socket, "hf")
         other.train(1)
         other.durable()
@@ -179,7 +179,7 @@ def test_run_of_another_framework_is_refused_by_the_callback(forks: Forks, tmp_p
 def test_hugging_face_training_begins_at_another_run_whole_and_goes_on_with_its_own(
     forks: Forks, tmp_path: Path
 ) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         command = {"socket": daemon.socket, "output": str(tmp_path / "output"), "connect": EVERY_3}
         source = forks.run("source", **command, signals=[(13, "SIGTERM", 0)])
         command |= {"own_run": "fork", "which": {"resume": "run:hf@9"}}

@@ -52,7 +52,7 @@ def test_trl_training_killed_at_random_steps_ends_identically(
 
 
 def test_trainer_that_generates_its_batches_is_refused(forks: Forks, tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         refused = forks.run("grpo", method="grpo", socket=daemon.socket, output=str(tmp_path / "output"))
     assert refused.codes == [1]
     assert "resume a GRPOTrainer: the completions that it generates for several steps are not saved" in refused.stderr

@@ -28,7 +28,7 @@ from tests.support.waiting import DEADLINE_S, wait_until
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """With the run `pretrain`: steps 1 to 3, of one rank."""
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         with Trainer() as trainer:
             trainer.connect(daemon.socket, "pretrain")
             for _ in range(3):
@@ -210,7 +210,7 @@ def test_arguments_that_select_a_checkpoint_belong_to_the_other_run(daemon: Daem
 
 
 def test_run_begins_at_another_runs_snapshot_in_memory_and_at_one_in_the_cold_tier_alone(tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         with Trainer() as source, Trainer(seed=2) as trainer:
             source.connect(daemon.socket, "source")
             source.train(1)
@@ -230,7 +230,7 @@ def test_run_begins_at_another_runs_snapshot_in_memory_and_at_one_in_the_cold_ti
 
 
 def test_damage_in_another_runs_replica_is_reported_and_the_next_one_is_read(tmp_path: Path) -> None:
-    with Daemon(tmp_path, examines=False) as daemon, Trainer() as source, Trainer(seed=2) as trainer:
+    with Daemon(tmp_path) as daemon, Trainer() as source, Trainer(seed=2) as trainer:
         source.connect(daemon.socket, "source")
         source.train(1)
         source.durable()
@@ -256,7 +256,7 @@ def test_only_the_chunks_of_what_is_asked_for_are_fetched_and_no_partial_file_st
     source, model = (nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 4096)}) for _ in range(2))
     raw = stage(TrainingState(model=source, rng=False))
     commit(tmp_path / "cold", [raw], run="source", chunk_bytes=4096)
-    with Daemon(tmp_path, examines=False) as daemon:
+    with Daemon(tmp_path) as daemon:
         client = tierd_client.connect("run", socket=daemon.socket)
         found = client.restore(TrainingState(model=model), resume="run:source", only=["model.body"])
         assert found is not None
@@ -268,7 +268,7 @@ def test_only_the_chunks_of_what_is_asked_for_are_fetched_and_no_partial_file_st
 
 
 def test_own_checkpoints_that_may_exist_are_not_replaced_by_another_runs(tmp_path: Path) -> None:
-    with Daemon(tmp_path, more="cold_list_interval_s = 0.1\n", examines=False) as daemon:
+    with Daemon(tmp_path, more="cold_list_interval_s = 0.1\n") as daemon:
         with Trainer() as source:
             source.connect(daemon.socket, "source")
             source.train(1)

@@ -66,7 +66,7 @@ class GatedCopier(Copier):
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     more = "[lifecycle.hot]\nkeep_last = 1000\n"
-    with Daemon(tmp_path_factory.mktemp("daemon"), more=more, examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), more=more) as daemon:
         yield daemon
 
 

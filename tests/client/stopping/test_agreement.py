@@ -27,7 +27,7 @@ FOREVER = 1_000_000
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Shared by all tests: the ranks of each are a new generation of one run."""
-    with Daemon(tmp_path_factory.mktemp("daemon"), examines=False) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
 
 
