@@ -22,6 +22,8 @@ from tierd.errors import Foreign
 from tierd.format import checksum
 from tierd.key_file import make_key_file
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 DR = '[[cold]]\nname = "dr"\nurl = "file://dr"\n[security]\nkey_file = "key"'
 
 
