@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-nodes docs test test-long soak test-versions dist lint audit format bench gpu requirements sbom image prometheus ceph peers clean
+.PHONY: help venv demo demo-nodes docs test test-long soak test-versions dist lint style audit format bench gpu requirements sbom image prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -35,8 +35,11 @@ docs: $(STAMP) ## build the documentation site into site/, strictly
 # The tests of a file stay on one worker, for they share its fixtures. One worker more than cores, because many tests
 # wait for a deadline or for a daemon.
 WORKERS = $$($(VENV)/bin/python -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
-test: $(STAMP) lint prometheus ## all checks and all tests but the long ones
-	$(PYTEST) -m "not long" -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder
+# pyright uses one core for half a minute, so it runs beside the tests; it speaks last.
+test: $(STAMP) style prometheus ## all checks and all tests but the long ones
+	mkdir -p build; $(VENV)/bin/pyright >build/types.txt 2>&1 & types=$$!; \
+	$(PYTEST) -m "not long" -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$types; types=$$?; echo "pyright:"; cat build/types.txt; [ $$tests = 0 ] && [ $$types = 0 ]
 
 test-long: $(STAMP) prometheus ceph ## the batteries that take minutes
 	$(PYTEST) -m long
@@ -54,10 +57,12 @@ dist: $(STAMP) ## an sdist and a wheel of the last commit, in dist/: the same by
 	rm -rf build
 	@$(MAKE) --no-print-directory sbom || echo "no network: dist/ has no sbom.json"
 
-lint: $(STAMP) ## style, types and import floors
+lint: style ## style, types and import floors
+	$(VENV)/bin/pyright
+
+style: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 
 # In an environment of its own. --strict: a package that the database does not know is an error, not a success.

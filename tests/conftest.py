@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -37,12 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     cache = tempfile.TemporaryDirectory(prefix="tierd-cache-")
     config.add_cleanup(cache.cleanup)
+    # The suite starts hundreds of Pythons, and each worker imports all of it: none may compile the source again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    gc.disable()  # while all tests are imported, of which nothing is garbage
     # One thread for torch: with more, the threads of many processes spin while they wait for each other.
     os.environ.update(ENVIRONMENT, XDG_CACHE_HOME=cache.name, OMP_NUM_THREADS="1")
 
 
 def pytest_collection_finish() -> None:
     """Exempts all that is imported by now from garbage collection: many tests collect, and torch is large."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -72,6 +78,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture
+def checkpoints_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemons of tests/support/daemon.py examine checkpoints, as they do by default outside of tests."""
+    monkeypatch.setenv("TIERD_HEALTH_EXAMINE", "true")
 
 
 @pytest.fixture(scope="session")

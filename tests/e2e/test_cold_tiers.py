@@ -19,6 +19,8 @@ from tests.support.waiting import wait_until
 from tierd.format import layout
 from tierd.format.ids import Generation, Run
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 STEPS = [1, 2, 3, 4, 5]
 ABSENT = "nobody listens"
 DEAD = [

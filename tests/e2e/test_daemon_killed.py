@@ -17,6 +17,8 @@ from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 LARGE = 400_000  # width: 150 MB of state, which takes long enough to write
 
 

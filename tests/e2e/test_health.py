@@ -14,6 +14,8 @@ from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer, Training
 from tests.support.waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:

@@ -114,6 +114,7 @@ def on_s3(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_run_is_restored_and_resumed_from_s3_after_the_hot_disk_is_lost(on_s3: Daemon, trainer: Trainer) -> None:
     daemon = on_s3
     trainer.connect(daemon.socket)

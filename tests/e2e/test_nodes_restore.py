@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tierd_client
 import torch
 from tierd_client import TierUnreachable, Unhealthy
@@ -116,6 +117,7 @@ def test_ranks_placed_elsewhere_without_cold_go_on_from_an_older_step_and_say_so
         assert restored(daemons[::-1], 4) == ([(1, "cold")] * 4, digests)
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_nan_on_one_node(tmp_path: Path) -> None:
     """The whole checkpoint is unhealthy: the one before is restored on all nodes, unless it is allowed."""
     with nodes(tmp_path) as daemons:

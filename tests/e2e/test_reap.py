@@ -17,6 +17,8 @@ from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 from tierd.cli.app import make_app
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DELETIONS = {"delete_object", "delete_objects"}
 POLICIES = """cold_list_interval_s = 0.2

@@ -23,6 +23,8 @@ from tierd.format import checksum
 from tierd.format.layout import TIER_MARKERS, parse_tier_marker, tier_marker_key
 from tierd.key_file import make_key_file
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 DR = '[[cold]]\nname = "dr"\nurl = "file://dr"\n[security]\nkey_file = "key"'
 
 

@@ -23,6 +23,8 @@ from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.key_file import make_key_file
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")
+
 PATIENCE_S = 15.0
 NESTED = b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}\n"  # less than the 64 KiB of a marker
 

@@ -22,11 +22,14 @@ from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.cli.app import make_app
 from tierd.failpoints import VARIABLE
 
+EXAMINE = "TIERD_HEALTH_EXAMINE"
+
 
 class Daemon:
     """One with a hot directory below `root`, and with a cold tier unless `cold` is empty. `with` starts and kills it.
 
     `cold` holds further lines of the section [[cold]].
+    It examines checkpoints if `more` says so, or in a test with the fixture `checkpoints_examined`.
     `more` is appended to the config; its first lines belong to [limits]. `environ` is added to the environment. The
     process is forked, unless `command` says how to start it: the arguments of Python before those of `tierd`.
     """
@@ -49,8 +52,11 @@ class Daemon:
         self._log = root / "not-started.log"
         self._command = command
         self._main: Callable[..., object] = run_tierd
-        # No scrub unless a test asks for one: it would repair what the test damages.
+        # No scrub unless a test asks for one: it would repair what the test damages. No examination either: it starts a
+        # Python with numpy for each checkpoint, which was 40 % of the CPU time of tests that kill and restore.
         self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
+        if "[health]" not in more:
+            self._environ.setdefault(EXAMINE, os.environ.get(EXAMINE, "false"))
         root.mkdir(parents=True, exist_ok=True)
         cold_tier = f'[[cold]]\nname = "cold"\n{cold}' if cold else ""
         self.config.write_text(

@@ -24,3 +24,4 @@ assert CliRunner().invoke(tierd.cli.app.make_app(), ["version"]).exit_code == 0
 # A collection in a child would touch, and so copy, every page that holds an object.
 gc.collect()
 gc.freeze()
+gc.enable()  # tests/support/preloading.py disabled it

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.support.preloaded"])
+context.set_forkserver_preload(["tests.support.preloading", "tests.support.preloaded"])
 
 
 class ForkedProcess:

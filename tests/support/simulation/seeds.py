@@ -25,7 +25,7 @@ from tests.support.simulation.schedule import SCENARIOS, Schedule, make_schedule
 from tests.support.simulation.world import Outcome
 
 ROOT = Path(__file__).parents[3]
-BATCH = 250  # seeds of one process
+BATCH = 300  # seeds of one process
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
 
 
