@@ -20,6 +20,8 @@ from tests.support.nodes import connect_on
 from tests.support.trainer import Trainer, joined, together
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("checkpoints_examined")  # a step is safe only when it was examined
+
 
 def lose(daemon: Daemon) -> None:
     """The node dies with its disk."""

@@ -53,7 +53,7 @@ class Daemon:
         self._command = command
         self._main: Callable[..., object] = run_tierd
         # No scrub unless a test asks for one: it would repair what the test damages. No examination either: it starts a
-        # Python with numpy for each checkpoint, which was 40 % of the CPU time of tests that kill and restore.
+        # Python with numpy for each checkpoint.
         self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
         if "[health]" not in more:
             self._environ.setdefault(EXAMINE, os.environ.get(EXAMINE, "false"))
