@@ -59,6 +59,7 @@ from tierd.report import (
 )
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
+from tierd.workers.watcher import Watcher
 
 
 class Operator:
@@ -71,11 +72,13 @@ class Operator:
         *,
         pid: int,
         peer_lag_s: Callable[[Run], float | None] = lambda run: None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self._context = context
         self._peer_lag_s = peer_lag_s
         self._rosters = RosterReader(context, peer_lag_s)
         self._listers = listers
+        self._watchers = watchers
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -127,6 +130,7 @@ class Operator:
                 for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
             queues=self._queues(),
+            watches=[watcher.report() for watcher in self._watchers],
             slots={state.value: slot_counts[state] for state in SlotState},
             costs=_costs(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
@@ -422,6 +426,20 @@ def _render(status: StatusReport) -> str:
         for queue in status.queues
     ]
     queue_heads = ["to", "checkpoints", "oldest", "copying", "a copy takes", "last copy", "given up"]
+    watch_heads = ["folder", "preset", "run", "adopted", "pending", "newest step", "holder", "problems"]
+    watches = [
+        [
+            watch.path,
+            watch.preset,
+            watch.run,
+            str(watch.adopted),
+            str(watch.pending),
+            "" if watch.newest_step is None else str(watch.newest_step),
+            watch.holder or "this node",
+            "; ".join(watch.problems),
+        ]
+        for watch in status.watches
+    ]
     failures = [[one.at, one.stage, one.kind, one.message, one.hint] for one in status.failures]
     return (
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
@@ -432,6 +450,7 @@ def _render(status: StatusReport) -> str:
         + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
         + _table("Still to be copied", queue_heads, queues)
+        + (_table("Watched folders", watch_heads, watches) if watches else "")
         + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)
     )
 
