@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -105,6 +106,39 @@ def test_absolute_paths_and_buckets_are_unchanged(tmp_path: Path) -> None:
     parsed = loaded(tmp_path, text)
     assert parsed.hot.path == "/nvme/tierd"
     assert [cold.url for cold in parsed.cold] == ["s3://bucket/some/prefix", "file:///nas"]
+
+
+WATCH = '[[watch]]\npath = "out"\nrun = "hf"\npreset = "hf-trainer"\n'
+
+
+def test_a_watch_has_its_defaults_and_an_absolute_path(tmp_path: Path) -> None:
+    (watch,) = loaded(tmp_path, WATCH).watch
+    assert (watch.path, watch.source, watch.quiet_s) == (f"{tmp_path}/out", "keep", 10.0)
+    assert loaded(tmp_path, WATCH.replace('preset = "hf-trainer"', 'pattern = "ckpt-{step}.pt"')).watch[0].pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (WATCH + WATCH.replace("hf", "b", 1), "another place than that of another watch"),
+        (WATCH + WATCH.replace('"out"', '"./x/../out/"').replace('"hf"', '"b"'), "another place than that of another"),
+        (WATCH + WATCH.replace("out", "other"), "another run than that of another watch"),
+        (WATCH.replace("out", ".tierd/hot/x"), "a folder outside of the tiers"),
+        (WATCH.replace('"out"', '""'), "watch.path"),
+        (WATCH.replace('"hf"', '"../x"'), "run"),
+        (WATCH.replace("hf-trainer", "other"), "preset"),
+        (WATCH.replace('preset = "hf-trainer"', ""), "a preset or a pattern"),
+        (WATCH + 'pattern = "a{step}"', "a preset or a pattern"),
+        (WATCH.replace('preset = "hf-trainer"', 'pattern = "step"'), "{step} once"),
+        (WATCH.replace('preset = "hf-trainer"', 'pattern = "a/{step}"'), "the name of a file"),
+        (WATCH.replace('preset = "hf-trainer"', 'pattern = "a{step}/"'), "the file that is written last"),
+        (WATCH.replace("hf-trainer", "lightning") + 'marker = "x"', "a checkpoint that is a folder"),
+        (WATCH + "renamed = true", "renamed"),
+    ],
+)
+def test_watches_that_contradict_each_other_or_themselves_are_refused(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(named)):
+        loaded(tmp_path, text)
 
 
 def test_node_defaults_to_the_host_name(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ DOORS = {
             "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
             "tierd/transfer/adopted_output.py": "the folder of another program",
+            "tierd/transfer/source_removal.py": "what was adopted, where the config says so",
         },
     ),
     "file system changes": Door(
@@ -98,6 +99,7 @@ DOORS = {
             "tierd/transfer/atomic_output.py": "a restored directory",
             "tierd/transfer/partial_file.py": "a fetch",
             "tierd/transfer/adopted_output.py": "the folder of another program",
+            "tierd/transfer/source_removal.py": "what was adopted, where the config says so",
             "tierd/api/packets.py": "the socket and its folder",
             "tierd/daemon.py": "removes its socket",
             "tierd/descriptors.py": "content is sent in a memfd",
@@ -425,6 +427,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/peer_checks.py": "cli/test_doctor.py",
     "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "tierd/workers/hot_space.py": "workers/test_persister.py",
+    "tierd/workers/adopter.py": "workers/test_watcher.py",
     "tierd/workers/part_files.py": "api/test_peer_parts.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",

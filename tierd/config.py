@@ -175,6 +175,31 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_file: str = ""
 
 
+class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A folder in which a framework writes checkpoints, which the daemon adopts when they are complete."""
+
+    path: str = ""  # it may be made later
+    run: str = ""  # the run that they become checkpoints of; of one watch only
+    # which framework writes there, as lifecycle/watched.py knows it; empty: as `pattern` says
+    preset: Literal[
+        "",
+        "hf-trainer",
+        "lightning",
+        "accelerate",
+        "dcp",
+        "torchtitan",
+        "deepspeed",
+        "gpt-simple",
+        "step-bin",
+    ] = ""
+    pattern: str = ""  # a glob with {step} where the number is, and a slash at the end for folders
+    marker: str = ""  # the file in a checkpoint that is written last; empty: as the preset says
+    renamed: bool = False  # with a pattern: the program renames a checkpoint into place when it is complete
+    # remove: each but the newest is deleted there when all tiers that keep it have it
+    source: Literal["keep", "remove"] = "keep"
+    quiet_s: Positive = 10.0  # for so long, a complete checkpoint must not have changed
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything that could grow or wait."""
 
@@ -209,6 +234,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     listen: ListenConfig = ListenConfig()
     peers: PeersConfig = PeersConfig()
     security: SecurityConfig = SecurityConfig()
+    watch: list[WatchConfig] = []
 
     @property
     def access(self) -> Access:

@@ -23,6 +23,7 @@ import msgspec
 from tierd.access import access_of, others_can_write
 from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
 from tierd.errors import BadConfig
+from tierd.format.ids import is_run
 from tierd.format.run_secret import VARIABLE, proof_of
 from tierd.systemd import Systemd
 
@@ -206,8 +207,9 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     security = msgspec.structs.replace(
         config.security, key_file=absolute("security.key_file", key_file) if key_file else ""
     )
+    watch = [msgspec.structs.replace(each, path=absolute("watch.path", each.path)) for each in config.watch]
     return msgspec.structs.replace(
-        config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen, security=security
+        config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen, security=security, watch=watch
     )
 
 
@@ -249,6 +251,7 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
     for cold in config.cold:
         yield from _mistakes_of_cold(cold, cold.lifecycle or config.lifecycle.cold)
     yield from _shared_places(config)
+    yield from _mistakes_of_watches(config)
 
 
 def is_host(text: str) -> bool:
@@ -292,6 +295,44 @@ def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake
     if cold.milestone_storage_class and not policy.milestones:
         key = f"cold.milestone_storage_class of {cold.name}"
         yield key, cold.milestone_storage_class, "empty: the lifecycle of this tier keeps no milestones"
+
+
+def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
+    roots = [config.hot.path, *(cold.url.removeprefix("file://") for cold in config.cold)]
+    paths: set[str] = set()
+    for number, watch in enumerate(config.watch):
+        key, path = f"watch of {watch.path}", os.path.realpath(watch.path)
+        if path in paths:
+            yield "watch.path", watch.path, "another place than that of another watch"
+        paths.add(path)
+        if any(Path(path).is_relative_to(os.path.realpath(root)) for root in roots if root.startswith("/")):
+            yield "watch.path", watch.path, "a folder outside of the tiers"
+        if not is_run(watch.run):
+            yield f"{key}: run", watch.run, "a name of letters, digits, '.', '_' and '-'"
+        if watch.run in [other.run for other in config.watch[:number]]:
+            yield f"{key}: run", watch.run, "another run than that of another watch"
+        if bool(watch.preset) == bool(watch.pattern):
+            yield f"{key}: preset", watch.preset, "a preset or a pattern, one of the two"
+        if watch.pattern and (expected := _pattern_problem(watch.pattern)):
+            yield f"{key}: pattern", watch.pattern, expected
+        is_folder = watch.pattern.endswith("/") if watch.pattern else watch.preset not in ("lightning", "step-bin")
+        if watch.pattern and is_folder and not watch.marker and not watch.renamed:
+            expected = "the file that is written last, or renamed = true if the folder is renamed into place"
+            yield f"{key}: marker", watch.marker, expected
+        if watch.marker and (not is_folder or watch.marker.startswith("/")):
+            yield f"{key}: marker", watch.marker, "a path in a checkpoint that is a folder"
+        if watch.renamed and (watch.preset or watch.marker):
+            yield f"{key}: renamed", watch.renamed, "false with a preset or a marker"
+
+
+def _pattern_problem(pattern: str) -> str:
+    """What is expected of a pattern instead; empty if nothing is."""
+    name = pattern.removesuffix("/")
+    if pattern.count("{step}") != 1:
+        return "{step} once, where the number is"
+    if "/" in name or "\0" in name:
+        return "the name of a file, or of a folder with one slash at the end"
+    return ""
 
 
 def _split_url(url: str) -> SplitResult:

@@ -72,6 +72,7 @@ from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
 from tierd.workers.run_expirer import RunExpirer
 from tierd.workers.scrubber import Scrubber
+from tierd.workers.watcher import Watcher
 from tierd.workers.worker import Wake, Worker, run_forever
 from tierd.workers.write_through import WriteThrough
 
@@ -152,12 +153,16 @@ class _Daemon:
         self._examiner = Examiner(context)
         copier = self._copier = PartCopier(context, self._copies) if self._copies is not None else None
         self._reaper = Reaper(context, more_room=copier.make_room if copier is not None else no_room)
+        self._watchers = [
+            Watcher(context, each, self._reaper.make_room, on_change=self._wakes[f"watch {each.run}"].set)
+            for each in config.watch
+        ]
         self._workers = self._make_workers()
         restorer = Restorer(context, self._judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         lag_s = copier.lag_s if copier is not None else lambda run: None
         self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
-        self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s)
+        self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s, watchers=self._watchers)
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
@@ -177,6 +182,8 @@ class _Daemon:
         if config.drill.interval_s:
             workers["drill"] = Driller(context)
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
+        for watcher in self._watchers:
+            workers |= {f"watch {watcher.run}": watcher, f"claim {watcher.run}": watcher.claim}
         for name, tier in context.cold.items():
             workers |= {f"replicate {name}": Replicator(context, tier), f"commit {name}": Committer(context, tier)}
             if self._copies is not None:
@@ -228,6 +235,8 @@ class _Daemon:
             await http.close()
             if self._peers is not None:
                 await self._peers.close()
+            for watcher in self._watchers:
+                await watcher.close()
             if self._lock_error is None:  # else the trail is the other daemon's
                 await context.audit.close()
             for tier in (*context.tiers.values(), *([self._copies.tier] if self._copies is not None else [])):

@@ -26,6 +26,7 @@ FAILPOINTS = frozenset(
         "snapshot": ("accept", "accepted"),
         "trainer": ("answer", "send", "sent"),
         "persist": ("begin", "commit", "committed", "repeat", "answer"),
+        "adopt": ("commit", "committed"),
         "root": ("create",),
         "folder": ("sync",),
         "file": ("created", "write", "sync", "link", "linked", "exists", "rename", "sync_folder", "done", "abandon"),

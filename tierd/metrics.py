@@ -42,6 +42,7 @@ STAGES = (
     "drill",
     "loop",
     "audit",
+    "watch",
 )
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = (
@@ -55,7 +56,13 @@ FAILURE_KINDS = (
     "tier_unreachable",
     "newer_format",
     "bug",
+    "not_found",
+    "bad_request",
+    "unsupported",
+    "target_not_empty",
+    "lock_held",
 )
+WATCH_OUTCOMES = ("adopted", "missed", "refused")
 GIVEN_UP_REASONS = ("replaced", "no_space")
 HALT_REASONS = ("unreadable_manifest", "damaged_replica", "tier_unreachable", "shared_generation")
 PROOFS = ("deep", "checksum", "size")
@@ -220,6 +227,22 @@ class Metrics:
         self.drill_last_success_timestamp_seconds = gauge(
             "drill_last_success_timestamp_seconds", "When a drill last succeeded (Unix time).", ["tier"]
         )
+        self.watched_total = counter(
+            "watched_total",
+            "What became of checkpoints in watched folders: adopted; missed (deleted before they were adopted); "
+            "refused (something was wrong; the status says what).",
+            ["run", "outcome"],
+        )
+        self.watch_lag_seconds = gauge(
+            "watch_lag_seconds",
+            "How long the oldest complete checkpoint in the watched folder waits to be adopted; 0 if there is none.",
+            ["run"],
+        )
+        self.watch_problems = gauge(
+            "watch_problems",
+            "What keeps checkpoints in the watched folder from being adopted; the status says what.",
+            ["run"],
+        )
         self.examinations_total = counter(
             "examinations_total",
             "Checkpoints examined: healthy; unhealthy (NaN or Inf); failed (could not be read).",
@@ -270,6 +293,13 @@ class Metrics:
         for verdict in VERDICTS:
             self.examinations_total.labels(run, verdict)
         self.stale_snapshots_total.labels(run)
+
+    def begin_watch(self, run: str) -> None:
+        """Create the series of a watched folder at 0."""
+        for outcome in WATCH_OUTCOMES:
+            self.watched_total.labels(run, outcome)
+        self.watch_lag_seconds.labels(run)
+        self.watch_problems.labels(run)
 
     def keep_runs(self, runs: Collection[str]) -> None:
         """Remove the series of all other runs, which would add up for ever. Gauges that are set at each scrape are

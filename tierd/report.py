@@ -201,6 +201,26 @@ class CostsReport(msgspec.Struct, kw_only=True):
     restore: dict[str, CostReport] = {}
 
 
+class WatchReport(msgspec.Struct, kw_only=True):
+    """A folder whose checkpoints are adopted. `polled_because`: empty where inotify reports changes. `holder`: the node
+    whose daemon adopts; empty: this one. `adopted`: since the daemon's start. `pending`: complete ones that are not
+    adopted yet. `waiting`: why others are not complete. `notes`: what else was seen, and what was missed. `problems`:
+    what keeps something from being adopted."""
+
+    path: str
+    run: str
+    preset: str
+    is_there: bool
+    polled_because: str = ""
+    holder: str = ""
+    adopted: int = 0
+    pending: int = 0
+    newest_step: int | None = None
+    waiting: list[str] = []
+    notes: list[str] = []
+    problems: list[str] = []
+
+
 class StatusReport(msgspec.Struct, kw_only=True):
     """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
@@ -218,6 +238,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     runs: list[RunReport] = []
     tiers: list[TierReport] = []
     queues: list[QueueReport] = []
+    watches: list[WatchReport] = []
     slots: dict[str, int] = {}
     costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import socket
@@ -13,6 +15,7 @@ import pytest
 from tests.support.cli import House, flip_a_bit, make_checkpoint, make_house
 from tests.support.daemon import Daemon
 from tests.support.foreign import contents, make_folder, write
+from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import wire
@@ -216,3 +219,31 @@ def test_beside_a_running_daemon_it_is_found_copied_to_cold_and_refused_to_a_tra
         restored = daemon.tierd("restore", "--tier", "cold", "--run", "hf", "--to", tmp_path / "back")
     assert restored.returncode == 0, restored.stderr
     assert contents(tmp_path / "back") == contents(folder)
+
+
+def test_two_adoptions_at_once_take_different_sequences_and_one_step_is_adopted_once(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    folders = [make_folder(tmp_path / f"out/checkpoint-{step}") for step in (500, 600)]
+    adopt(house, make_folder(tmp_path / "out/checkpoint-400"), step=400)
+    run = house.hot / "hf"
+    held = os.open(run, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as another adoption that is committing
+    commands: list[ForkedProcess] = []
+    try:
+        for folder, step in [(folders[0], 500), (folders[1], 600)]:
+            arguments = ["--config", str(house.config), "adopt", str(folder), "--run", "hf", "--step", str(step)]
+            commands.append(ForkedProcess(run_tierd, arguments, ENVIRONMENT, str(tmp_path / f"{step}.log")))
+        wait_until(lambda: len(list(run.glob("*.partial/hf/*/adopted.json"))) == 2, "both to have copied")
+        again = house.tierd("adopt", folders[0], "--run", "hf", "--step", "500")
+        assert again.exit_code == 11, "the same step is being adopted"
+        assert not [path for path in run.glob("*/manifest.json") if "0400" not in path.parent.name]
+        os.close(held)
+        held = -1
+        assert [command.wait() for command in commands] == [0, 0], (tmp_path / "500.log").read_text()
+    finally:
+        if held >= 0:
+            os.close(held)
+        for command in commands:
+            command.kill()
+    manifests = [json.loads(path.read_bytes()) for path in run.glob("*/manifest.json")]
+    assert sorted(manifest["sequence"] for manifest in manifests) == [1, 2, 3]

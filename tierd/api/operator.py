@@ -58,6 +58,7 @@ from tierd.report import (
 )
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
+from tierd.workers.watcher import Watcher
 
 
 class Operator:
@@ -70,11 +71,13 @@ class Operator:
         *,
         pid: int,
         peer_lag_s: Callable[[Run], float | None] = lambda run: None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self._context = context
         self._peer_lag_s = peer_lag_s
         self._rosters = RosterReader(context, peer_lag_s)
         self._listers = listers
+        self._watchers = watchers
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -126,6 +129,7 @@ class Operator:
                 for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
             queues=self._queues(),
+            watches=[watcher.report() for watcher in self._watchers],
             slots={state.value: slot_counts[state] for state in SlotState},
             costs=_costs(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),

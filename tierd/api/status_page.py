@@ -48,6 +48,20 @@ def render(status: StatusReport) -> str:
         for queue in status.queues
     ]
     queue_heads = ["to", "checkpoints", "oldest", "copying", "a copy takes", "last copy", "given up"]
+    watch_heads = ["folder", "preset", "run", "adopted", "pending", "newest step", "holder", "problems"]
+    watches = [
+        [
+            watch.path,
+            watch.preset,
+            watch.run,
+            str(watch.adopted),
+            str(watch.pending),
+            "" if watch.newest_step is None else str(watch.newest_step),
+            watch.holder or "this node",
+            "; ".join(watch.problems),
+        ]
+        for watch in status.watches
+    ]
     failures = [[one.at, one.stage, one.kind, one.message, one.hint] for one in status.failures]
     return (
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
@@ -58,6 +72,7 @@ def render(status: StatusReport) -> str:
         + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
         + _table("Still to be copied", queue_heads, queues)
+        + (_table("Watched folders", watch_heads, watches) if watches else "")
         + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)
     )
 

@@ -31,6 +31,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.listing import refresh_run
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool
+from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tier import Tier
 from tierd.transfer import adoption
 from tierd.transfer.adoption import Adoption, adopted_id, is_same_tree, read_tree, scan_settled
@@ -166,11 +167,12 @@ async def _adopt(
             algorithm = "" if keyring is None else preferred()
             with progress_bar(f"step {checkpoint.step} into hot", attempt.tree.size_bytes) as progress:
                 await attempt.copy(checkpoint, store, algorithm=algorithm, progress=progress)
-            # Another command may have adopted the step before while this one copied.
-            await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
-            manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
-            if keyring is not None:
-                manifest = keyring.sign_manifest(manifest)
-            await Tier("adopted", store, limits=config.limits).commit(manifest)
-        output.publish(output.folder / checkpoint.run / checkpoint.name)
+            # Another command, or a daemon that watches, may have adopted other steps while this one copied.
+            async with run_lock(store.pool, target.parent):
+                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
+                manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
+                if keyring is not None:
+                    manifest = keyring.sign_manifest(manifest)
+                await Tier("adopted", store, limits=config.limits).commit(manifest)
+                output.publish(output.folder / checkpoint.run / checkpoint.name)
     return manifest, attempt.cloned_bytes

@@ -26,6 +26,7 @@ from tierd.report import (
     RunReport,
     StatusReport,
     TierReport,
+    WatchReport,
     foreign_sentences,
     free_bytes,
     run_report,
@@ -100,6 +101,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
     )
     for queue in report.queues:
         _print_queue(queue)
+    for watch in report.watches:
+        _print_watch(watch)
     for tier in report.tiers:
         if tier.to_reap:
             print_result(
@@ -118,6 +121,19 @@ def _print(report: StatusReport, settings: Settings) -> None:
         print_result(f"failure {where}: {failure.message}")
         if failure.hint:
             print_result(f"  hint: {failure.hint}")
+
+
+def _print_watch(watch: WatchReport) -> None:
+    parts = [f"watch {watch.path} ({watch.preset}) for {watch.run}: {watch.adopted} adopted since the daemon's start"]
+    parts += [] if watch.newest_step is None else [f"the newest of step {watch.newest_step}"]
+    parts += [f"{watch.pending} complete and not adopted yet"] if watch.pending else []
+    parts += [f"polled: {watch.polled_because}"] if watch.is_there and watch.polled_because else []
+    parts += [f"{watch.holder} adopts from it"] if watch.holder else []
+    print_result("; ".join(parts))
+    for problem in watch.problems:
+        print_result(f"  NOT ADOPTED: {problem}")
+    for line in (*watch.waiting, *watch.notes):
+        print_result(f"  {line}")
 
 
 def _print_queue(queue: QueueReport) -> None:

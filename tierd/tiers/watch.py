@@ -1,4 +1,4 @@
-"""Notices when another program changes the hot directory: a milestone marker, a checkpoint copied there by hand.
+"""Notices when another program changes the hot directory, or a folder in which a framework writes checkpoints.
 
 It only saves waiting for the next listing. Without inotify, changes are found by that listing.
 """
@@ -11,7 +11,17 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from watchdog.events import FileCreatedEvent, FileDeletedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
 from watchdog.observers import Observer
 
 from tierd.format import layout
@@ -20,6 +30,8 @@ log = logging.getLogger("tierd")
 
 # Only these: otherwise each manifest that a listing opens would be an event too, and overflow the kernel's queue.
 _EVENTS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent, FileDeletedEvent]
+# And not each write of a save, of which there are millions.
+_EVENTS_OF_A_SAVE = [*_EVENTS, FileClosedEvent, DirCreatedEvent, DirMovedEvent, DirDeletedEvent]
 
 
 @asynccontextmanager
@@ -52,3 +64,32 @@ async def watch(root: Path, on_change: Callable[[], None]) -> AsyncGenerator[Non
         yield
     finally:
         await asyncio.to_thread(stop)
+
+
+class FolderEvents:
+    """Calls `on_change` on watchdog's thread after something in a folder was made, closed, moved or deleted. Making one
+    blocks while it walks the folder. Raises OSError where there is no inotify."""
+
+    def __init__(self, folder: Path, on_change: Callable[[], None]) -> None:
+        self._observer = Observer()
+
+        class OnChange(FileSystemEventHandler):
+            def on_any_event(self, event: FileSystemEvent) -> None:
+                on_change()
+
+        try:
+            self._observer.schedule(OnChange(), str(folder), recursive=True, event_filter=_EVENTS_OF_A_SAVE)
+            self._observer.start()
+        except BaseException:
+            self._observer.unschedule_all()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """False when the folder was deleted."""
+        return self._observer.is_alive() and any(emitter.is_alive() for emitter in self._observer.emitters)
+
+    def stop(self) -> None:
+        """Blocks until its threads have ended."""
+        self._observer.stop()
+        self._observer.join()

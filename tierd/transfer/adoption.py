@@ -111,9 +111,17 @@ class Adoption:
         )
 
 
-def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = None, *, now_s: float) -> CheckpointId:
+def adopted_id(
+    catalog: Catalog,
+    run: Run,
+    step: int,
+    generation: int | None = None,
+    *,
+    now_s: float,
+    is_lenient: bool = False,
+) -> CheckpointId:
     """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `now_s`: Unix
-    time.
+    time. `is_lenient`: also where some checkpoints of the run cannot be read, if others can, as for a snapshot.
 
     Raises BadRequest for a generation that the tiers would count as foreign, and where tierd's client writes the run:
     two writers would delete each other's checkpoints by their common retention. Raises TierUnreachable where a tier may
@@ -129,7 +137,8 @@ def adopted_id(catalog: Catalog, run: Run, step: int, generation: int | None = N
     if generation is not None and generation > limit:
         raise BadRequest(f"adopt step {step} into {run}: generation {generation} is not between 1 and {limit}")
     unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}
-    unknown = list(unreadable.values()) + ([] if entries else list(catalog.unlisted().values()))
+    unknown = [] if entries and is_lenient else list(unreadable.values())
+    unknown += [] if entries else list(catalog.unlisted().values())
     if unknown:
         raise TierUnreachable(
             f"adopt step {step} into {run}: which checkpoints it has is not known: {unknown[0]}",
@@ -176,3 +185,13 @@ def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> b
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
     return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored()
+
+
+def was_saved_again(stored: AdoptedTree, tree: SourceTree, marker: str) -> bool:
+    """Whether a program has saved a checkpoint as a whole again since it was adopted, and not only changed something in
+    it: the file that it writes last is new; without such a `marker`, each file is."""
+    before = {entry.path: entry.modified_ns for entry in stored.files}
+    now = {entry.path: entry.modified_ns for entry in tree.files}
+    if marker:
+        return marker in now and before.get(marker) != now[marker]
+    return all(before.get(path) != modified_ns for path, modified_ns in now.items())

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Container, Generator
+from collections.abc import Callable, Container, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,24 @@ def check_target(target: Path) -> None:
     if entries := sorted(path.name for path in target.iterdir()):
         shown = ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
         raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
+
+
+def clear_abandoned(folder: Path, is_abandoned: Callable[[set[str]], bool]) -> list[str]:
+    """Removes what killed processes of this user left in `folder`, and returns the names. `is_abandoned`: called with
+    the names of what is in one; False keeps it for a later attempt. What another process is writing now stays."""
+    cleared: list[str] = []
+    with closing_fd(os.open(folder, FOLDER | os.O_NOFOLLOW)) as above:
+        for name in sorted(name for name in os.listdir(above) if name.endswith(PARTIAL_SUFFIX)):
+            with contextlib.suppress(OSError), closing_fd(os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=above)) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                inside = set(os.listdir(fd))
+                is_ours = os.fstat(fd).st_uid == os.geteuid() and _MARK in inside
+                if is_ours and is_abandoned(inside - {_MARK}):
+                    _clear(fd, ())
+                    os.unlink(_MARK, dir_fd=fd)
+                    os.rmdir(name, dir_fd=above)
+                    cleared.append(name)
+    return cleared
 
 
 def _open_below(folder: int, names: list[str]) -> int:

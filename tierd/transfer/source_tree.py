@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierd.descriptors import read_all
@@ -27,7 +27,7 @@ COARSE_TICK_NS = 2_000_000_000  # where a file system stores whole seconds, or e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """`path`: from the top. `target`: of a link."""
+    """`path`: from the top. `target`: of a link. `changed_ns`: of a folder, when a name in it changed; not compared."""
 
     path: str
     kind: str
@@ -37,17 +37,20 @@ class SourceEntry:
     size_bytes: int = 0
     modified_ns: int = 0
     target: str = ""
+    changed_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTree:
-    """`root`: the folder in which the paths of `entries` begin; of a single file, the folder that it is in."""
+    """`root`: the folder in which the paths of `entries` begin; of a single file, the folder that it is in.
+    `changed_ns`: as of an entry."""
 
     root: Path
     name: str
     is_file: bool
     mode: int
     entries: tuple[SourceEntry, ...]
+    changed_ns: int = field(default=0, compare=False)
 
     @property
     def path(self) -> Path:
@@ -64,7 +67,12 @@ class SourceTree:
     @property
     def modified_ns(self) -> int:
         """When the newest of its files was written, in Unix time."""
-        return max(entry.modified_ns for entry in self.files)
+        return max((entry.modified_ns for entry in self.files), default=0)
+
+    @property
+    def folders_changed_ns(self) -> int:
+        """When a name in any of its folders last changed, in Unix time; 0 for a single file."""
+        return max([self.changed_ns, *(entry.changed_ns for entry in self.entries)])
 
     def stored(self) -> adopted.AdoptedTree:
         """As it is described in a tier."""
@@ -132,9 +140,9 @@ def first_difference(before: SourceTree, now: SourceTree) -> str:
     return f"{next(iter(entries))} was made" if entries else "the mode of the folder was changed"
 
 
-def scan(path: Path) -> SourceTree:
+def scan(path: Path, *, may_be_empty: bool = False) -> SourceTree:
     """What lies at `path`, which is no link. Raises NotFound, BadRequest for what this user may not read, Unsupported
-    for what a checkpoint cannot hold, Transient when it changes meanwhile."""
+    for what a checkpoint cannot hold, Transient when it changes meanwhile. `may_be_empty`: it needs no file."""
     with _named(path):
         about = os.stat(path, follow_symlinks=False)
         if stat.S_ISREG(about.st_mode):
@@ -147,7 +155,7 @@ def scan(path: Path) -> SourceTree:
     if problem := adopted.path_problem(path.name):
         raise Unsupported(f"adopt {path}: its name {problem}")
     is_file = stat.S_ISREG(about.st_mode)
-    if not any(entry.kind == "file" for entry in entries):
+    if not may_be_empty and not any(entry.kind == "file" for entry in entries):
         raise Unsupported(f"adopt {path}: there is no file in it", hint="is this the folder of a checkpoint?")
     return SourceTree(
         root=path.parent if is_file else path,
@@ -155,6 +163,7 @@ def scan(path: Path) -> SourceTree:
         is_file=is_file,
         mode=0 if is_file else stat.S_IMODE(about.st_mode) & adopted.MODE_MASK,
         entries=tuple(entries),
+        changed_ns=0 if is_file else about.st_mtime_ns,
     )
 
 
@@ -202,6 +211,7 @@ def _entry(top: Path, path: str, about: os.stat_result, target: str) -> SourceEn
         size_bytes=about.st_size if is_file else 0,
         modified_ns=min(max(about.st_mtime_ns, 0), adopted.MODIFIED_NS_MAX) if is_file else 0,
         target=target,
+        changed_ns=about.st_mtime_ns if kind == "folder" else 0,
     )
 
 

@@ -132,7 +132,7 @@ def _comments() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     section = ""
     for line in FILE.read_text(encoding="utf-8").splitlines():
-        if header := re.match(r"\[+([\w.]+)\]+", line):
+        if header := re.match(r"(?:# )?\[+([\w.]+)\]+", line):
             section = header[1]
         elif entry := re.match(r"(?:# )?(\w+) = (?:\{.*\}|\"[^\"]*\"|\S+)\s*(?:#\s*(.+))?$", line):
             found[section, entry[1]] = entry[2] or ""
@@ -144,11 +144,11 @@ def _sections() -> dict[str, str]:
     found: dict[str, str] = {}
     above: list[str] = []
     for line in FILE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not re.match(r"# \w+ = ", line):
-            above.append(line.removeprefix("# "))
-        elif header := re.match(r"\[+([\w.]+)\]+\s*(?:#\s*(.+))?$", line):
+        if header := re.match(r"(?:# )?\[+([\w.]+)\]+\s*(?:#\s*(.+))?$", line):
             found[header[1]] = " ".join(above) or header[2] or ""
             above = []
+        elif line.startswith("# ") and not re.match(r"# \w+ = ", line):
+            above.append(line.removeprefix("# "))
         else:
             above = []
     return found

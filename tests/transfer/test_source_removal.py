@@ -1,0 +1,49 @@
+"""The removal of what was adopted: nothing that has changed is deleted, and nobody sees a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.foreign import make_folder, write
+from tierd.errors import NotFound, Transient
+from tierd.transfer.source_removal import PREFIX, remove_leftovers, remove_source
+from tierd.transfer.source_tree import scan
+
+
+def test_a_folder_and_a_file_are_removed_and_no_link_is_followed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = make_folder(out / "checkpoint-5")
+    (folder / "locked").chmod(0o755)
+    (folder / "there").symlink_to("empty")
+    kept = write(tmp_path / "kept")
+    path = write(out / "epoch=3-step=5.ckpt")
+    for each in (folder, path):
+        remove_source(scan(each))
+    assert os.listdir(out) == []
+    (out / f"{PREFIX}link").symlink_to(tmp_path)
+    remove_leftovers(out)
+    assert os.listdir(out) == []
+    assert kept.exists()
+
+
+def test_what_has_changed_since_it_was_adopted_stays(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "out/checkpoint-5")
+    tree = scan(folder)
+    write(folder / "late")
+    with pytest.raises(Transient, match="late"):
+        remove_source(tree)
+    assert (folder / "__0_0.distcp").exists()
+
+
+def test_what_is_gone_is_not_found_and_what_a_killed_removal_left_goes(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "out/checkpoint-5")
+    (folder / "locked").chmod(0o755)
+    tree = scan(folder)
+    folder.rename(folder.with_name(PREFIX + folder.name))
+    with pytest.raises(NotFound):
+        remove_source(tree)
+    remove_leftovers(folder.parent)
+    assert os.listdir(folder.parent) == []

@@ -1,0 +1,48 @@
+"""Deletes what was adopted from the folder of a framework, where the config says so.
+
+It is renamed first, so that the framework, which may start at any instant, never sees a part of it. What a killed
+deletion left is deleted by the next one. All calls block.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from tierd.errors import Transient
+from tierd.tiers.tree import FOLDER, closing_fd
+from tierd.transfer.source_tree import SourceTree, changed, first_difference, scan
+
+PREFIX = ".tierd-removes-"
+
+
+def remove_source(tree: SourceTree) -> None:
+    """Raises NotFound when it is gone, Transient when it is not what was adopted, or cannot be deleted."""
+    path = tree.path
+    if difference := first_difference(tree, scan(path)):
+        raise changed(path, difference)
+    try:
+        with closing_fd(os.open(path.parent, FOLDER)) as folder:
+            os.rename(path.name, PREFIX + path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        raise Transient(f"remove {path}: {error.strerror}", hint="may the daemon's user write there?") from error
+    _delete(path.with_name(PREFIX + path.name))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what killed calls of `remove_source` left in this folder."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(PREFIX):
+                _delete(folder / name)
+
+
+def _delete(path: Path) -> None:
+    """It follows no link."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)

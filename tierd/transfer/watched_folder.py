@@ -1,0 +1,178 @@
+"""Reads a folder in which a framework writes checkpoints: names, times, and whether files end where they should.
+
+Nothing here changes it, follows a link or unpickles. Reads are bounded, whatever lies there. All calls block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from tierd.errors import BadRequest, NotFound, Transient, Unsupported
+from tierd.lifecycle.watched import FLAT_HEADER, ZIP_TAIL_BYTES, Listed, Preset, Whole, is_zip_end
+from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd
+from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
+
+NAMES_MAX = 100_000  # in the folder; the rest is not looked at
+MARKER_BYTES_MAX = 256 << 20  # trainer_state.json has all that a training has logged
+BESIDE_BYTES_MAX = 4096
+HEADER_BYTES_MAX = 100 << 20  # of a safetensors file, as in its own reader
+CHECKED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
+_SIZE = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of the entries of a folder. `folders`: whether each of the others is one."""
+
+    folders: dict[str, bool]
+    links: list[str]
+    is_cut: bool
+
+    @property
+    def key(self) -> int:
+        return hash((frozenset(self.folders.items()), frozenset(self.links)))
+
+
+def names(path: Path) -> Names:
+    """Raises NotFound, BadRequest for what this user may not read, Transient."""
+    try:
+        with closing_fd(os.open(path, FOLDER)) as folder, os.scandir(folder) as entries:
+            found = list(islice(entries, NAMES_MAX + 1))
+            kept = found[:NAMES_MAX]
+            links = [entry.name for entry in kept if entry.is_symlink()]
+            folders = {entry.name: entry.is_dir(follow_symlinks=False) for entry in kept if not entry.is_symlink()}
+    except FileNotFoundError as error:
+        raise NotFound(f"watch {path}: it is not there", hint="the training may make it later") from error
+    except (PermissionError, NotADirectoryError) as error:
+        hint = f"user {os.geteuid()}, who runs the daemon, must be able to list it"
+        raise BadRequest(f"watch {path}: {error.strerror}", hint=hint) from error
+    except OSError as error:
+        raise Transient(f"watch {path}: {error.strerror or error}", hint="check the disk: dmesg, mount, df") from error
+    return Names(folders, links, len(found) > NAMES_MAX)
+
+
+def read_beside(folder: Path, name: str) -> tuple[bytes, float]:
+    """The content of a small file and when it was written; nothing where there is none."""
+    try:
+        with closing_fd(os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)) as fd:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                return b"", 0.0
+            return os.read(fd, BESIDE_BYTES_MAX), about.st_mtime
+    except OSError:
+        return b"", 0.0
+
+
+def scan_entry(path: Path) -> SourceTree | None:
+    """None: it was just deleted. Raises as `scan`."""
+    try:
+        return scan(path, may_be_empty=True)
+    except NotFound:
+        return None
+
+
+def tree_key(tree: SourceTree) -> int:
+    """Changes when anything in it does."""
+    return hash((tree, tree.folders_changed_ns))
+
+
+def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
+    """What decides whether a checkpoint is complete. Raises as `SourceFile`."""
+    by_path = {entry.path: entry for entry in tree.files}
+    marker = by_path.get(tree.name if tree.is_file else preset.marker)
+    name = tree.path.name
+    modified_s, folder_modified_s = tree.modified_ns / 1e9, tree.folders_changed_ns / 1e9
+    content = _marker(tree, marker, preset) if marker is not None else None
+    marker_modified_s = marker.modified_ns / 1e9 if marker is not None else 0.0
+    can_tell = marker is not None and preset.whole in (Whole.ZIP, Whole.FORMAT)
+    if tree.is_file:
+        (entry,) = tree.files
+        return Listed(
+            name=name,
+            is_folder=False,
+            modified_s=modified_s,
+            unchanged_s=unchanged_s,
+            marker=content,
+            marker_modified_s=marker_modified_s,
+            head=_read(tree, entry, 0, min(FLAT_HEADER.size, entry.size_bytes)),
+            size_bytes=entry.size_bytes,
+            is_whole=is_whole(tree, entry) if can_tell else None,
+        )
+    return Listed(
+        name=name,
+        is_folder=True,
+        modified_s=modified_s,
+        unchanged_s=unchanged_s,
+        folder_modified_s=folder_modified_s,
+        files=frozenset(by_path),
+        marker=content,
+        marker_modified_s=marker_modified_s,
+        is_whole=is_whole(tree, marker) if marker is not None and can_tell else None,
+        cut=tuple(
+            entry.path for entry in tree.files if entry.path.endswith(CHECKED) and is_whole(tree, entry) is False
+        ),
+    )
+
+
+def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset) -> bytes:
+    """Of JSON that is whole, the step; empty of anything else."""
+    if preset.whole is not Whole.JSON:
+        return b""
+    if entry.size_bytes > MARKER_BYTES_MAX:
+        raise Unsupported(f"adopt {tree.path}: {entry.path} has {entry.size_bytes} bytes, more than {MARKER_BYTES_MAX}")
+    try:
+        state = json.loads(_read(tree, entry, 0, entry.size_bytes))
+    except (ValueError, RecursionError):
+        return b""
+    if not isinstance(state, dict):
+        return b""
+    values = cast("dict[str, object]", state)
+    return json.dumps(
+        {key: values[key] for key in ("global_step", "step") if isinstance(values.get(key), int)}
+    ).encode()
+
+
+def is_whole(tree: SourceTree, entry: SourceEntry) -> bool | None:
+    """Whether a file ends where its format says, as far as that is known: zip archives, as torch.save writes them, and
+    safetensors. None: its format is another one."""
+    if not entry.size_bytes:
+        return False
+    head = _read(tree, entry, 0, min(_SIZE.size, entry.size_bytes))
+    if entry.path.endswith(".safetensors"):
+        return _is_whole_safetensors(tree, entry, head)
+    if head.startswith(b"PK\x03\x04"):
+        length = min(ZIP_TAIL_BYTES, entry.size_bytes)
+        return is_zip_end(_read(tree, entry, entry.size_bytes - length, length), entry.size_bytes)
+    return None
+
+
+def _is_whole_safetensors(tree: SourceTree, entry: SourceEntry, head: bytes) -> bool:
+    """https://huggingface.co/docs/safetensors: u64 length of the header, the header, then the tensors without holes."""
+    if len(head) < _SIZE.size:
+        return False
+    (length,) = _SIZE.unpack(head)
+    if length > min(HEADER_BYTES_MAX, entry.size_bytes - _SIZE.size):
+        return False
+    try:
+        header = json.loads(_read(tree, entry, _SIZE.size, length))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        return entry.size_bytes == _SIZE.size + length + max(ends, default=0)
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+        return False
+
+
+def _read(tree: SourceTree, entry: SourceEntry, offset: int, length: int) -> bytes:
+    content = bytearray(length)
+    file = SourceFile(tree, entry)
+    try:
+        file.read(offset, memoryview(content))
+    finally:
+        file.close()
+    return bytes(content)

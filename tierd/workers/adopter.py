@@ -1,0 +1,99 @@
+"""Copies a complete checkpoint of another program into the hot tier of this daemon and commits it, as `tierd adopt`.
+
+It is written in its place, manifest last. Killed before that, it leaves files without a manifest, which `recover`
+deletes at the next start. Which checkpoint is complete, and as what it is adopted, is decided by the watcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from tierd.context import DaemonContext
+from tierd.errors import Corrupt, Full, LockHeld, TierdError
+from tierd.failpoints import failpoint
+from tierd.format.audit import Action
+from tierd.format.digest import preferred
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
+from tierd.listing import is_listed, refresh_run
+from tierd.tiers.pool import ThreadPool
+from tierd.tiers.run_lock import run_lock
+from tierd.tiers.tree import FOLDER, closing_fd
+from tierd.transfer.adoption import Adoption, scan_settled
+from tierd.transfer.source_tree import SourceTree, changed
+from tierd.transfer.watched_folder import tree_key
+from tierd.workers.hot_space import HotSpace, MakeRoom
+from tierd.workers.recovery import clear_uncommitted
+
+log = logging.getLogger("tierd")
+
+
+def _shares_blocks(tree: SourceTree, hot: Path) -> bool:
+    """Whether the copy takes no space, as far as is known. Blocks. Raises as `SourceTree.can_clone_into`."""
+    try:
+        with closing_fd(os.open(hot, FOLDER)) as folder:
+            return tree.can_clone_into(folder)
+    except FileNotFoundError:
+        return False  # the first put makes it
+
+
+class Adopter:
+    """`pool`: for the calls to the file system of the source."""
+
+    def __init__(self, context: DaemonContext, pool: ThreadPool, make_room: MakeRoom) -> None:
+        self._context, self._pool = context, pool
+        self._space = HotSpace(context.hot, make_room)
+
+    async def adopt(self, path: Path, key: int, checkpoint: CheckpointId) -> None:
+        """`key`: of the tree that was found to be complete. Raises as `scan`, Transient where it has changed since, and
+        as a put into hot; then nothing is left in hot."""
+        context = self._context
+        tree = await scan_settled(path, self._pool, context.now)
+        if tree_key(tree) != key:
+            raise changed(path, "something in it was written")
+        if await is_listed(context.hot, checkpoint):
+            raise Corrupt(
+                f"adopt {path} as {checkpoint}: hot holds a manifest of it that is unreadable or was just written",
+                hint="nothing was overwritten; see docs/RUNBOOK.md#unreadable-manifest",
+            )
+        is_free = await self._pool.query(_shares_blocks, tree, context.hot_store.root)
+        if missing_bytes := await self._space.missing_bytes(0 if is_free else tree.size_bytes):
+            await self._space.free(missing_bytes)
+        try:
+            manifest = await self._copy_and_commit(checkpoint, tree)
+        except Full:
+            # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
+            if not await self._space.free(tree.size_bytes):
+                raise
+            manifest = await self._copy_and_commit(checkpoint, tree)
+        context.catalog.add(manifest, context.hot.name)
+        reason = f"adopted from {path}"
+        context.audit.record(Action.COMMITTED, checkpoint=checkpoint, tier=context.hot.name, reason=reason)
+        context.metrics.bytes_total.labels(tier=context.hot.name, direction="write").inc(manifest.size_bytes)
+        log.info("adopted %s as %s", path, checkpoint)
+        context.notify.examined()
+
+    async def _copy_and_commit(self, checkpoint: CheckpointId, tree: SourceTree) -> Manifest:
+        context, attempt = self._context, Adoption(tree, self._pool)
+        algorithm = "" if context.keyring is None else preferred()
+        try:
+            with context.throttle.writing(context.hot.name) as count_written:
+                await attempt.copy(checkpoint, context.hot_store, algorithm=algorithm, progress=count_written)
+            # `tierd adopt` may have adopted other steps while this one was copied.
+            async with run_lock(context.hot_store.pool, context.hot_store.root / checkpoint.run):
+                await refresh_run(context.catalog, context.hot, checkpoint.run, context.identities)
+                if context.catalog.get(checkpoint) is not None:
+                    raise LockHeld(f"adopt {tree.path} as {checkpoint}: another process has just adopted that step")
+                sequence = context.catalog.sequence_max(checkpoint.run) + 1
+                manifest = context.signed(attempt.manifest(checkpoint, sequence=sequence))
+                failpoint("adopt.commit")
+                await context.hot.commit(manifest)
+                failpoint("adopt.committed")
+        except BaseException:
+            with suppress(TierdError):  # report the first error, not one of the clean-up
+                await clear_uncommitted(context.hot, checkpoint)
+            raise
+        return manifest

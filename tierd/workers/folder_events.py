@@ -1,0 +1,94 @@
+"""Whether inotify reports what happens in a watched folder, and the pass that a change starts.
+
+Where it cannot be had, or does not report a change that a listing shows, as of another machine on NFS or after an
+overflow of its queue, the folder is polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tierd.tiers.pool import ThreadPool
+from tierd.tiers.watch import FolderEvents
+
+log = logging.getLogger("tierd")
+
+UNREPORTED_S = 5.0  # a change that inotify has not reported after this time, it does not report
+GAP_S = 0.5  # between an event and the pass: a save makes many
+
+
+class EventSource:
+    """`why_not`: why the folder is polled; empty while inotify works. `on_change`: called on the event loop."""
+
+    def __init__(self, path: Path, pool: ThreadPool, on_change: Callable[[], None], now_s: Callable[[], float]) -> None:
+        self._path, self._pool, self._on_change, self._now_s = path, pool, on_change, now_s
+        self.why_not = "it is not there"
+        self._source: FolderEvents | None = None
+        self._is_tried = False
+        self._names: int | None = None
+        self._has_event = self._had_event = False
+        self._unreported_s: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a change was seen that was not reported, or not yet."""
+        return self._unreported_s is not None and not self.why_not
+
+    def begin_pass(self) -> None:
+        """Before the folder is listed: a later event may be of a change that the listing lacks."""
+        self._loop = asyncio.get_running_loop()
+        self._had_event, self._has_event = self._has_event, False
+
+    async def follow(self, names: int) -> None:
+        """`names`: differs when the names in the folder do. Raises TierUnreachable when it does not answer."""
+        if self._source is not None and not self._source.is_alive:
+            await self.stop()  # the folder was deleted and made again
+        if not self._is_tried:
+            self._is_tried = True
+            try:
+                self._source = await self._pool.run(FolderEvents, self._path, self._notice)
+                self.why_not = ""
+            except OSError as error:
+                self._poll(f"there is no inotify: {error.strerror or error}")
+        elif self._had_event:
+            self._unreported_s = None
+        elif self._unreported_s is None and names != self._names:
+            self._unreported_s = self._now_s()
+        if self.is_in_doubt and self._now_s() - (self._unreported_s or 0.0) > UNREPORTED_S:
+            self._poll("inotify does not report every change: another machine writes there, or its queue was full")
+        self._names = names
+
+    async def stop(self) -> None:
+        source, self._source = self._source, None
+        self._names, self._unreported_s = None, None
+        self._is_tried, self.why_not = False, "it is not there"
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if source is not None:
+            await asyncio.to_thread(source.stop)
+
+    def _poll(self, why: str) -> None:
+        self.why_not = why
+        log.warning("watch %s: the folder is polled: %s", self._path, why)
+
+    def _notice(self) -> None:  # on watchdog's thread
+        self._has_event = True
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._start_timer)
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(GAP_S, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._on_change()
