@@ -135,10 +135,11 @@ async def test_every_node_learns_of_the_commit(nodes: Nodes) -> None:
         assert not node.rooms.catalog.sent_parts("cold")
 
 
-async def test_a_node_that_is_not_home_reads_no_node_file_while_a_shard_is_missing(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_trainers", [True, False])
+async def test_a_node_that_is_not_home_reads_no_node_file_while_one_is_missing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, *, has_trainers: bool
 ) -> None:
-    """Of thousands of nodes each would read thousands."""
+    """Of thousands of nodes each would read thousands. Without trainers, it does not know which nodes there are."""
     read: list[str] = []
     home, second, third = nodes.nodes
     get_many = second.rooms.cold["cold"].store.get_many
@@ -150,6 +151,10 @@ async def test_a_node_that_is_not_home_reads_no_node_file_while_a_shard_is_missi
     monkeypatch.setattr(second.rooms.cold["cold"].store, "get_many", recording)
     await second.send(10)
     await home.send(10)
+    if not has_trainers:
+        for rank in second.ranks:
+            second.rooms.memory.leave(RUN, Rank(rank), now_s=nodes.now_s)
+        assert second.rooms.memory.forget_departed(now_s=nodes.now_s, grace_s=0.0)
     await nodes.wait(LIST_MAX_S, second)
     assert second.rooms.catalog.awaited == {"cold": {RUN: (id_of(10), third.ranks)}}
     assert not [key for key in read if "node-" in key]
@@ -490,10 +495,10 @@ async def test_a_checkpoint_that_lacks_parts_for_long_is_looked_at_seldom(
     store = home.rooms.cold["cold"].store
     list_all = store.list
 
-    async def count(prefix: str) -> Any:
+    async def count(prefix: str, **options: Any) -> Any:
         nonlocal listed
         listed += 1
-        return await list_all(prefix)
+        return await list_all(prefix, **options)
 
     monkeypatch.setattr(store, "list", count)
     await nodes.wait(600, home)
