@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import re
 import statistics
@@ -164,6 +165,7 @@ async def simulated(count: int, ranks: int, seed: int) -> dict[str, Any]:
                 await node[2].run_once()
             if node[0] > clock.now_s or node[1].catalog.sent_parts("cold"):
                 nodes.append(node)
+        gc.collect()
         if not committed_s and manifest_key in bucket.objects:
             committed_s = clock.now_s
     return {

@@ -396,6 +396,30 @@ async def test_only_the_daemon_of_rank_0_deletes_in_cold(nodes: Nodes) -> None:
     assert nodes.nodes[0].rooms.steps("cold") == [8, 7, 6, 3]  # the last three, and the tenth: its sequence is 10
 
 
+async def test_the_daemon_of_home_is_gone(nodes: Nodes, tmp_path: Path) -> None:
+    """The others commit, and none of them deletes in cold. What waited is deleted by the home of the next start."""
+    steps = list(range(1, 6))
+    for step in steps:
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+    others = nodes.nodes[1:]
+    await nodes.wait(LIST_MAX_S, *others)
+    assert others[0].rooms.steps("cold") == steps[::-1]
+    for node in others:
+        await node.rooms.list_tiers()
+        planned = deletions(decisions(node.rooms.catalog, node.rooms.config), node.rooms.config)
+        assert [each.tier for each in planned].count("cold") == 2
+        await Reaper(node.rooms.context).run_once()
+    assert others[0].rooms.steps("cold") == steps[::-1]
+    async with rooms_at(tmp_path / "spare", cold=others[0].rooms.config.cold) as rooms:
+        spare = Node(rooms, 0)
+        spare.node = msgspec.structs.replace(spare.node, claim=Claim.new("spare").claim)
+        rooms.memory.enter(RUN, Generation(2), Rank(0), WORLD_SIZE, spare.node)
+        await rooms.list_tiers()
+        await Reaper(rooms.context).run_once()
+        assert rooms.steps("cold") == [5, 4, 3]
+
+
 async def test_the_verdict_of_the_whole_is_that_of_all_parts(nodes: Nodes) -> None:
     for number, node in enumerate(nodes.nodes):
         await node.persist(10)
