@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from tierd_client import SlotsBusy, Stale, TierdError, Transient
+from tierd_client import Full, Stale, TierdError
 
 from tests.e2e.test_nodes_restore import hold_cold
 from tests.support.daemon import Daemon
@@ -201,33 +201,37 @@ def test_hot_is_full_on_one_node(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hot_is_full_on_one_node_and_nothing_may_go(tmp_path: Path) -> None:
-    """Its snapshots give way, Everywhere stands still, and the alarm of a full disk is raised."""
-    with small_disk(tmp_path / "b" / "hot", size_mib=10), nodes(tmp_path) as (a, b):
+    """Everywhere stands still and keeps what the others have, and the alarm of a full disk is raised; with space on the
+    disk, the last snapshot goes on."""
+    with small_disk(tmp_path / "b" / "hot", size_mib=10) as hot, nodes(tmp_path) as (a, b):
         hold_cold(b)
         with joined(tmp_path, 2, width=16 << 10) as trainers:  # 2 MiB of parameters, 4 of moments
-            connect_on([a, b], trainers, slot_wait_s=1)
+            connect_on([a, b], trainers)
             together(trainers, "restore")
             train_and_snapshot(trainers)
             together(trainers, "wait_everywhere")
-            with pytest.raises(SlotsBusy):
-                train_until_refused(trainers)
-            standing = everywhere(b)
-            assert 1 <= standing < max(a.steps("hot"))
-            assert {type(error) for error in refusals(trainers, "wait_everywhere", 1)} == {Transient}
-            assert everywhere(b) == standing
-            assert a.folder(standing).exists()
-            assert b.metric('tierd_failures_total{kind="full",stage="persist"}') > 0  # of TierdDiskFull
-            assert a.metric('tierd_everywhere_age_seconds{run="run"}') > 0
+            fill(hot / "of-somebody-else")
+            train_and_snapshot(trainers)
+            trainers[0].wait_persisted()
+            full = 'tierd_failures_total{kind="full",stage="persist"}'  # of TierdDiskFull
+            wait_until(lambda: b.metric(full) > 0, "the alarm")
+            assert {type(error) for error in refusals(trainers, "wait_everywhere", 1)} == {Full}
+            assert [everywhere(daemon) for daemon in (a, b)] == [1, 1]
+            assert all(part.exists() for part in (a.folder(1), a.folder(2), b.folder(1)))
+            (hot / "of-somebody-else").unlink()
+            together(trainers, "wait_everywhere")
+            wait_until(lambda: everywhere(b) == 2, "the step that all nodes have")
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 def train_and_snapshot(trainers: list[Trainer]) -> None:
     together(trainers, "train", 1)
     together(trainers, "snapshot")
-
-
-def train_until_refused(trainers: list[Trainer]) -> None:
-    for _ in range(8):
-        train_and_snapshot(trainers)
 
 
 def everywhere(daemon: Daemon) -> int:
