@@ -2,9 +2,9 @@
 
 A model is sharded over two ranks (FSDP2), one on each node. Measured are the stall, the time until the part of each
 node is durable, the time until each has a copy on the other with the processor time of both daemons for it, and then,
-with one node and its disk lost, the restore on a spare from the copy, beside the same restore from a cold directory.
-The limit is the time in which the same bytes are copied to the disk by `shutil.copyfile` and fsync. JSON lines on
-stdout, the table on stderr.
+with one node and its disk lost, the restore on a spare from the copy, beside the same restore from a cold bucket: of
+`rclone serve s3`, behind a proxy with the latency of a bucket of the same region. The limit is the time in which the
+same bytes are copied to the disk by `shutil.copyfile` and fsync. JSON lines on stdout, the table on stderr.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from latency import delayed
 from restore import drop
 from rounds import MIB, Figures, arguments, fact, machine, on, run_of, say, spread, table
 from serving import Daemon, cpu_s, daemon, wait_quiet
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tierd_client  # states.py has put it on the path  # isort: skip
+from tests.support.s3 import BUCKET, ENVIRONMENT, rclone_server  # isort: skip
 
 TIMEOUT_S = 300.0
 NAMES = {
@@ -39,7 +41,7 @@ NAMES = {
     "limit_s": "limit: the same bytes by copyfile and fsync, seconds",
     "copy_cpu_s_per_gb": "processor time of both daemons for a copy, seconds per GB",
     "peers_s": "restore with a spare, from the copy, seconds",
-    "cold_s": "the same from a cold directory, seconds",
+    "cold_s": "the same from a cold bucket, seconds",
 }
 
 
@@ -123,17 +125,19 @@ def copied(source: Path, target: Path) -> float:
     return time.perf_counter() - began_s
 
 
-def turn(folder: Path, mib: int, *, tls: bool) -> dict[str, float]:
+def turn(folder: Path, mib: int, *, tls: bool, latency_ms: float) -> dict[str, float]:
     """One round with new nodes."""
     with ExitStack() as stack:
+        url = stack.enter_context(delayed(stack.enter_context(rclone_server(folder / "served")), latency_ms))
         daemons: list[Daemon] = []
         lost = stack.enter_context(ExitStack())
         for name in ("a", "b", "spare"):
             (folder / name).mkdir(parents=True)
-            cold = f'[[cold]]\nname = "cold"\nurl = "file://{folder}/cold"\n'
+            bucket = f'url = "s3://{BUCKET}"\nendpoint_url = "{url}"\nregion = "us-east-1"\n'
+            cold = f'[[cold]]\nname = "cold"\n{bucket}'
             peers = f'[peers]\nlisten = "127.0.0.1:0"\ntls = {str(tls).lower()}\n'
             of = lost if name == "b" else stack
-            daemons.append(of.enter_context(daemon(folder / name, more=cold + peers, cold="")))
+            daemons.append(of.enter_context(daemon(folder / name, cold + peers, "", ENVIRONMENT)))
         first, second, spare = daemons
         both = [first.pid, second.pid]
         ranks = Ranks([first, second], mib)
@@ -143,15 +147,15 @@ def turn(folder: Path, mib: int, *, tls: bool) -> dict[str, float]:
         copied_s = max(ranks.answers())
         copy_cpu_s = cpu_s(both) - began_cpu_s
         ranks.answers()  # a cold tier has it
-        size_bytes = sum(path.stat().st_size for path in (folder / "cold").rglob("rank-*"))
+        size_bytes = sum(path.stat().st_size for path in (folder / "served").rglob("rank-*"))
         wait_quiet(both)
         ranks.end()
         lost.close()
         shutil.rmtree(folder / "b")
         seconds = {tier: restored([first, spare], mib, tier, folder) for tier in ("auto", "cold")}
         (folder / "limit").mkdir()
-        drop(folder / "cold")
-        limit_s = copied(folder / "cold", folder / "limit")
+        drop(folder / "served")
+        limit_s = copied(folder / "served", folder / "limit")
     shutil.rmtree(folder)
     return {
         "stall_s": max(stall_s, other[0]),
@@ -194,13 +198,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     figures = Figures()
     for number in range(args.rounds + 1):
         say(f"round {number} of {args.rounds}")
-        figures.add("nodes", **turn(folder / str(number), args.mib, tls=args.tls))
-    report(figures, machine(folder) | {"tls": args.tls}, args.mib)
+        figures.add("nodes", **turn(folder / str(number), args.mib, tls=args.tls, latency_ms=args.latency_ms))
+    report(figures, machine(folder) | {"tls": args.tls, "latency_ms": args.latency_ms}, args.mib)
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", mib=512, rounds=3, first="warms up")
     parser.add_argument("--tls", action="store_true", help="the nodes read from each other with peers.tls")
+    parser.add_argument("--latency-ms", type=float, default=20.0, help="of a round trip to the bucket")
     with run_of(parser) as (args, folder):
         measure(args, folder)
 

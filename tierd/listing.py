@@ -361,10 +361,11 @@ async def check_sizes(manifest: Manifest, tier: Tier) -> None:
         raise Corrupt(f"read {manifest.id} in {tier.name}: {problem}", hint="docs/RUNBOOK.md#unreadable-manifest")
 
 
-async def files_of(tier: Tier, checkpoint: CheckpointId) -> dict[str, int]:
+async def files_of(tier: Tier, checkpoint: CheckpointId, *, until: str = "") -> dict[str, int]:
     """The sizes by name of a checkpoint's files in the tier, committed or not. With a key, without the markers that it
-    has not signed."""
-    listing = await tier.listing(layout.checkpoint_prefix(checkpoint))
+    has not signed. `until`: files whose names sort after it may be left out, where that saves requests."""
+    prefix = layout.checkpoint_prefix(checkpoint)
+    listing = await tier.listing(prefix, until=until and f"{prefix}{until}")
     return listing.files.get(checkpoint, {})
 
 

@@ -56,20 +56,30 @@ class Ranks:
         no rank waits alone in the next exchange."""
         if not self._groups:
             return work()
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as raised:  # of any kind: the state is the user's, with code of its own
-            error = raised
+        result, error = _outcome(work)
         self.raise_on_all(error)
         return cast("T", result)
+
+    def run_and_broadcast(self, work: Callable[[], T], content: bytes) -> tuple[T, bytes]:
+        """As `run_on_all`, and with it rank 0's `content`, which its `work` does not change: one exchange for both."""
+        if not self._groups:
+            return work(), content
+        result, error = _outcome(work)
+        frame = self._frame(content)
+        frame[-1] = error is not None
+        with _exchanging():
+            dist.all_reduce(frame, dist.ReduceOp.MAX, group=self._group)  # of rank 0's bytes and of zeros
+        if frame[-1]:
+            self._raise_first(error)
+        return cast("T", result), self._whole(content, frame)
 
     def raise_on_all(self, error: Exception | None) -> None:
         """Returns on all ranks when none has an error. Else every rank raises: its own error, or that of the lowest
         rank that has one, as a TierdError."""
-        if not self.maximum([error is not None])[0]:
-            return
+        if self.maximum([error is not None])[0]:
+            self._raise_first(error)
+
+    def _raise_first(self, error: Exception | None) -> None:
         errors = self.gather(b"" if error is None else _encode_error(error))
         if error is not None:
             raise error
@@ -110,20 +120,30 @@ class Ranks:
         """Rank 0's `content`, on every rank. What the other ranks pass is ignored."""
         if not self._groups:
             return content
-        # The length and what fits beside it first: short contents take one exchange.
-        frame = torch.zeros(BROADCAST_BYTES, dtype=torch.uint8, device=CPU)
+        frame = self._frame(content)
+        with _exchanging():
+            dist.broadcast(frame, 0, group=self._group)
+        return self._whole(content, frame)
+
+    def _frame(self, content: bytes) -> torch.Tensor:
+        """The first exchange of a broadcast: on rank 0 the length and what fits beside it, so that short contents need
+        no second one. The last byte is free."""
+        frame = torch.zeros(BROADCAST_BYTES + 1, dtype=torch.uint8, device=CPU)
         if self.rank == 0:
             first = len(content).to_bytes(8, "little") + content[: BROADCAST_BYTES - 8]
             frame[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        return frame
+
+    def _whole(self, content: bytes, frame: torch.Tensor) -> bytes:
+        """What begins with rank 0's frame. A second exchange if it is longer."""
+        raw = bytes(frame.numpy())
+        length, raw = int.from_bytes(raw[:8], "little"), raw[8:BROADCAST_BYTES]
+        if length <= len(raw):
+            return raw[:length]
+        rest = torch.empty(length - len(raw), dtype=torch.uint8, device=CPU)
+        if self.rank == 0:
+            rest.copy_(torch.frombuffer(bytearray(content[len(raw) :]), dtype=torch.uint8))
         with _exchanging():
-            dist.broadcast(frame, 0, group=self._group)
-            raw = bytes(frame.numpy())
-            length, raw = int.from_bytes(raw[:8], "little"), raw[8:]
-            if length <= len(raw):
-                return raw[:length]
-            rest = torch.empty(length - len(raw), dtype=torch.uint8, device=CPU)
-            if self.rank == 0:
-                rest.copy_(torch.frombuffer(bytearray(content[len(raw) :]), dtype=torch.uint8))
             dist.broadcast(rest, 0, group=self._group)
         return raw + bytes(rest.numpy())
 
@@ -153,6 +173,13 @@ class Ranks:
         """A rank that waits in `background_maximum` for this one gets Transient."""
         group, self._background = self._background, None
         _destroy(group)
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as raised:  # of any kind: the state is the user's, with code of its own
+        return None, raised
 
 
 def _encode_error(error: Exception) -> bytes:

@@ -20,6 +20,7 @@ def test_single_process_needs_no_process_group() -> None:
     assert ranks.broadcast(b"content") == b"content"
     assert ranks.gather(b"mine") == [b"mine"]
     assert ranks.run_on_all(lambda: 5) == 5
+    assert ranks.run_and_broadcast(lambda: 5, b"content") == (5, b"content")
     ranks.raise_on_all(None)
     with pytest.raises(Full):
         ranks.raise_on_all(Full("no room"))
@@ -62,6 +63,7 @@ def _exchange(training: Training) -> list[Any]:
         ranks.broadcast(b""),
         ranks.gather(b"x" * rank),
         ranks.run_on_all(lambda: rank * 10),
+        ranks.run_and_broadcast(lambda: rank * 10, b"from the first" if rank == 0 else b""),
     ]
 
 
@@ -69,15 +71,21 @@ def _broadcast_sizes(training: Training) -> list[bool]:
     """Whether contents around the size of one exchange arrive as they are."""
     ranks, sizes = find_ranks(None, None, {}), [0, 1, *range(BROADCAST_BYTES - 10, BROADCAST_BYTES + 2), 50_000]
     contents = [bytes(number % 251 for number in range(size)) for size in sizes]
-    return [ranks.broadcast(content if ranks.rank == 0 else b"ignored") == content for content in contents]
+    received = [ranks.broadcast(content if ranks.rank == 0 else b"ignored") for content in contents]
+    with_work = [ranks.run_and_broadcast(lambda: None, content if ranks.rank == 0 else b"") for content in contents]
+    return [received == contents, [content for _, content in with_work] == contents]
 
 
-def _fail_on_one(training: Training) -> None:
+def _fail_on_one(training: Training, with_broadcast: bool) -> None:
     def work() -> None:
         if dist.get_rank() == 1:
             raise Full("no room", hint="make some")
 
-    find_ranks(None, None, {}).run_on_all(work)
+    ranks = find_ranks(None, None, {})
+    if with_broadcast:
+        ranks.run_and_broadcast(work, b"content")
+    else:
+        ranks.run_on_all(work)
 
 
 def _descriptors_left(training: Training) -> int:
@@ -101,17 +109,18 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
     with joined(tmp_path, 3) as trainers:
         gathered = [b"", b"x", b"xx"]
         assert together(trainers, "apply", _exchange) == [
-            [[2, 0], b"from the first", b"", gathered, rank * 10] for rank in range(3)
+            [[2, 0], b"from the first", b"", gathered, rank * 10, (rank * 10, b"from the first")] for rank in range(3)
         ]
 
         assert all(map(all, together(trainers, "apply", _broadcast_sizes)))
-        errors = refusals(trainers, "apply", _fail_on_one)
-        assert [str(error) for error in errors] == [
-            "rank 1: no room (hint: make some)",
-            "no room (hint: make some)",
-            "rank 1: no room (hint: make some)",
-        ]
-        assert {type(error) for error in errors} == {Full}
+        for with_broadcast in (False, True):
+            errors = refusals(trainers, "apply", _fail_on_one, with_broadcast)
+            assert [str(error) for error in errors] == [
+                "rank 1: no room (hint: make some)",
+                "no room (hint: make some)",
+                "rank 1: no room (hint: make some)",
+            ]
+            assert {type(error) for error in errors} == {Full}
         assert together(trainers, "apply", _descriptors_left) == [0, 0, 0]
 
         together(trainers, "apply", _find_ranks)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from tierd_client import Stale, TierdError
+from tierd_client import Full, Stale, TierdError
 
+from tests.e2e.test_nodes_restore import hold_cold
 from tests.support.daemon import Daemon
+from tests.support.handmade_nodes import handmade_nodes
 from tests.support.nodes import connect_on, connected, nodes
 from tests.support.s3 import BUCKET, ENVIRONMENT, faulty_proxy, moto_server
 from tests.support.small_disk import small_disk
-from tests.support.trainer import Trainer, Training, joined, together
+from tests.support.trainer import Trainer, Training, joined, refusals, together
 from tests.support.waiting import wait_until
+from tierd.format import wire
 
 
 def cold_folder(root: Path, step: int, generation: int = 1) -> Path:
@@ -102,6 +105,31 @@ def test_the_training_network_splits(tmp_path: Path) -> None:
         assert again == digests
 
 
+def test_a_split_training_network_and_both_halves_go_on(tmp_path: Path) -> None:
+    """Each half is started again, on the nodes that it has left. The later claim fences the earlier one."""
+    more = "[health]\nexamine = false"
+    with handmade_nodes(tmp_path, 4, sends=True, more=more) as all_four, ExitStack() as stack:
+        all_four.save(1, copied=False)
+        for rank in all_four.ranks:
+            rank.close()
+        halves = [all_four.half(0, 2), all_four.half(2, 4)]
+        for half in halves:
+            for rank in half.ranks:
+                stack.callback(rank.close)
+        earlier, later = halves
+        earlier.save(2, copied=False)
+        assert [rank.hear(wire.Fenced).generation for rank in earlier.ranks[:1]] == [3]
+        later.save(2, copied=False)
+        for rank in later.ranks:
+            while rank.hear(wire.Replicated).step != 2:
+                pass
+        assert earlier.daemons[0].metric("tierd_fenced_total") == 1
+        assert [daemon.metric("tierd_fenced_total") for daemon in later.daemons] == [0, 0]
+        for generation in (2, 3):  # what the earlier one has sealed is committed, and nothing was overwritten
+            assert (cold_folder(tmp_path, 2, generation) / "manifest.json").exists()
+        assert (later.daemons[0].json("ls")[0]["step"], later.daemons[0].json("ls")[0]["generation"]) == (2, 3)
+
+
 @pytest.mark.long
 def test_two_jobs_under_one_run_name(tmp_path: Path) -> None:
     """The later fences the earlier. Nothing that the earlier has committed is overwritten."""
@@ -169,3 +197,44 @@ def test_hot_is_full_on_one_node(tmp_path: Path) -> None:
             connect_on([a, b], trainers)
             assert {each.step for each in together(trainers, "restore")} == {4}
             assert together(trainers, "digest") == digests
+
+
+@pytest.mark.long
+def test_hot_is_full_on_one_node_and_nothing_may_go(tmp_path: Path) -> None:
+    """Everywhere stands still and keeps what the others have, and the alarm of a full disk is raised; with space on the
+    disk, the last snapshot goes on."""
+    with small_disk(tmp_path / "b" / "hot", size_mib=10) as hot, nodes(tmp_path) as (a, b):
+        hold_cold(b)
+        with joined(tmp_path, 2, width=16 << 10) as trainers:  # 2 MiB of parameters, 4 of moments
+            connect_on([a, b], trainers)
+            together(trainers, "restore")
+            train_and_snapshot(trainers)
+            together(trainers, "wait_everywhere")
+            fill(hot / "of-somebody-else")
+            train_and_snapshot(trainers)
+            trainers[0].wait_persisted()
+            full = 'tierd_failures_total{kind="full",stage="persist"}'  # of TierdDiskFull
+            wait_until(lambda: b.metric(full) > 0, "the alarm")
+            assert {type(error) for error in refusals(trainers, "wait_everywhere", 1)} == {Full}
+            assert [everywhere(daemon) for daemon in (a, b)] == [1, 1]
+            assert all(part.exists() for part in (a.folder(1), a.folder(2), b.folder(1)))
+            (hot / "of-somebody-else").unlink()
+            together(trainers, "wait_everywhere")
+            wait_until(lambda: everywhere(b) == 2, "the step that all nodes have")
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def train_and_snapshot(trainers: list[Trainer]) -> None:
+    together(trainers, "train", 1)
+    together(trainers, "snapshot")
+
+
+def everywhere(daemon: Daemon) -> int:
+    """The newest step that all nodes have persisted, as the daemon was told."""
+    (run,) = daemon.status()["runs"]
+    return run["nodes"]["everywhere"]["step"]

@@ -64,14 +64,18 @@ def folders(daemons: Sequence[Daemon], step: int) -> list[Path]:
 
 
 def test_all_trainers(tmp_path: Path) -> None:
-    """They go on from memory, at the last snapshot, although no cold tier has one."""
+    """They go on from memory, at the last snapshot, although no cold tier has one, and in a new generation."""
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])
         with connected(daemons, 4) as trainers:
             assert together(trainers, "restore") == [None] * 4
             save(trainers)
             digests = save(trainers)
-        assert restored(daemons, 4) == ([(2, "memory")] * 4, digests)
+        with connected(daemons, 4) as trainers:
+            found = together(trainers, "restore")
+            assert [(each.step, each.tier, each.generation) for each in found] == [(2, "memory", 1)] * 4
+            assert together(trainers, "digest") == digests
+            assert together(trainers, "generation") == [2] * 4
         assert not list((tmp_path / "cold" / "run").glob("*/manifest.json"))
 
 

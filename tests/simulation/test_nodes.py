@@ -26,6 +26,7 @@ from tierd.workers.replicator import Replicator
 
 SEEDS = 5  # each takes one or two seconds
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
+SEEDS_OF_SIXTEEN = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 4
 MUTATED_SEEDS = range(12)
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,6 +46,15 @@ def test_no_seed_over_several_nodes_breaks_a_promise() -> None:
 @pytest.mark.timeout(0)
 def test_no_seed_of_many_over_several_nodes_breaks_a_promise() -> None:
     outcomes = run_seeds(SEEDS, SEEDS_LONG, scenario=SEVERAL_NODES, processes=os.cpu_count() or 1)
+    assert unexpected(outcomes) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_no_seed_over_sixteen_nodes_breaks_a_promise() -> None:
+    processes = os.cpu_count() or 1
+    outcomes = run_seeds(0, SEEDS_OF_SIXTEEN, scenario=SEVERAL_NODES, nodes=16, processes=processes)
+    assert len(outcomes) == SEEDS_OF_SIXTEEN
     assert unexpected(outcomes) == []
 
 

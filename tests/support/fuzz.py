@@ -108,7 +108,7 @@ class _OneObject:
         del key
         return self.raw[:size_max]
 
-    async def list(self, prefix: str = "") -> list[StoredObject]:
+    async def list(self, prefix: str = "", *, until: str = "") -> list[StoredObject]:
         keys = self.raw.decode(errors="replace").split("\n")
         return [StoredObject(key, index, "", 0.0) for index, key in enumerate(keys) if is_key(key)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ class HandmadeNodes:
         self.daemons = [Daemon(root / f"node-{i}", cold=cold, more=f"{more}\n{peers}") for i in range(count)]
         self.ranks: list[Peer] = []
         self.addresses: list[NodeAddress] = []
+
+    def half(self, first: int, last: int) -> HandmadeNodes:
+        """A start of the run on these daemons alone."""
+        half = copy(self)
+        half.daemons, half.ranks, half.addresses = self.daemons[first:last], [], []
+        half.join()
+        return half
 
     def join(self) -> None:
         """All ranks join, and tell their daemons the nodes."""

@@ -278,6 +278,13 @@ class StoreContract:
             assert sorted(one.key for one in found) == [key for key in keys if key.startswith(prefix)]
             assert all(one.size_bytes == len(one.key) for one in found)
 
+    async def test_list_until_a_key_has_all_that_come_before_it(self, store: Store) -> None:
+        keys = [f"run/a/{index}" for index in range(7)]
+        for key in keys:
+            await store.put_bytes(key, b"x")
+        found = {stored.key for stored in await store.list("run/a/", until="run/a/3")}
+        assert set(keys[:4]) <= found <= set(keys)
+
     async def test_deleted_objects_are_gone_and_absent_ones_are_ignored(self, store: Store) -> None:
         keys = [f"run/a/{index}" for index in range(5)]
         for key in keys:

@@ -136,10 +136,11 @@ async def test_every_node_learns_of_the_commit(nodes: Nodes) -> None:
         assert not node.rooms.catalog.sent_parts("cold")
 
 
-async def test_a_node_that_is_not_home_reads_no_node_file_while_a_shard_is_missing(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_trainers", [True, False])
+async def test_a_node_that_is_not_home_reads_no_node_file_while_one_is_missing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, *, has_trainers: bool
 ) -> None:
-    """Of thousands of nodes each would read thousands."""
+    """Of thousands of nodes each would read thousands. Without trainers, it does not know which nodes there are."""
     read: list[str] = []
     home, second, third = nodes.nodes
     get_many = second.rooms.cold["cold"].store.get_many
@@ -151,6 +152,10 @@ async def test_a_node_that_is_not_home_reads_no_node_file_while_a_shard_is_missi
     monkeypatch.setattr(second.rooms.cold["cold"].store, "get_many", recording)
     await second.send(10)
     await home.send(10)
+    if not has_trainers:
+        for rank in second.ranks:
+            second.rooms.memory.leave(RUN, Rank(rank), now_s=nodes.now_s)
+        assert second.rooms.memory.forget_departed(now_s=nodes.now_s, grace_s=0.0)
     await nodes.wait(LIST_MAX_S, second)
     assert second.rooms.catalog.awaited == {"cold": {RUN: (id_of(10), third.ranks)}}
     assert not [key for key in read if "node-" in key]
@@ -392,6 +397,30 @@ async def test_only_the_daemon_of_rank_0_deletes_in_cold(nodes: Nodes) -> None:
     assert nodes.nodes[0].rooms.steps("cold") == [8, 7, 6, 3]  # the last three, and the tenth: its sequence is 10
 
 
+async def test_the_daemon_of_home_is_gone(nodes: Nodes, tmp_path: Path) -> None:
+    """The others commit, and none of them deletes in cold. What waited is deleted by the home of the next start."""
+    steps = list(range(1, 6))
+    for step in steps:
+        for node in nodes.nodes:
+            await node.send(step, number=step)
+    others = nodes.nodes[1:]
+    await nodes.wait(LIST_MAX_S, *others)
+    assert others[0].rooms.steps("cold") == steps[::-1]
+    for node in others:
+        await node.rooms.list_tiers()
+        planned = deletions(decisions(node.rooms.catalog, node.rooms.config), node.rooms.config)
+        assert [each.tier for each in planned].count("cold") == 2
+        await Reaper(node.rooms.context).run_once()
+    assert others[0].rooms.steps("cold") == steps[::-1]
+    async with rooms_at(tmp_path / "spare", cold=others[0].rooms.config.cold) as rooms:
+        spare = Node(rooms, 0)
+        spare.node = msgspec.structs.replace(spare.node, claim=Claim.new("spare").claim)
+        rooms.memory.enter(RUN, Generation(2), Rank(0), WORLD_SIZE, spare.node)
+        await rooms.list_tiers()
+        await Reaper(rooms.context).run_once()
+        assert rooms.steps("cold") == [5, 4, 3]
+
+
 async def test_the_verdict_of_the_whole_is_that_of_all_parts(nodes: Nodes) -> None:
     for number, node in enumerate(nodes.nodes):
         await node.persist(10)
@@ -491,10 +520,10 @@ async def test_a_checkpoint_that_lacks_parts_for_long_is_looked_at_seldom(
     store = home.rooms.cold["cold"].store
     list_all = store.list
 
-    async def count(prefix: str) -> Any:
+    async def count(prefix: str, **options: Any) -> Any:
         nonlocal listed
         listed += 1
-        return await list_all(prefix)
+        return await list_all(prefix, **options)
 
     monkeypatch.setattr(store, "list", count)
     await nodes.wait(600, home)

@@ -20,6 +20,7 @@ from tierd.errors import BadRequest
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_name
 
 MANIFEST = "manifest.json"
+NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
 GONE = "gone.json"  # of a checkpoint over several nodes: it is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable

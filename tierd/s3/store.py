@@ -204,19 +204,21 @@ class S3Store:
         action, object_key = self.requests.addressed("read the checksum of", key)
         return whole_checksum(await self._existing(object_key, action))
 
-    async def list(self, prefix: str = "") -> list[StoredObject]:
+    async def list(self, prefix: str = "", *, until: str = "") -> list[StoredObject]:
         action = f"list {self.url} in {self.requests.name}"
         objects: list[StoredObject] = []
         after: dict[str, Any] = {}
         while True:
             prefixed = self.requests.prefix + prefix
             page = await self.requests.request("list_objects_v2", action, Prefix=prefixed, **after)
-            for listed in page.get("Contents", ()):
-                key = listed["Key"].removeprefix(self.requests.prefix)
+            keys = [listed["Key"].removeprefix(self.requests.prefix) for listed in page.get("Contents", ())]
+            for key, listed in zip(keys, page.get("Contents", ()), strict=True):
                 if is_key(key):
                     written_at_s = listed["LastModified"].timestamp() if "LastModified" in listed else math.inf
                     objects.append(StoredObject(key, listed["Size"], listed.get("ETag", ""), written_at_s))
-            if not page.get("IsTruncated"):
+            # Directory buckets of S3 list in no order.
+            is_past = bool(until and keys) and keys[-1] > until and keys == sorted(keys)
+            if is_past or not page.get("IsTruncated"):
                 return objects
             after = {"ContinuationToken": page["NextContinuationToken"]}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 from tierd.errors import TierdError, TierUnreachable
@@ -70,8 +71,10 @@ async def copy_part(
 
 async def _check_whole(manifest: Manifest, target: Tier) -> None:
     """Raises TierUnreachable unless every file is there now. A daemon that expires the checkpoint deletes its manifest
-    first; files that this copy found, and did not send, may be deleted minutes later."""
-    objects = await target.store.list(layout.checkpoint_prefix(manifest.id))
+    first; files that this copy found, and did not send, may be deleted minutes later. Of a part only shards near its
+    own are listed: over many nodes, a listing of the folder has many pages, and every node would ask for all."""
+    common = commonprefix([entry.name for entry in manifest.files])  # noqa: RUF071  # also of a part of a name
+    objects = await target.store.list(layout.checkpoint_prefix(manifest.id) + common)
     if missing := manifest.missing_file({stored.key.rpartition("/")[2]: stored.size_bytes for stored in objects}):
         raise TierUnreachable(
             f"copy {manifest.id} to {target.name}: {missing}, and was there before",

@@ -218,7 +218,8 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
             await self.pool.query(open_file)
         return None  # no filesystem in use provides a checksum
 
-    async def list(self, prefix: str = "") -> list[StoredObject]:
+    async def list(self, prefix: str = "", *, until: str = "") -> list[StoredObject]:
+        del until  # all keys cost one walk
         objects: list[StoredObject] = []
 
         def add(key: str, entry: os.DirEntry[str], folder: int) -> None:

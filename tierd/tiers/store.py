@@ -141,8 +141,9 @@ class Store(ReadableStore, Protocol):
         keeps none. Raises NotFound."""
         ...
 
-    async def list(self, prefix: str = "") -> list[StoredObject]:
-        """Every whole object whose key begins with `prefix`, in any order."""
+    async def list(self, prefix: str = "", *, until: str = "") -> list[StoredObject]:
+        """Every whole object whose key begins with `prefix`, in any order. `until`: later keys may be left out, where
+        that saves requests; empty: none are."""
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:

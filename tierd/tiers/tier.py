@@ -46,10 +46,11 @@ class Tier(ReadableTier):
     foreign: dict[CheckpointId, tuple[Fingerprint, str]] = field(default_factory=dict)
     deletes: bool = field(default=True, kw_only=True)
 
-    async def listing(self, prefix: str = "") -> Listing:
+    async def listing(self, prefix: str = "", *, until: str = "") -> Listing:
         """Everything in the tier below `prefix`, from one listing of the store and without reading a manifest. With a
-        keyring, markers that have changed are read, and those that it has not signed are left out."""
-        return await self._listing_of(await self.store.list(prefix), is_whole=not prefix)
+        keyring, markers that have changed are read, and those that it has not signed are left out. `until`: as of
+        `Store.list`."""
+        return await self._listing_of(await self.store.list(prefix, until=until), is_whole=not prefix)
 
     async def _listing_of(self, objects: Iterable[StoredObject], *, is_whole: bool) -> Listing:
         listing = Listing()

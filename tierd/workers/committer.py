@@ -1,15 +1,17 @@
 """Commits checkpoints over several nodes in one cold tier: when all node files are there, it writes the manifest.
 
 Any node may commit, because the manifest follows from the node files. The daemon of rank 0 looks often. The others
-look seldom, each after a random time, in case that daemon is gone, and read no node file while a shard is missing: all
-of them would read all. So a node that dies, and the committer itself at any
-instant, delay a commit and lose nothing. What lost nodes have sent, the daemon of rank 0 of the next start commits.
+look seldom, each after a random time, in case that daemon is gone, and read no node file while one is missing: all of
+them would read all. A listing ends before the shards, of which there may be many thousands. So a node that dies, and
+the committer itself at any instant, delay a commit and lose nothing. What lost nodes have sent, the daemon of rank 0 of
+the next start commits.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -176,7 +178,8 @@ class Committer:
 
     async def _list(self, part: NodeFile, wait: _Wait, *, is_home: bool) -> None:
         listed_s = self._context.monotonic_s()
-        names = await self._names(part.id)
+        lowest = [] if is_home else self._lowest_ranks(part)
+        names = await self._names(part.id, has_shards=not (is_home or lowest))
         if layout.GONE in names or part.name not in names:
             self._catalog.part_gone(self._cold.name, part.id)
             return
@@ -184,8 +187,8 @@ class Committer:
             await self._find(part, wait)
             return
         if not is_home:
-            wait.missing, commit_at_s = _ranks_without_shard(names, part.world_size), wait.commit_at_s
-            wait.commit_at_s = None
+            wait.missing = _without_node_file(part, names, lowest) if lowest else _without_shard(part, names)
+            commit_at_s, wait.commit_at_s = wait.commit_at_s, None
             if wait.missing:
                 return
             if commit_at_s is None:
@@ -196,8 +199,14 @@ class Committer:
         if not wait.missing:
             await self._commit(list(wait.node_files.values()), listed_s, part)
 
-    async def _names(self, checkpoint: CheckpointId) -> set[str]:
-        return set(await files_of(self._cold, checkpoint))
+    def _lowest_ranks(self, part: NodeFile) -> list[int]:
+        """Of each node; none if no trainer of this generation has joined since the daemon started."""
+        memory, run = self._context.memory, part.id.run
+        node = memory.node(run) if memory.generation(run) == part.generation else None
+        return [] if node is None else node.lowest
+
+    async def _names(self, checkpoint: CheckpointId, *, has_shards: bool = False) -> set[str]:
+        return set(await files_of(self._cold, checkpoint, until="" if has_shards else layout.NODE_FILES_END))
 
     async def _read(
         self,
@@ -291,8 +300,17 @@ def _difference(one: NodeFile, other: NodeFile) -> str:
     )
 
 
-def _ranks_without_shard(names: Collection[str], world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if layout.shard_name(Rank(rank), world_size) not in names]
+def _without_node_file(part: NodeFile, names: Collection[str], lowest: Sequence[int]) -> list[int]:
+    """The ranks of the nodes whose node file is missing. Of another node only the lowest rank is known: others count
+    as of the node whose lowest rank is next below."""
+    missing = {rank for rank in lowest if layout.node_file_name(rank, part.world_size) not in names}
+    others = sorted({*range(part.world_size)} - {*part.ranks})
+    return [rank for rank in others if lowest[bisect_right(lowest, rank) - 1] in missing]
+
+
+def _without_shard(part: NodeFile, names: Collection[str]) -> list[int]:
+    ranks = range(part.world_size)
+    return [rank for rank in ranks if layout.shard_name(Rank(rank), part.world_size) not in names]
 
 
 def _unsigned(manifest: Manifest) -> Manifest:

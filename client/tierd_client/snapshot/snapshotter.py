@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -114,12 +114,10 @@ class Snapshotter:
         own = self._own_part(captured, milestone)
         self._make_slots(own)
         index = self._ranks.run_on_all(lambda: self._take_slot(step, last_wait_s))
-        staging = self._ranks.run_on_all(lambda: self._stage(index, own, step, state))
-        self._last = shot.generation, step
         sealed = wire.Sealed(
             slot=index,
             step=step,
-            size_bytes=staging.layout.size_bytes,
+            size_bytes=0,  # known when it is staged
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             stall_s=0.0,
             metrics=plain,
@@ -129,8 +127,9 @@ class Snapshotter:
             versions=VERSIONS,
             resent=False,
         )
+        staging, sealed = self._stage_on_all(lambda: self._stage(index, own, step, state), sealed)
+        self._last = shot.generation, step
         if self._generation.node is not None:
-            sealed = self._with_common_head(sealed)
             self.milestone = sealed.milestone
             self.everywhere.taken(shot.generation, step)
         shot.stall_s = time.perf_counter() - began
@@ -139,17 +138,20 @@ class Snapshotter:
             shot.stall_s = time.perf_counter() - began
         return shot
 
-    def _with_common_head(self, own: wire.Sealed) -> wire.Sealed:
-        """All ranks, after the last thing that may fail on one of them. The message with all that rank 0's has about
-        the whole checkpoint, its number too: each node writes that into its part, and the parts must agree."""
-        if self._ranks.rank == 0:
-            generation, number = self._numbered
-            number = number + 1 if generation == self._generation.number else 1
-            self._numbered = self._generation.number, number
-            own = msgspec.structs.replace(own, number=number)
-        first = wire.decode_to_daemon(self._ranks.broadcast(wire.encode(own) if self._ranks.rank == 0 else b""))
+    def _stage_on_all(self, stage: Callable[[], Staging], own: wire.Sealed) -> tuple[Staging, wire.Sealed]:
+        """All ranks. Over several nodes, the message has all that rank 0's has about the whole checkpoint, its number
+        too: each node writes that into its part, and the parts must agree."""
+        if self._generation.node is None:
+            staging = self._ranks.run_on_all(stage)
+            return staging, msgspec.structs.replace(own, size_bytes=staging.layout.size_bytes)
+        generation, number = self._numbered
+        number = number + 1 if generation == self._generation.number else 1
+        content = wire.encode(msgspec.structs.replace(own, number=number)) if self._ranks.rank == 0 else b""
+        staging, raw = self._ranks.run_and_broadcast(stage, content)
+        self._numbered = self._generation.number, number
+        first = wire.decode_to_daemon(raw)
         assert isinstance(first, wire.Sealed)
-        return msgspec.structs.replace(first, slot=own.slot, size_bytes=own.size_bytes)
+        return staging, msgspec.structs.replace(first, slot=own.slot, size_bytes=staging.layout.size_bytes)
 
     def _capture(
         self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None

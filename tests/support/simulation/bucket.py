@@ -14,6 +14,7 @@ import base64
 import hashlib
 import io
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -52,19 +53,28 @@ class SimulatedBucket:
     written_at: dict[str, datetime] = field(default_factory=dict[str, datetime])
     changes: list[tuple[datetime, str, bytes | None]] = field(default_factory=list[Any])  # when, key, content before
     objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    keys: list[str] = field(default_factory=list[str])  # of them, sorted
     on_change: OnChange = lambda key, before, now: None
     on_listed: OnListed = lambda node, prefix, keys: None
 
     def write(self, key: str, content: bytes | None) -> None:
         before = self.objects.get(key)
+        at = bisect_left(self.keys, key)
         if content is None:
             self.objects.pop(key, None)
+            del self.keys[at : at + (before is not None)]
         else:
             self.objects[key] = content
+            self.keys[at : at + (before is not None)] = [key]
         if self.now is not None:
             self.written_at[key] = self.now()
             self.changes.append((self.now(), key, before))
         self.on_change(key, before, content)
+
+    def lose(self, key: str) -> None:
+        """As a server that loses an object: nobody is told."""
+        if self.objects.pop(key, None) is not None:
+            del self.keys[bisect_left(self.keys, key)]
 
     def listed(self) -> dict[str, bytes]:
         """The objects that a listing shows."""
@@ -146,7 +156,9 @@ class _Requests:
 
     def list(self, Prefix: str, ContinuationToken: str = "", **_: Any) -> dict[str, Any]:
         objects = self._bucket.listed()
-        keys = sorted(key for key in objects if key.startswith(Prefix) and key > ContinuationToken)
+        keys = self._bucket.keys if objects is self._bucket.objects else sorted(objects)
+        first = max(bisect_left(keys, Prefix), bisect_right(keys, ContinuationToken))
+        keys = [key for key in keys[first : first + self._bucket.page_keys + 1] if key.startswith(Prefix)]
         page = keys[: self._bucket.page_keys]
         listed = self._listed.setdefault(Prefix, [])
         if not ContinuationToken:

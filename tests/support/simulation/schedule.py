@@ -151,7 +151,7 @@ def make_nodes_schedule(seed: int, nodes: int = 0, scenario: str = SEVERAL_NODES
         nodes=[f"node{n}" for n in range(1, count + 2)],
         jobs=[job],
         cold_list_interval_s=rng.choice([30.0, 120.0, 600.0]),
-        page_keys=rng.choice([5, 1000]),
+        page_keys=rng.choice([max(5, 3 * count // 2), 1000]),  # the files of a checkpoint are two pages, or one
         ignores_conditions=rng.random() < 0.2,
         is_slow=rng.random() < 0.3,
     )

@@ -3,6 +3,7 @@
     python -m tests.support.simulation.seeds 13                  the trace of seed 13 and its outcome
     python -m tests.support.simulation.seeds 13 --shrink         the same with the shortest schedule that still fails
     python -m tests.support.simulation.seeds 0 --count 300       the outcome of each seed, as one JSON object a line
+    python -m tests.support.simulation.seeds 0 --nodes 16        seed 0 of the scenario "several nodes" with 16 of them
 
 The order of Python's sets depends on PYTHONHASHSEED, so each simulation runs in a process where it is 0.
 """
@@ -21,7 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.simulation.nodes_world import simulate
-from tests.support.simulation.schedule import SCENARIOS, Schedule, make_schedule
+from tests.support.simulation.schedule import (
+    SCENARIOS,
+    SEVERAL_NODES,
+    Schedule,
+    make_nodes_schedule,
+    make_schedule,
+)
 from tests.support.simulation.world import Outcome
 
 ROOT = Path(__file__).parents[3]
@@ -42,12 +49,14 @@ class SeedOutcome:
         return f"seed {self.seed} ({self.scenario}): {self.kind}: {self.message}"
 
 
-def run_seeds(first: int, count: int, *, scenario: str = "", processes: int = 1) -> list[SeedOutcome]:
-    """The outcomes of `count` seeds. `scenario`: all of this one; empty: the seed decides."""
+def run_seeds(first: int, count: int, *, scenario: str = "", nodes: int = 0, processes: int = 1) -> list[SeedOutcome]:
+    """The outcomes of `count` seeds. `scenario`: all of this one; empty: the seed decides. `nodes`: over so many nodes;
+    0: the seed decides."""
 
     def run(begin: int) -> list[SeedOutcome]:
         size = min(BATCH, first + count - begin)
-        printed = run_program(str(begin), "--count", str(size), "--scenario", scenario)
+        which = "--count", str(size), "--scenario", scenario, "--nodes", str(nodes)
+        printed = run_program(str(begin), *which)
         return [SeedOutcome(**json.loads(line)) for line in printed.splitlines()]
 
     with ThreadPoolExecutor(processes) as pool:
@@ -104,15 +113,21 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--scenario", choices=["", *SCENARIOS], default="")
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--nodes", type=int, default=0)
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         command = [sys.executable, "-m", "tests.support.simulation.seeds", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})
+
+    def make(seed: int) -> Schedule:
+        if options.nodes:
+            return make_nodes_schedule(seed, options.nodes, options.scenario or SEVERAL_NODES)
+        return make_schedule(seed, options.scenario)
+
     if options.count:
-        seeds = range(options.seed, options.seed + options.count)
-        _print_outcomes([make_schedule(seed, options.scenario) for seed in seeds])
+        _print_outcomes([make(seed) for seed in range(options.seed, options.seed + options.count)])
         return
-    schedule = make_schedule(options.seed, options.scenario)
+    schedule = make(options.seed)
     outcome = simulate(schedule)
     if options.shrink and outcome.violation is not None:
         kind = outcome.violation.kind

@@ -222,7 +222,7 @@ class World:
         key = f"{folder_of(checkpoint)}/{min(self.checker.committed[COLD][checkpoint].files)}"
         self._has_lost_shards = True
         self.checker.damaged[key] = self._loop.time()
-        self.bucket.objects.pop(PREFIX + key, None)
+        self.bucket.lose(PREFIX + key)
         self._note(f"lost {key}")
 
     def _mark(self, choice: float) -> None:
