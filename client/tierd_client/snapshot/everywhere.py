@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tierd.format import wire
+
 COUNT = 8  # snapshots; of a node that is further behind than this, no new snapshot becomes known as safe
 VERDICT_TIMEOUT_S = 60.0  # after this time a part that the daemon has not examined counts as healthy
 COPY_TIMEOUT_S = 600.0  # if a node could copy nothing for so long, its durable parts count as safe without copies
 
 
 class EverywherePersisted:
-    """`persisted` and `copied` are called by the session's thread, all else by the training's. Each line that changes
+    """`on_message` is called by the session's thread, all else by the training's. Each line that changes
     what they share is one call of a method of it, which Python does not interrupt."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -46,6 +48,16 @@ class EverywherePersisted:
             for old in [each for each in list(known) if each not in self._steps]:
                 known.pop(old, None)
         self._copied.intersection_update(self._steps)
+
+    def on_message(self, message: wire.Persisted | wire.Replicated | wire.Copied | wire.Failed) -> None:
+        """What the daemon of this node says of a snapshot."""
+        generation, step = message.generation, message.step
+        if isinstance(message, wire.Copied | wire.Replicated):
+            self.copied(generation, step)
+        if isinstance(message, wire.Persisted | wire.Replicated):
+            self.persisted(generation, step)
+        if isinstance(message, wire.Persisted) and message.is_healthy is not None:
+            self.examined(generation, step, is_healthy=message.is_healthy)
 
     def persisted(self, generation: int, step: int) -> None:
         """The daemon of this node has the part of this step in hot, or a cold tier has it whole."""

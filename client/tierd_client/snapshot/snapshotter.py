@@ -352,14 +352,9 @@ class Snapshotter:
     def on_message(self, message: wire.ToClient) -> None:
         if not isinstance(message, wire.Persisted | wire.Replicated | wire.Copied | wire.Failed):
             return
-        if isinstance(message, wire.Copied | wire.Replicated):
-            self.everywhere.copied(message.generation, message.step)
+        self.everywhere.on_message(message)
         if isinstance(message, wire.Copied):
             return
-        if not isinstance(message, wire.Failed):
-            self.everywhere.persisted(message.generation, message.step)
-        if isinstance(message, wire.Persisted) and message.is_healthy is not None:
-            self.everywhere.examined(message.generation, message.step, is_healthy=message.is_healthy)
         shot = self._shots.get((message.step, message.generation))
         if isinstance(message, wire.Failed):
             error = from_kind(message.kind, message.message, message.hint)
