@@ -34,8 +34,12 @@ ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 _HALTS = {  # by the reason: the alert, and the runbook's section
     "unreadable_manifest": ("TierdHalted", WARNING, "unreadable-manifest"),
     "damaged_replica": ("TierdDamagedReplica", CRITICAL, "damaged-replica"),
-    "tier_unreachable": ("TierdHalted", WARNING, "tier-unreachable"),
     "shared_generation": ("TierdHalted", WARNING, "shared-generation"),
+}
+_STATES = {
+    "T": "it is stopped, by SIGSTOP or a debugger",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk",
 }
 _FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook's section, and the command
     "loop": ("TierdLoopStuck", WARNING, "loop-stuck", "dmesg | tail"),
@@ -70,7 +74,8 @@ def _alarm(alert: str, severity: Severity, message: str, runbook: str, command: 
 def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
     holder = status.holder
     if status.pid is None and holder is not None:
-        what = f"the daemon, pid {holder.pid}, holds the lock of hot and does not answer ({holder.state})"
+        state = _STATES.get(holder.state, f"its state is {holder.state}")
+        what = f"the daemon, pid {holder.pid}, holds the lock of hot and does not answer: {state}"
         command = f"kill -CONT {holder.pid}" if holder.is_stopped else f"ps -o pid,stat,wchan,etime -p {holder.pid}"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", command)
     elif status.pid is None:
@@ -87,11 +92,11 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             seen.add(alert)
             yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
     for lost in status.lost:
-        what = f"{lost.id} disappeared from {lost.tier}, and tierd has not deleted it"
+        what = f"LOST: {lost.id} disappeared from {lost.tier}, and tierd has not deleted it"
         yield _alarm("TierdCheckpointsLost", CRITICAL, what, "checkpoints-lost", f"tierd ls --run {lost.run}")
     for sentence in status.foreign:
         command = "tierd log --audit --since 24h"
-        yield _alarm("TierdForeignCheckpoints", CRITICAL, sentence, "foreign-checkpoints", command)
+        yield _alarm("TierdForeignCheckpoints", CRITICAL, f"FOREIGN: {sentence}", "foreign-checkpoints", command)
 
 
 def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
@@ -116,7 +121,7 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
 
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        what = f"{tier.name} is not reachable: {tier.error}"
+        what = f"{tier.name} is NOT REACHABLE, so deletion is halted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
@@ -129,7 +134,7 @@ def _of_queue(queue: QueueReport, recent: list[FailureReport]) -> Iterator[Alarm
     replaced_s = queue.given_up_age_s.get("replaced")
     if replaced_s is not None and replaced_s < GIVEN_UP_RECENT_S:
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
-        what = f"{queue.tier} does not keep up: {queue.given_up['replaced']} checkpoints were replaced before a copy"
+        what = f"{queue.tier} DOES NOT KEEP UP: {queue.given_up['replaced']} checkpoints were replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
@@ -149,10 +154,10 @@ def _of_queue(queue: QueueReport, recent: list[FailureReport]) -> Iterator[Alarm
 
 def _of_halts(status: StatusReport) -> Iterator[Alarm]:
     for sentence in status.halted:
-        reason, _, message = sentence.partition(": ")
+        reason, _, _ = sentence.partition(": ")
         if reason != "tier_unreachable":  # the tier says it
             alert, severity, runbook = _HALTS[reason]
-            yield _alarm(alert, severity, f"nothing is deleted: {message}", runbook, "tierd verify --deep")
+            yield _alarm(alert, severity, f"DELETION HALTED: {sentence}", runbook, "tierd verify --deep")
 
 
 def _of_run(run: RunReport) -> Iterator[Alarm]:

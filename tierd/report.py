@@ -26,6 +26,7 @@ from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import HOT, Action
 from tierd.lifecycle.selection import MEMORY, Candidate
+from tierd.memory.progress import Pause
 from tierd.tiers.tier import ReadableTier, Tier
 from tierd.work_at_risk import PEER, RiskReport, Source
 
@@ -115,17 +116,6 @@ class CadenceReport(msgspec.Struct, kw_only=True):
     reasons: list[str]
 
 
-class PauseReport(msgspec.Struct, kw_only=True):
-    """Seconds since the attached trainers last gave a sign; from `limit_s` on they probably hang."""
-
-    seconds: float
-    limit_s: float
-
-    @property
-    def is_too_long(self) -> bool:
-        return self.seconds > self.limit_s
-
-
 class RunReport(msgspec.Struct, kw_only=True):
     """`world_size`, `ranks_attached`, `state`, `reason` and `ended_age_s` (how the trainers are, or ended, and when),
     `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are attached: only the daemon knows.
@@ -138,7 +128,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     state: str | None = None
     reason: str = ""
     ended_age_s: float | None = None
-    pause: PauseReport | None = None
+    pause: Pause | None = None
     newer_generation: int | None = None
     cadence: CadenceReport | None = None
     at_risk: list[RiskReport] = []
@@ -226,14 +216,14 @@ class CostsReport(msgspec.Struct, kw_only=True):
 
 
 class HolderReport(msgspec.Struct, kw_only=True):
-    """A process that holds the lock of the hot directory. `state`: as of `ps`, such as "T, stopped"."""
+    """A process that holds the lock of the hot directory. `state`: as of `ps`, such as T, which is stopped."""
 
     pid: int
     state: str
 
     @property
     def is_stopped(self) -> bool:
-        return self.state[:1] in ("T", "t")
+        return self.state in ("T", "t")
 
 
 class StatusReport(msgspec.Struct, kw_only=True):

@@ -31,6 +31,7 @@ from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.outcomes import ENDED_RECENT_S
+from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
 from tierd.report import (
@@ -43,7 +44,6 @@ from tierd.report import (
     NewestPart,
     NodesReport,
     PartnerReport,
-    PauseReport,
     QueueReport,
     RunReport,
     StatusReport,
@@ -190,7 +190,7 @@ class Operator:
         if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
             report.ended_age_s = round(now_s - ended_s, 1)
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
-            report.pause = PauseReport(seconds=round(pause.seconds, 1), limit_s=round(pause.limit_s, 1))
+            report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report)
         # A snapshot in memory may be diagnosed before there is a marker.
