@@ -166,7 +166,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
     named = " ".join(alarm.message for alarm in report.alarms)
     for failure in [each for each in report.failures if each.message not in named][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
-        where = f"{failure.at} {failure.stage} {failure.run or ''} {failure.step or ''}"
+        where = f"{failure.at} {failure.stage}"
+        where += f" {failure.run} step {failure.step}" if failure.run else ""
         print_result(f"failure {where}: {failure.message}{times}")
         if failure.hint:
             print_result(f"  hint: {failure.hint}")
@@ -240,7 +241,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
         print_result(f"  {tier:<10} {_newest(checkpoint)}")
     for risk in run.at_risk:
         if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
-            print_result(f"  if {risk.lost:<9}{'is' if risk.lost != 'trainers' else 'are'} lost now: {_risk(risk)}")
+            whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
+            print_result(f"  if {whose} lost now: {_risk(risk)}")
     if run.unhealthy_steps:
         print_result(f"  UNHEALTHY: step {', '.join(map(str, run.unhealthy_steps))}: numbers that are not finite")
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
